@@ -1,0 +1,39 @@
+# Two commands do all the set-up: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
+ARGS ?=
+# Pinned versions; on a machine with an NVIDIA GPU, torch's own CUDA build instead of the pinned CPU one.
+CONSTRAINTS := constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: train test lint bench clean
+
+train: $(VENV)/installed
+	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -P -m pytest $(ARGS)
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -P -m mypy
+
+bench: $(VENV)/installed
+	$(BIN)/python -P -m fluvial.bench phases $(ARGS)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

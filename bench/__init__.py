@@ -1,0 +1,1 @@
+"""Benchmarks: rows of measurements with the machine and versions they were taken on."""

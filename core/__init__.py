@@ -1,0 +1,49 @@
+"""The mathematics: pure functions over tensors, one concept a file.
+
+The modules are the public surface; the few names that research code types most stand here too.
+"""
+
+from fluvial.core import (
+    advantages,
+    ema,
+    flow_matching,
+    gaussian,
+    policy,
+    random,
+    rollout,
+    sigmas,
+    transitions,
+)
+from fluvial.core.advantages import group_advantages
+from fluvial.core.gaussian import kl, log_prob
+from fluvial.core.policy import clipped_surrogate
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.core.rollout import Trajectory
+from fluvial.core.transitions import Transition, cps, dance_sde, ddim, flow_sde, ode
+
+__all__ = [
+    "Key",
+    "Trajectory",
+    "Transition",
+    "advantages",
+    "clipped_surrogate",
+    "cps",
+    "dance_sde",
+    "ddim",
+    "ema",
+    "flow_matching",
+    "flow_sde",
+    "fold_in",
+    "gaussian",
+    "group_advantages",
+    "key",
+    "kl",
+    "log_prob",
+    "normal",
+    "ode",
+    "policy",
+    "random",
+    "rollout",
+    "sigmas",
+    "transitions",
+]

@@ -1,0 +1,95 @@
+"""Advantages: rewards, centred in their group and scaled. No Python loop over samples or groups, no host read on a device."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import can_look, check_choice, compute_dtype
+from fluvial.core.types import Ids, PerSample
+
+Scale = Literal["group", "batch", "none"]
+SCALES: tuple[Scale, ...] = ("group", "batch", "none")
+
+
+def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", eps: float = 1e-4) -> PerSample:
+    """Return the advantages of GRPO, `[B]`: rewards less their group's mean, divided as `scale` says.
+
+        group   A = (r - mean_g) / (std_g + eps)       GRPO, arXiv 2402.03300
+        batch   A = (r - mean_g) / (std_batch + eps)   Flow-GRPO's global std, arXiv 2505.05470
+        none    A = r - mean_g                         Dr. GRPO, arXiv 2503.20783
+
+    Standard deviations are unbiased (ddof 1); a group of one has advantage 0.
+
+    Args:
+        reward: `[B]`.
+        group: `[B]` integers; samples of one prompt share one. Any values, in any order.
+        eps: added to the standard deviation.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite (looked at only where that is free: CPU tensors).
+    """
+    check_choice("group_advantages", "scale", scale, SCALES)
+    if reward.ndim != 1:
+        raise ValueError(f"group_advantages: reward has shape {list(reward.shape)}, expected [B]")
+    dtype = _check("group_advantages", reward, group)
+    reward = reward.to(torch.float64)
+    centred, std = _group_moments(reward, group)
+    if scale == "group":
+        centred = centred / (std + eps)
+    elif scale == "batch":
+        centred = centred / (_std(reward) + eps)
+    return centred.to(dtype)
+
+
+def multi_reward_advantages(
+    rewards: Tensor, weights: Tensor, group: Ids, *, scale: Scale = "group", eps: float = 1e-4
+) -> PerSample:
+    """Return the advantages of several rewards, `[B]`: each normalised in its group, weighted, normalised over the batch.
+
+        A = (S - mean(S)) / (std(S) + eps),  S = sum_k w_k A_k,  A_k = group_advantages(r_k)
+
+    Normalising each reward before the sum keeps one of large spread from drowning the others (GDPO, arXiv 2601.05242).
+
+    Args:
+        rewards: `[B, K]`.
+        weights: `[K]`.
+        group: `[B]` integers.
+        scale, eps: of each reward's own advantages, as in `group_advantages`.
+    """
+    if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
+        raise ValueError(
+            f"multi_reward_advantages: rewards {list(rewards.shape)} and weights {list(weights.shape)}, "
+            "expected [B, K] and [K]"
+        )
+    dtype = _check("multi_reward_advantages", rewards, group)
+    columns = [group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps) for reward in rewards.unbind(1)]
+    total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
+    return ((total - total.mean()) / (_std(total) + eps)).to(dtype)
+
+
+def _check(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
+    dtype = compute_dtype(function, reward=reward)
+    if group.shape != reward.shape[:1]:
+        raise ValueError(f"{function}: group has shape {list(group.shape)}, expected {list(reward.shape[:1])}")
+    if group.dtype.is_floating_point or group.dtype == torch.bool:
+        raise TypeError(f"{function}: group is {group.dtype}, expected an integer dtype")
+    if can_look(reward) and not torch.isfinite(reward).all():
+        where = torch.nonzero(~torch.isfinite(reward)).tolist()
+        raise ValueError(f"{function}: rewards are not finite at indices {[i[0] if len(i) == 1 else i for i in where]}")
+    return dtype
+
+
+def _group_moments(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's distance to its group's mean, and its group's standard deviation, both `[B]`."""
+    # A group's first place in sorted order names it: an id below B, found without counting the groups on the host.
+    ids = torch.searchsorted(torch.sort(group).values, group)
+    zeros = torch.zeros_like(reward)
+    count = zeros.index_add(0, ids, torch.ones_like(reward))[ids]
+    centred = reward - zeros.index_add(0, ids, reward)[ids] / count
+    variance = zeros.index_add(0, ids, centred**2)[ids] / (count - 1).clamp(min=1)
+    return centred, torch.sqrt(variance)
+
+
+def _std(reward: Tensor) -> Tensor:
+    return torch.sqrt(((reward - reward.mean()) ** 2).sum() / max(len(reward) - 1, 1))

@@ -1,0 +1,26 @@
+"""Flow matching: the supervised loss, and the noising that it, AWM, DPO and NFT share."""
+
+import torch
+from einops import reduce
+
+from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.types import PerSample, Samples, Scalar
+
+
+def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
+    """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`."""
+    check_same_shape("interpolate", x0=x0, noise=noise)
+    dtype = compute_dtype("interpolate", x0=x0, noise=noise)
+    level = per_sample(torch.as_tensor(sigma, dtype=dtype, device=x0.device), x0)
+    check_per_sample("interpolate", x0.shape[0], sigma=level.flatten() if level.ndim else level)
+    return (1 - level) * x0.to(dtype) + level * noise.to(dtype)
+
+
+def velocity_error(v: Samples, target: Samples) -> PerSample:
+    """Return the mean squared error of a velocity, mean over the event of (v - target)^2, `[B]`.
+
+    The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (float64 if given).
+    """
+    check_same_shape("velocity_error", v=v, target=target)
+    dtype = compute_dtype("velocity_error", v=v, target=target)
+    return reduce((v.to(dtype) - target.to(dtype)) ** 2, "b ... -> b", "mean")

@@ -1,0 +1,117 @@
+"""The Gaussian of every sampler, x_next ~ N(a x + b v, std^2 I): its mean, a draw, its log-density, its KL.
+
+All functions upcast first (float16 and bfloat16 to float32; float64 in gives float64 out), take samples as
+`[B, *event]` and coefficients as `[B]` or 0-d, and raise TypeError or ValueError in one line on any other dtype or shape.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from fluvial.core.checks import can_look, check_choice, check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.transitions import Transition
+from fluvial.core.types import PerSample, Samples
+
+Form = Literal["density", "no_const", "unscaled"]
+Reduction = Literal["mean", "sum"]
+FORMS: tuple[Form, ...] = ("density", "no_const", "unscaled")
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+
+
+def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
+    """Return the mean of the step, a x + b v, `[B, *event]`."""
+    transition, x, v = _prepare("mean", transition, x=x, v=v)
+    return _mean(transition, x, v)
+
+
+def sample(transition: Transition, x: Samples, v: Samples, noise: Samples) -> Samples:
+    """Return the step taken with the given standard-normal noise, a x + b v + std noise, `[B, *event]`."""
+    transition, x, v, noise = _prepare("sample", transition, x=x, v=v, noise=noise)
+    return _mean(transition, x, v) + per_sample(transition.std, x) * noise
+
+
+def log_prob(
+    transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
+    *,
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> PerSample:
+    """Return the log-probability of the step from x to x_next, in nats, `[B]`.
+
+        density    -(x_next - a x - b v)^2 / (2 std^2) - log std - log(2 pi) / 2
+        no_const   -(x_next - a x - b v)^2 / (2 std^2)
+        unscaled   -(x_next - a x - b v)^2             (published with Flow-CPS; not a density)
+
+    Its gradient in v is (x_next - a x - b v) b / std^2, over N with reduction="mean".
+
+    Args:
+        transition: coefficients `[B]` or 0-d.
+        x, v, x_next: sample, model output and next sample, `[B, *event]`.
+        form: see above.
+        reduction: "mean" over the event's N elements (the field's habit: nats per dimension) or "sum" (the joint density).
+
+    Raises:
+        ValueError: std is 0 and the form divides by it. Values are looked at only where that is free (CPU tensors,
+            outside compilation and torch.func transforms); elsewhere the answer is NaN.
+    """
+    check_choice("log_prob", "form", form, FORMS)
+    check_choice("log_prob", "reduction", reduction, REDUCTIONS)
+    transition, x, v, x_next = _prepare("log_prob", transition, x=x, v=v, x_next=x_next)
+    squared_residual = reduce((x_next - _mean(transition, x, v)) ** 2, "b ... -> b", reduction)
+    if form == "unscaled":
+        return -squared_residual
+    std = _positive("log_prob", transition.std, way_out="use eta > 0 and a stochastic step, or form='unscaled'")
+    scaled = -squared_residual / (2 * std**2)
+    if form == "no_const":
+        return scaled
+    constant = torch.log(std) + math.log(2 * math.pi) / 2
+    return scaled - (constant if reduction == "mean" else math.prod(x.shape[1:]) * constant)
+
+
+def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
+    """Return KL(N(a x + b v, std^2) || N(a x + b v_ref, std^2)) = b^2 |v - v_ref|^2 / (2 std^2), in nats, `[B]`.
+
+    The two means share a x, so two velocities are all it needs. Flow-GRPO's published KL divides by a rate where
+    this divides by a step's std: it is this times |dt|.
+
+    Args:
+        transition: coefficients `[B]` or 0-d.
+        v, v_ref: model outputs of the two policies, `[B, *event]`.
+        reduction: "mean" over the event's elements or "sum".
+
+    Raises:
+        ValueError: std is 0 (looked at only where that is free, as in `log_prob`; elsewhere the answer is NaN).
+    """
+    check_choice("kl", "reduction", reduction, REDUCTIONS)
+    transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
+    std = _positive("kl", transition.std, way_out="use eta > 0 and a stochastic step")
+    return transition.b**2 * reduce((v - v_ref) ** 2, "b ... -> b", reduction) / (2 * std**2)
+
+
+def _mean(transition: Transition, x: Tensor, v: Tensor) -> Tensor:
+    return per_sample(transition.a, x) * x + per_sample(transition.b, x) * v
+
+
+def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
+    """Check the arguments and cast them to the dtype of the computation: (transition, *samples)."""
+    coefficients = transition._asdict()
+    dtype = compute_dtype(function, **samples, **coefficients)
+    check_same_shape(function, **samples)
+    check_per_sample(function, next(iter(samples.values())).shape[0], **coefficients)
+    cast = Transition(*(coefficient.to(dtype) for coefficient in transition))
+    return cast, *(tensor.to(dtype) for tensor in samples.values())
+
+
+def _positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
+    """Return std with NaN where it is not positive, and say so where looking costs nothing."""
+    positive = std > 0
+    if can_look(std) and not positive.all():
+        where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~positive).flatten().tolist()}"
+        raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
+    return torch.where(positive, std, torch.nan)

@@ -1,0 +1,136 @@
+"""Explicit random keys, as in JAX, over the counter-based generator Philox4x32-10.
+
+A draw depends on the key and on the element's index within its sample, and on nothing else: not on the batch, the
+rank, the number of ranks or the device. Fold in what should make a difference:
+
+    keys = fold_in(fold_in(key(seed), epoch), sample_ids)    # one key a sample
+    noise = normal(fold_in(keys, step), x.shape)             # [B, *event]
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.types import Ids
+
+Word = int | Tensor  # a 32-bit word: a Python integer, or an int64 tensor of values in [0, 2^32)
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+# Words 2 and 3 of the counter keep the streams of folding and of drawing apart.
+DRAW, FOLD = 0, 1
+
+
+class Key(NamedTuple):
+    """Two 32-bit words: Python integers for one key on the host, int64 tensors `[B]` for a key a sample."""
+
+    low: Word
+    high: Word
+
+
+def key(seed: int) -> Key:
+    """Return the key of a seed, an integer in [0, 2^64)."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"key: seed is a {type(seed).__name__}, expected an int")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"key: seed is {seed}, expected 0 <= seed < 2^64")
+    return Key(seed & MASK, seed >> 32)
+
+
+def fold_in(key: Key, data: int | Ids) -> Key:
+    """Return a new key from a key and data, statistically independent for every pair of the two.
+
+    Args:
+        key: one key, or a key a sample `[B]`.
+        data: a non-negative integer below 2^63, or an integer tensor `[B]`, which makes a key a sample.
+    """
+    if isinstance(data, Tensor):
+        if data.dtype.is_floating_point or data.dtype == torch.bool:
+            raise TypeError(f"fold_in: data is {data.dtype}, expected an integer dtype")
+        data = data.to(torch.int64)
+    elif isinstance(data, bool) or not isinstance(data, int):
+        raise TypeError(f"fold_in: data is a {type(data).__name__}, expected an int or an integer tensor")
+    elif not 0 <= data < 2**63:
+        raise ValueError(f"fold_in: data is {data}, expected 0 <= data < 2^63")
+    low, high, _, _ = philox((data & MASK, (data >> 32) & MASK, 0, FOLD), key)
+    return Key(low, high)
+
+
+def philox(counter: tuple[Word, Word, Word, Word], key: Key) -> tuple[Word, Word, Word, Word]:
+    """Return the four words of Philox4x32-10 for a counter of four words; integers and int64 tensors mix freely."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two words fills 64 bits; an int64 tensor wraps, and its two words are still right.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & MASK) ^ c1 ^ k0, p1 & MASK, ((p0 >> 32) & MASK) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None = None) -> Tensor:
+    """Return uniform 32-bit words as int64 in [0, 2^32): element 4 i + j of a sample is word j of counter i.
+
+    Args:
+        key: one key for the whole draw, or a key a sample `[B]`.
+        shape: of the result. With a key a sample that is `[B, *event]`; the leading B may be left out.
+        device: for one key; a key a sample draws on its own device.
+    """
+    batch, event = _layout(key, shape)
+    return _words(key, math.prod(event), device=device).reshape(*batch, *event)
+
+
+def uniform(
+    key: Key,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return uniform numbers in [0, 1), multiples of 2^-24; arguments as in `bits`."""
+    return ((bits(key, shape, device=device) >> 8).to(torch.float32) * 2.0**-24).to(dtype)
+
+
+def normal(
+    key: Key,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return standard-normal numbers, by Box and Muller's transform of two words for two numbers.
+
+        radius = sqrt(-2 log u1), angle = 2 pi u2, u1 = (w1 + 1) / 2^32, u2 = w2 / 2^32
+        z1 = radius cos(angle), z2 = radius sin(angle)
+
+    It is evaluated in float64 and rounded once to float32, whatever `dtype`: the bits do not depend on where in a
+    vector an element stands, and a float64 draw is the float32 draw. Arguments as in `bits`.
+    """
+    batch, event = _layout(key, shape)
+    count = math.prod(event)
+    first, second = _words(key, count + count % 2, device=device).unflatten(-1, (-1, 2)).unbind(-1)
+    radius = torch.sqrt(-2 * torch.log((first + 1).to(torch.float64) * 2.0**-32))
+    angle = second.to(torch.float64) * (2 * math.pi * 2.0**-32)
+    pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
+    return pairs.flatten(-2)[..., :count].reshape(*batch, *event).to(torch.float32).to(dtype)
+
+
+def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for a key a sample."""
+    batch = tuple(key.low.shape) if isinstance(key.low, Tensor) else ()
+    return batch, tuple(shape[1:] if batch and tuple(shape[:1]) == batch else shape)
+
+
+def _words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:
+    """Return the first `count` words of every key's stream, `[count]` or `[B, count]`."""
+    if isinstance(key.low, Tensor):
+        device = key.low.device
+        key = Key(key.low[..., None], torch.as_tensor(key.high)[..., None])
+    index = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    words = philox((index & MASK, index >> 32, 0, DRAW), key)
+    return torch.stack([torch.as_tensor(word) for word in words], dim=-1).flatten(-2)[..., :count]

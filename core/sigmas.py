@@ -1,0 +1,105 @@
+"""Schedules: T+1 noise levels from near 1 down to exactly 0, float32 on the CPU, and the window of stochastic steps."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import can_look, check_choice, check_number
+from fluvial.core.random import Key, uniform
+from fluvial.core.types import Grid
+
+
+def linear(T: int) -> Grid:
+    """Return T+1 evenly spaced noise levels, 1 down to 0."""
+    return _unshifted(T).to(torch.float32)
+
+
+def shifted(T: int, shift: float) -> Grid:
+    """Return the linear schedule moved towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206)."""
+    check_number("shifted", "shift", shift, low=0)
+    s = _unshifted(T)
+    return (shift * s / (1 + (shift - 1) * s)).to(torch.float32)
+
+
+def dynamic_shift(
+    T: int,
+    seq_len: int,
+    *,
+    base_seq_len: int = 256,
+    max_seq_len: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+    kind: Literal["exponential", "linear"] = "exponential",
+) -> Grid:
+    """Return the linear schedule moved by the number of image tokens, as FLUX and Qwen-Image do.
+
+        mu = base_shift + (seq_len - base_seq_len) (max_shift - base_shift) / (max_seq_len - base_seq_len)
+        s -> m / (m + 1/s - 1),  m = exp(mu) ("exponential") or mu ("linear")
+
+    Source: FlowMatchEulerDiscreteScheduler.time_shift of diffusers, whose defaults these are.
+    """
+    check_choice("dynamic_shift", "kind", kind, ("exponential", "linear"))
+    mu = base_shift + (seq_len - base_seq_len) * (max_shift - base_shift) / (max_seq_len - base_seq_len)
+    return shifted(T, math.exp(mu) if kind == "exponential" else mu)
+
+
+def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # importing diffusers takes a second
+    """Return exactly the sigmas a diffusers FlowMatchEulerDiscreteScheduler steps through.
+
+    Call its `set_timesteps` first. The timestep that the model is given at step i is `scheduler.timesteps[i]`: read it
+    there, it is not always 1000 sigma.
+
+    Raises:
+        ValueError: `set_timesteps` was not called, or the schedule is not one of falling noise levels ending in 0.
+    """
+    if len(scheduler.sigmas) != len(scheduler.timesteps) + 1:
+        raise ValueError("from_scheduler: the scheduler has no schedule yet: call its set_timesteps(...) first")
+    sigmas = scheduler.sigmas.to(torch.float32)
+    check_sigmas(sigmas)
+    return sigmas
+
+
+def check_sigmas(sigmas: Tensor) -> None:
+    """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
+
+    Values are looked at only where that is free.
+    """
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")
+    if not can_look(sigmas):
+        return
+    if not (torch.isfinite(sigmas).all() and sigmas[0] <= 1 and sigmas[-1] == 0):
+        raise ValueError(f"sigmas run from {sigmas[0]:g} to {sigmas[-1]:g}, expected from at most 1 down to exactly 0")
+    if not (sigmas[1:] < sigmas[:-1]).all():
+        step = int(torch.nonzero(sigmas[1:] >= sigmas[:-1])[0])
+        raise ValueError(f"sigmas rise at step {step} ({sigmas[step]:g} to {sigmas[step + 1]:g}), expected falling ones")
+
+
+def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -> range:
+    """Return `size` contiguous steps to take stochastically, placed uniformly within [lo, hi) of a T-step schedule.
+
+    Args:
+        key: one key on the host (made from integers alone), so that the window is known without reading a device.
+        T: number of steps of the schedule.
+        size: number of stochastic steps, 1 <= size <= hi - lo.
+        lo, hi: the steps that the window may cover, 0 <= lo < hi <= T; hi defaults to T.
+
+    Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
+    """
+    hi = T if hi is None else hi
+    if not 0 <= lo < hi <= T:
+        raise ValueError(f"sde_window: steps {lo} to {hi} are not within a schedule of {T} steps")
+    if not 1 <= size <= hi - lo:
+        raise ValueError(f"sde_window: size is {size}, expected 1 to {hi - lo} (steps {lo} to {hi})")
+    if isinstance(key.low, Tensor):
+        raise TypeError("sde_window: key holds tensors, expected one key on the host, made from integers alone")
+    start = lo + int(uniform(key, (1,)) * (hi - lo - size + 1))
+    return range(start, start + size)
+
+
+def _unshifted(T: int) -> Tensor:
+    if isinstance(T, bool) or not isinstance(T, int) or T < 1:
+        raise ValueError(f"a schedule of {T!r} steps is asked for, expected an integer >= 1")
+    return torch.linspace(1, 0, T + 1, dtype=torch.float64)

@@ -1,0 +1,142 @@
+"""The samplers. Every one is the same Gaussian, affine in the sample and in the model output:
+
+    x_next ~ N(a x + b v, std^2 I)
+
+so a sampler is a function that returns the three coefficients, and `core.gaussian` serves them all. `std` is the
+standard deviation of the whole step, sqrt(|dt|) included: never a rate.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_number, check_per_sample, compute_dtype
+from fluvial.core.types import Scalar
+
+
+class Transition(NamedTuple):
+    """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): float tensors `[B]`, or 0-d for all samples."""
+
+    a: Tensor
+    b: Tensor
+    std: Tensor
+
+
+# What `rollout` folds over a schedule: a sampler whose hyper-parameters have been bound with functools.partial.
+Sampler = Callable[[Tensor, Tensor], Transition]
+
+
+def ode(sigma: Scalar, sigma_next: Scalar) -> Transition:
+    """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0.
+
+    Args:
+        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
+    """
+    sigma, sigma_next = _scalars("ode", sigma=sigma, sigma_next=sigma_next)
+    return Transition(a=torch.ones_like(sigma), b=sigma_next - sigma, std=torch.zeros_like(sigma))
+
+
+def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar) -> Transition:
+    """Return the Euler-Maruyama step of Flow-GRPO's SDE (arXiv 2505.05470), which keeps the ODE's marginals.
+
+        r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
+        a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt)
+
+    Args:
+        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
+        eta: scale of the noise rate, >= 0; 0 is the ODE.
+        sigma_max: the schedule's second value, which bounds the rate of the first step.
+    """
+    sigma, sigma_next, sigma_max = _scalars("flow_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
+    check_number("flow_sde", "eta", eta, low=0)
+    clamped = torch.where((sigma - 1).abs() <= 1e-6, sigma_max, sigma)
+    return _reverse_sde(sigma, sigma_next, rate=eta * torch.sqrt(sigma / (1 - clamped)))
+
+
+def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
+    """Return the Euler-Maruyama step of DanceGRPO's SDE (arXiv 2505.07818): Flow-SDE's with the constant rate eta.
+
+        a = 1 + eta^2 dt / (2 sigma),  b = (1 + eta^2 (1 - sigma) / (2 sigma)) dt,  std = eta sqrt(-dt)
+
+    Args:
+        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
+        eta: the noise rate, >= 0; 0 is the ODE.
+    """
+    sigma, sigma_next = _scalars("dance_sde", sigma=sigma, sigma_next=sigma_next)
+    check_number("dance_sde", "eta", eta, low=0)
+    return _reverse_sde(sigma, sigma_next, rate=torch.full_like(sigma, eta))
+
+
+def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
+    """Return the coefficients-preserving step of Flow-CPS (arXiv 2509.05952): predict x0 and eps, mix eps with fresh noise.
+
+        std = sigma_next sin(eta pi / 2),  q = sqrt(sigma_next^2 - std^2)
+        a = (1 - sigma_next) + q,  b = -sigma (1 - sigma_next) + (1 - sigma) q
+
+    It is evaluated as the ODE step less what is left out of the old noise, drop = sigma_next - q: a = 1 - drop,
+    b = dt - (1 - sigma) drop. That is the same, and to the bit the ODE at eta = 0. At sigma_next = 0 std is 0: the
+    last step of a schedule has no density.
+
+    Args:
+        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
+        eta: share of fresh noise, 0 (the ODE) to 1 (all of it).
+    """
+    sigma, sigma_next = _scalars("cps", sigma=sigma, sigma_next=sigma_next)
+    check_number("cps", "eta", eta, low=0)
+    angle = eta * math.pi / 2
+    drop = sigma_next * (1 - abs(math.cos(angle)))
+    return Transition(
+        a=1 - drop,
+        b=(sigma_next - sigma) - (1 - sigma) * drop,
+        std=sigma_next * math.sin(angle) if eta > 0 else torch.zeros_like(sigma),
+    )
+
+
+def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: float) -> Transition:
+    """Return the DDIM step (arXiv 2010.02502) of an epsilon-prediction model; here v is epsilon.
+
+        std = eta sqrt((1 - abn) / (1 - ab)) sqrt(1 - ab / abn)
+        a = sqrt(abn / ab),  b = sqrt(1 - abn - std^2) - sqrt(abn (1 - ab) / ab)
+
+    with ab = alpha_bar and abn = alpha_bar_next. The root's argument is evaluated as
+    (1 - abn) (1 - eta^2 + eta^2 ab (1 - abn) / (abn (1 - ab))), which is the same and does not round below zero.
+
+    Args:
+        alpha_bar, alpha_bar_next: cumulative signal power before and after the step in (0, 1), rising; `[B]`, 0-d
+            or float.
+        eta: 0 is deterministic DDIM, 1 is DDPM's ancestral step. Above 1 the variance can exceed what there is to
+            replace, and b is NaN.
+    """
+    ab, abn = _scalars("ddim", alpha_bar=alpha_bar, alpha_bar_next=alpha_bar_next)
+    check_number("ddim", "eta", eta, low=0)
+    kept = ab * (1 - abn) / (abn * (1 - ab))
+    return Transition(
+        a=torch.sqrt(abn / ab),
+        b=torch.sqrt((1 - abn) * (1 - eta**2 + eta**2 * kept)) - torch.sqrt(abn * (1 - ab) / ab),
+        std=eta * torch.sqrt((1 - abn) / (1 - ab)) * torch.sqrt(1 - ab / abn),
+    )
+
+
+def _reverse_sde(sigma: Tensor, sigma_next: Tensor, *, rate: Tensor) -> Transition:
+    """Return the Euler-Maruyama step of dx = (v + rate^2 / (2 sigma) (x + (1 - sigma) v)) dt + rate dw."""
+    dt = sigma_next - sigma
+    half_rate_sq = rate**2 / 2
+    return Transition(
+        a=1 + half_rate_sq * dt / sigma,
+        b=(1 + half_rate_sq * (1 - sigma) / sigma) * dt,
+        std=rate * torch.sqrt(-dt),
+    )
+
+
+def _scalars(function: str, **scalars: Scalar) -> tuple[Tensor, ...]:
+    """Return per-sample scalars as tensors of one shape (`[B]` or 0-d), dtype (float32 or float64) and device."""
+    given = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    dtype = compute_dtype(function, **given)
+    batched = [value for value in given.values() if value.ndim > 0]
+    device = next((value.device for value in [*batched, *given.values()]), None)
+    tensors = {name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in scalars.items()}
+    check_per_sample(function, len(batched[0]) if batched else 1, **tensors)
+    return tuple(torch.broadcast_tensors(*tensors.values()))

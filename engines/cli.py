@@ -1,0 +1,240 @@
+"""The command line: `fluvial train|pretrain|eval|sample NAME --field value`, generated from the recipes' dataclasses."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
+
+USAGE = """usage: fluvial COMMAND NAME [--field value ...]
+
+  train NAME      post-train a model with reinforcement learning
+  pretrain NAME   make a built-in model's base weights
+  eval NAME       score weights on held-out prompts
+  sample NAME     draw pictures of prompts into a PNG
+
+NAME is a job: handwriting (the built-in one: a small SD3 transformer that writes 4-digit codes).
+fluvial COMMAND NAME --help lists its fields. With several processes: torchrun --nproc-per-node 2 -m fluvial.engines ...
+"""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Score weights on held-out prompts with the ODE.
+
+    Args:
+        weights: folder of the weights, e.g. the `weights` of a run folder; the shipped base by default.
+        samples: how many.
+        steps: of the schedule.
+        micro_batch: samples a forward pass.
+    """
+
+    weights: Path | None = None
+    samples: int = 400
+    steps: int = 10
+    micro_batch: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least_one(samples=self.samples, steps=self.steps, micro_batch=self.micro_batch)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Draw pictures of prompts.
+
+    Args:
+        prompts: what to draw.
+        out: PNG to write.
+        weights: folder of the weights, e.g. the `weights` of a run folder; the shipped base by default.
+        each: pictures a prompt.
+        steps: of the schedule.
+        seed: of the noise.
+        micro_batch: samples a forward pass.
+    """
+
+    prompts: tuple[str, ...] = ("0427", "1999", "3141", "8650")
+    out: Path = Path("sample.png")
+    weights: Path | None = None
+    each: int = 4
+    steps: int = 10
+    seed: int = 0
+    micro_batch: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least_one(each=self.each, steps=self.steps, micro_batch=self.micro_batch)
+        if not self.prompts:
+            raise UsageError("no prompt is given: --prompts 0427 1999")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done (or stopped as asked), 1 failed, 2 asked for wrongly."""
+    # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
+    sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
+    sys.exit(_run(list(sys.argv[1:] if args is None else args)))
+
+
+def _run(args: list[str]) -> int:
+    try:
+        return _command(args)
+    except ElsewhereError:
+        return 1
+    except FluvialError as error:
+        print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("fluvial: stopped at once; what was saved before stays as it is", file=sys.stderr)
+        return 130
+
+
+def _command(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"fluvial {version('fluvial')}")
+        return 0
+    commands: dict[str, Callable[[str, list[str]], None]] = {
+        "train": _train,
+        "pretrain": _pretrain,
+        "eval": _eval,
+        "sample": _sample,
+    }
+    if args[0] not in commands:
+        raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(commands)} (fluvial --help)")
+    if len(args) > 1 and args[1] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if len(args) < 2 or args[1] != "handwriting":
+        given = repr(args[1]) if len(args) > 1 else "nothing"
+        raise UsageError(f"{args[0]} needs the name of a job, got {given}, expected handwriting (fluvial --help)")
+    try:
+        commands[args[0]](f"fluvial {args[0]} {args[1]}", args[2:])
+    except SystemExit as done:  # --help was printed
+        return int(done.code or 0)
+    return 0
+
+
+def _train(program: str, args: list[str]) -> None:
+    from fluvial.engines import recipes
+    from fluvial.engines.trainer import train
+
+    train(_parsed(recipes.TrainConfig, recipes.handwriting, program, args), console=_console())
+
+
+def _pretrain(program: str, args: list[str]) -> None:
+    from fluvial.engines import recipes
+    from fluvial.engines.pretrain import pretrain
+
+    config = _parsed(recipes.PretrainConfig, recipes.handwriting_pretraining, program, args)
+    pretrain(config, console=_console())
+
+
+def _eval(program: str, args: list[str]) -> None:
+    config = _parsed(EvalConfig, EvalConfig, program, args)
+    from fluvial.engines import jobs
+    from fluvial.engines.distributed import world
+    from fluvial.engines.evaluate import evaluate
+    from fluvial.engines.generate import grid
+    from fluvial.engines.progress import table
+
+    job = jobs.handwriting(weights=config.weights)
+    with world() as processes:
+        module = _module(job, processes.device)
+        schedule = grid(job.model, config.steps, device=processes.device)
+        result = evaluate(
+            job, module, grid=schedule, samples=config.samples, micro_batch=config.micro_batch, world=processes
+        )
+        if processes.is_main:
+            rows = {judge: (f"{result.exact[judge]:.4f}", f"{result.score[judge]:.4f}") for judge in job.judges}
+            title = f"held-out prompts, {result.samples} samples of {config.weights or 'the shipped base'}"
+            _console().print(table(title, ("exactly right", "characters right"), rows), highlight=False)
+
+
+def _sample(program: str, args: list[str]) -> None:
+    config = _parsed(SampleConfig, SampleConfig, program, args)
+    import torch
+
+    from fluvial.core.random import key
+    from fluvial.engines import jobs, pictures
+    from fluvial.engines.generate import generate, grid
+
+    job = jobs.handwriting(weights=config.weights)
+    prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
+    for prompt in config.prompts:
+        try:
+            job.model.check_prompt(prompt)
+        except ValueError as error:
+            raise UsageError(f"--prompts: {error}") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chunks = generate(
+        job.model, _module(job, device), prompts, list(range(len(prompts))), grid=grid(job.model, config.steps, device=device),
+        key=key(config.seed), micro_batch=config.micro_batch,
+    )  # fmt: skip
+    with torch.no_grad():
+        drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
+    try:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        pictures.grid(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {config.out} cannot be written: {error}") from error
+    _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
+
+
+def _parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]) -> Any:
+    """Return the configuration that the arguments ask for.
+
+    Raises:
+        UsageError: a flag or a value is wrong; one line, where the library would draw a box.
+        SystemExit: help was asked for, and printed.
+    """
+    import tyro
+
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(kind, prog=program, default=default(), args=args)
+    except SystemExit as done:
+        if not done.code:
+            raise
+        text = " ".join(re.sub(r"[─-╿]", " ", boxed.getvalue()).split())
+        text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        raise UsageError(f"{text} ({program} --help)") from None
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{error} ({program} --help)") from error
+
+
+def _module(job: Any, device: Any) -> Any:
+    """Return a job's network for sampling.
+
+    Raises:
+        UsageError: its weights are missing, damaged or of another model.
+    """
+    return job.model.build().to(device).eval()
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _at_least_one(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"{name} is {number}, expected at least 1")
+
+
+def _holds_sources(entry: str) -> bool:
+    """Whether a sys.path entry is the root of fluvial's sources, where `kernels` would hide Hugging Face's package."""
+    root = os.path.abspath(entry or os.getcwd())
+    return all(os.path.isfile(os.path.join(root, name, "__init__.py")) for name in ("core", "engines", "kernels")) and (
+        os.path.isfile(os.path.join(root, "kernels", "dispatch.py"))
+    )

@@ -1,0 +1,75 @@
+"""The processes of a run: one, or as many as torchrun started. The code above sees no difference."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fluvial.engines.errors import ElsewhereError, FluvialError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others: its rank, their number, its device, and the mesh that parameters are sharded on."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and talks to the person."""
+        return self.rank == 0
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the ranks' equally shaped tensors, concatenated by rank along the first dimension, on every rank."""
+        if self.size == 1:
+            return local
+        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        dist.all_gather_into_tensor(gathered, local.contiguous())
+        return gathered
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let every rank fail if one does: its FluvialError is raised there, and ElsewhereError on the others.
+
+        Without this the others would wait in their next collective for a rank that gave up.
+        """
+        problem: FluvialError | None = None
+        try:
+            yield
+        except FluvialError as error:
+            problem = error
+        failed = self.gather(torch.tensor([float(problem is not None)], device=self.device))
+        if problem is not None:
+            raise problem
+        if failed.any():
+            raise ElsewhereError(f"rank {int(failed.nonzero()[0])} gave up; its own message says why")
+
+
+@contextmanager
+def world() -> Iterator[World]:
+    """Join the process group that torchrun set up, or make one of a single process; leave it at the end.
+
+    Devices are CUDA with nccl where there is a GPU, else the CPU with gloo.
+    """
+    cuda = torch.cuda.is_available()
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if size > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,109 @@
+"""Generation: numbered samples, in chunks, over ranks.
+
+A sample's noise depends on its number alone, and every chunk has the same size, so that a sample's bits depend neither
+on the number of ranks nor on which of them made it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fluvial.core import transitions
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.sigmas import from_scheduler
+from fluvial.core.transitions import Sampler
+from fluvial.engines.distributed import World
+from fluvial.models import Cond, VelocityModel
+
+# Initial noise and the noise of the steps are drawn from keys apart.
+INITIAL, STEPS = 0, 1
+
+
+class Slots(NamedTuple):
+    """This rank's part of a batch of numbered samples: `ids` in whole chunks; a slot past the end repeats a sample."""
+
+    ids: list[int]
+    real: list[bool]
+
+
+def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
+    """Return this rank's slots of a batch, as many on every rank; gathered by rank they are 0, 1, ... and then repeats."""
+    share = -(-samples // (micro_batch * world.size)) * micro_batch
+    mine = range(world.rank * share, (world.rank + 1) * share)
+    return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
+
+
+class Chunk(NamedTuple):
+    """A chunk of generated samples."""
+
+    prompts: Sequence[str]
+    cond: Cond
+    trajectory: Trajectory
+    pictures: Tensor  # [b, C, H, W] in [0, 1]
+
+
+class Grid(NamedTuple):
+    """A model's own schedule: T+1 noise levels on the host, and the T timesteps the model is given on its device."""
+
+    sigmas: Tensor
+    timesteps: Tensor
+
+
+def grid(model: VelocityModel, steps: int, *, device: torch.device) -> Grid:
+    """Return the schedule of a model's scheduler, exactly, for a number of steps."""
+    schedule = model.schedule(steps)
+    return Grid(from_scheduler(schedule).cpu(), schedule.timesteps.to(device))
+
+
+def generate(
+    model: VelocityModel,
+    module: nn.Module,
+    prompts: Sequence[str],
+    ids: Sequence[int],
+    *,
+    grid: Grid,
+    key: Key,
+    micro_batch: int,
+    transition: Sampler = transitions.ode,
+    window: Collection[int] = (),
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> Iterator[Chunk]:
+    """Yield chunks of samples; sample number `ids[i]` is drawn for `prompts[i]`.
+
+    Args:
+        model, module: the adapter, and the network to sample from.
+        prompts, ids: of this rank, in whole chunks.
+        grid: the schedule.
+        key: one key, into which a sample's number is folded.
+        micro_batch: samples a chunk.
+        transition, window: the steps in the window are taken with the transition and recorded; the others are the ODE's.
+            Without a window nothing is recorded.
+        form, reduction: of the recorded log-probs.
+    """
+    device = grid.timesteps.device
+    for start in range(0, len(ids), micro_batch):
+        chunk = prompts[start : start + micro_batch]
+        keys = fold_in(key, torch.tensor(ids[start : start + micro_batch], device=device))
+        cond = optree.tree_map(lambda tensor: tensor.to(device), model.encode(chunk))
+
+        def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
+            return model.velocity(module, x, sigma, cond, timestep=grid.timesteps[step].expand(len(x)))
+
+        trajectory = rollout(
+            velocity,
+            normal(fold_in(keys, INITIAL), (len(chunk), *model.latent_shape)),
+            grid.sigmas,
+            transition=transition,
+            key=fold_in(keys, STEPS),
+            window=window,
+            record=None if window else (),
+            form=form,
+            reduction=reduction,
+        )
+        yield Chunk(chunk, cond, trajectory, model.decode(trajectory.final))

@@ -1,0 +1,67 @@
+"""Jobs: what is trained on what, and judged by whom. A recipe says how."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rewards import Reward
+from fluvial.models import VelocityModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, the prompts it is trained and evaluated on, the reward it learns from, and the judges.
+
+    A judge is a reward too; a sample that it gives 1 counts as exactly right. The judge named `heldout` must share neither
+    data nor model with the reward, so that gaming the reward shows.
+    """
+
+    model: VelocityModel
+    train_prompts: Sequence[str]
+    heldout_prompts: Sequence[str]
+    reward: Reward
+    judges: Mapping[str, Reward]
+
+
+def handwriting(*, weights: Path | None = None, prompts: Path | None = None) -> Job:
+    """Return the built-in job: write 4-digit codes so that a reader reads them.
+
+    Args:
+        weights: folder of the model's weights; the shipped base by default.
+        prompts: text file of codes to train on; by default all that are not held out.
+    """
+    from fluvial.models.handwriting import BASE, Handwriting, codes, evaluation_reader, reward_reader
+
+    model = Handwriting(BASE if weights is None else weights)
+    return Job(
+        model=model,
+        train_prompts=codes("train") if prompts is None else read_prompts(prompts, model),
+        heldout_prompts=codes("heldout"),
+        reward=reward_reader().characters,
+        judges={"reward": reward_reader().characters, "heldout": evaluation_reader().characters},
+    )
+
+
+def read_prompts(path: Path, model: VelocityModel) -> tuple[str, ...]:
+    """Return the prompts of a text file, one a line; blank lines are passed over.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or a line is no prompt for the model; it names file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"prompts file {path} cannot be read: {reason}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if prompt := line.strip():
+            try:
+                model.check_prompt(prompt)
+            except ValueError as error:
+                raise UsageError(f"prompts file {path}, line {number}: {error}") from error
+            prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"prompts file {path} is empty, expected one prompt a line")
+    return tuple(prompts)

@@ -1,0 +1,70 @@
+"""A stored trajectory as a flat set of (sample, step) pairs, which is all that an update sees.
+
+Given x_t and x_{t+1}, the pairs of a trajectory are independent. Flattened, any chunk of them is a micro-batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fluvial.core.rollout import Trajectory
+from fluvial.models import Cond
+
+
+class Pairs(NamedTuple):
+    """P (sample, step) pairs, each field `[P, ...]`."""
+
+    x: Tensor
+    x_next: Tensor
+    step: Tensor  # int64, index into the schedule
+    log_prob_old: Tensor
+    advantage: Tensor
+    cond: Cond
+
+
+def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Join trajectories of the same recorded steps along the batch."""
+    steps = trajectories[0].steps
+    return optree.tree_map(lambda *parts: torch.cat(parts), *(t._replace(steps=t.steps[:0]) for t in trajectories))._replace(
+        steps=steps
+    )
+
+
+def flatten(trajectory: Trajectory, advantage: Tensor, cond: Cond) -> Pairs:
+    """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
+
+    Args:
+        trajectory: B samples, S recorded steps.
+        advantage: `[B]`.
+        cond: a pytree of tensors `[B, ...]`.
+    """
+    batch, count = trajectory.log_prob.shape
+
+    def spread(tensor: Tensor) -> Tensor:
+        return tensor.repeat(count, *[1] * (tensor.ndim - 1))
+
+    return Pairs(
+        x=trajectory.x.transpose(0, 1).flatten(0, 1),
+        x_next=trajectory.x_next.transpose(0, 1).flatten(0, 1),
+        step=trajectory.steps.repeat_interleave(batch),
+        log_prob_old=trajectory.log_prob.transpose(0, 1).flatten(),
+        advantage=spread(advantage),
+        cond=optree.tree_map(spread, cond),
+    )
+
+
+def with_advantage(pairs: Pairs, advantage: Tensor) -> Pairs:
+    """Return the pairs whose advantage is not zero, in order; the others add nothing to a loss that is linear in it.
+
+    If none is left, the first pair stays, so that there is something to run with weight 0.
+
+    Args:
+        pairs: P pairs.
+        advantage: their advantages on the host, `[P]`, so that no device is waited for.
+    """
+    kept = torch.nonzero(advantage).flatten() if advantage.any() else torch.zeros(1, dtype=torch.int64)
+    kept = kept.to(pairs.step.device)
+    return optree.tree_map(lambda tensor: tensor[kept], pairs)

@@ -1,0 +1,69 @@
+"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class RunProgress:
+    """Progress over updates.
+
+    Args:
+        console: where to; None is silent (all ranks but the first).
+        total: updates in all.
+        done: updates at the start.
+        every: updates between lines where there is no terminal.
+    """
+
+    def __init__(self, console: Console | None, *, total: int, done: int = 0, every: int = 10) -> None:
+        self.console, self.total, self.done, self.every = console, total, done, every
+        self.bar: Progress | None = None
+        if console is not None and console.is_terminal:
+            self.bar = Progress(
+                TextColumn("update"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self.task = self.bar.add_task("update", total=total, completed=done, status="")
+
+    def __enter__(self) -> "RunProgress":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """Show one more update, its numbers and the seconds of its phases."""
+        self.done += 1
+        status = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+        status += "  " + " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
+        if self.bar:
+            self.bar.update(self.task, completed=self.done, status=status)
+        elif self.console and (self.done % self.every == 0 or self.done == self.total):
+            self.say(f"update {self.done}/{self.total}  {status}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self.console:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]]) -> Table:
+    """Return a table of named rows for the console."""
+    sheet = Table(title=title, title_justify="left")
+    sheet.add_column("")
+    for column in columns:
+        sheet.add_column(column, justify="right")
+    for name, cells in rows.items():
+        sheet.add_row(name, *cells)
+    return sheet

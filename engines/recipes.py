@@ -1,0 +1,209 @@
+"""Recipes: a run is a frozen dataclass, built by a function here. The command line is generated from it."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from fluvial.core import transitions
+from fluvial.core.advantages import Scale
+from fluvial.core.checks import check_number
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.transitions import Sampler
+from fluvial.engines.fsdp import OptimizerConfig
+from fluvial.models import LoraConfig
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are made and which steps of them are trained on.
+
+    Args:
+        prompts: prompts an update.
+        group: samples a prompt, at least 2: a sample is judged against the others of its group.
+        steps: of the schedule, in training and in evaluation.
+        sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818) or cps (Flow-CPS, 2509.05952).
+        eta: scale of the sampler's noise, > 0.
+        window: contiguous stochastic steps, placed at random for each update and trained on; the others are ODE steps
+            (Flow-GRPO-Fast; MixGRPO, 2507.21802). None makes all steps of the range stochastic.
+        window_low: first step that the window may cover.
+        window_high: end of the steps that the window may cover; None is the end of the schedule.
+        form: of the log-probability: density, no_const or unscaled.
+        reduction: of the log-probability over pixels: mean (nats a dimension, which the clip range is in) or sum.
+    """
+
+    prompts: int = 8
+    group: int = 16
+    steps: int = 10
+    sampler: Literal["flow_sde", "dance_sde", "cps"] = "flow_sde"
+    eta: float = 0.8
+    window: int | None = 3
+    window_low: int = 0
+    window_high: int | None = None
+    form: Form = "density"
+    reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        check_number("rollout", "prompts", self.prompts, low=1)
+        check_number("rollout", "steps", self.steps, low=1)
+        check_number("rollout", "eta", self.eta, low=0)
+        if self.group < 2:
+            raise ValueError(
+                f"rollout: group is {self.group}, expected at least 2: a group of one has no advantage to learn from"
+            )
+        if self.eta == 0:
+            raise ValueError(
+                "rollout: eta is 0, so every step is deterministic and has no log-probability to train on: use eta > 0"
+            )
+        if self.sampler == "cps" and self.eta > 1:
+            raise ValueError(f"rollout: eta is {self.eta}, expected at most 1 for cps: it is the share of fresh noise")
+        low, high = self.window_range
+        if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:
+            raise ValueError(
+                f"rollout: a window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
+                "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
+            )
+        if self.sampler == "cps" and self.form != "unscaled" and self.window_size == 1 and high == self.steps:
+            raise ValueError(
+                "rollout: the last step of cps is deterministic and has no log-probability, and a window of 1 may be just "
+                f"that step: use a longer window, window_high <= {self.steps - 1}, or form=unscaled"
+            )
+
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """The steps that a window may cover, first and end."""
+        return self.window_low, self.steps if self.window_high is None else self.window_high
+
+    @property
+    def window_size(self) -> int:
+        """Number of steps of a window."""
+        low, high = self.window_range
+        return high - low if self.window is None else self.window
+
+    @property
+    def batch(self) -> int:
+        """Samples an update."""
+        return self.prompts * self.group
+
+    def bound_sampler(self, sigmas: Tensor) -> Sampler:
+        """Return the sampler with its hyper-parameters bound for a schedule."""
+        if self.sampler == "flow_sde":
+            return partial(transitions.flow_sde, eta=self.eta, sigma_max=sigmas[1])
+        return partial({"dance_sde": transitions.dance_sde, "cps": transitions.cps}[self.sampler], eta=self.eta)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The clipped surrogate of GRPO.
+
+    Args:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; in nats a dimension when the
+            log-probability's reduction is mean.
+        advantage: what a reward's distance to its group's mean is divided by: the standard deviation of its group (group)
+            or of the batch (batch), or nothing (none).
+        advantage_eps: added to that standard deviation.
+        max_log_ratio: stop if a first-pass |log ratio| exceeds this: rollout and update then disagree about the policy.
+    """
+
+    clip_low: float = 1e-3
+    clip_high: float = 1e-3
+    advantage: Scale = "batch"
+    advantage_eps: float = 1e-4
+    max_log_ratio: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_number("policy", "clip_low", self.clip_low, low=0, high=1)
+        check_number("policy", "clip_high", self.clip_high, low=0)
+        check_number("policy", "advantage_eps", self.advantage_eps, low=0)
+        check_number("policy", "max_log_ratio", self.max_log_ratio, low=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run of post-training with Flow-GRPO.
+
+    Args:
+        out: the run folder.
+        seed: of everything random; the same seed gives the same bits on the same machine and number of processes.
+        updates: optimizer updates.
+        train: full (all weights) or lora.
+        weights: folder of the weights to start from, as `fluvial pretrain` and a run's export write them; the shipped base
+            by default.
+        prompts: text file of prompts to train on, one a line; all training codes by default.
+        micro_batch: samples a forward pass in rollout and update; decides the memory, not the result.
+        comm: keep (parameters gathered once an update) or reshard (least memory).
+        eval_every: updates between evaluations on held-out prompts; 0 evaluates only before and after.
+        eval_samples: samples an evaluation in the course of the run.
+        final_samples: samples of the evaluations before and after it.
+        checkpoint_every: updates between checkpoints.
+        keep_checkpoints: how many are kept.
+        resume: continue the newest checkpoint of `out`.
+        resume_from: continue this checkpoint of `out`.
+    """
+
+    out: Path
+    seed: int = 0
+    updates: int = 100
+    train: Literal["full", "lora"] = "full"
+    weights: Path | None = None
+    prompts: Path | None = None
+    micro_batch: int = 64
+    comm: Literal["keep", "reshard"] = "keep"
+    eval_every: int = 20
+    eval_samples: int = 200
+    final_samples: int = 400
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+    resume: bool = False
+    resume_from: Path | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "micro_batch", "eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"):
+            check_number("train", name, getattr(self, name), low=1)
+        check_number("train", "eval_every", self.eval_every, low=0)
+        check_number("train", "seed", self.seed, low=0, high=2**63 - 1)
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """The supervised training that makes the base weights: flow matching on handwriting (arXiv 2210.02747).
+
+    Args:
+        out: folder for the weights.
+        seed: of everything random.
+        updates: AdamW steps; stopped early on purpose, so that there is something left to learn.
+        batch: pictures an update.
+        micro_batch: pictures a forward pass.
+        optimizer: AdamW and its schedule.
+    """
+
+    out: Path
+    seed: int = 0
+    updates: int = 330
+    batch: int = 64
+    micro_batch: int = 64
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch", "micro_batch"):
+            check_number("pretrain", name, getattr(self, name), low=1)
+
+
+def handwriting(out: Path = Path("runs/handwriting")) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on the built-in job: teach a flow model to write 4-digit codes legibly.
+
+    The published parts are the SDE, the group advantages with the batch's standard deviation, and the clip; the random
+    window of stochastic steps is Flow-GRPO-Fast's. Learning rate and averaging were found by measuring on this job.
+    """
+    return TrainConfig(out=out)
+
+
+def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
+    """Flow matching on pictures of random training codes; makes the base weights that ship."""
+    return PretrainConfig(out=out)

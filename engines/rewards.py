@@ -1,0 +1,77 @@
+"""Rewards: any function from pictures and prompts to a number each. It runs on a thread beside the rollout."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import RunError
+
+# reward(pictures [B, C, H, W] in [0, 1], prompts) -> [B]
+Reward = Callable[[Tensor, Sequence[str]], Tensor]
+
+
+class RewardRunner:
+    """Scores chunks of pictures on one thread, in order, while the next chunk is generated.
+
+    Args:
+        reward: what to call.
+        timeout: seconds that one chunk may take.
+    """
+
+    def __init__(self, reward: Reward, *, timeout: float = 600.0) -> None:
+        self.reward, self.timeout = reward, timeout
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self.waiting: list[tuple[Future[Tensor], Tensor, Sequence[str]]] = []
+
+    def submit(self, pictures: Tensor, prompts: Sequence[str]) -> None:
+        """Start scoring a chunk."""
+        self.waiting.append((self.pool.submit(self.reward, pictures, prompts), pictures, prompts))
+
+    def collect(self) -> Tensor:
+        """Return the rewards of all chunks submitted since the last call, float32 on the CPU, in order.
+
+        Raises:
+            RunError: the reward raised, took too long, returned the wrong number of values or one that is not finite;
+                the message names the prompt.
+        """
+        waiting, self.waiting = self.waiting, []
+        return torch.cat([self._checked(*chunk) for chunk in waiting]) if waiting else torch.empty(0)
+
+    def close(self) -> None:
+        """Let the thread end, without waiting for a call that hangs."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, future: Future[Tensor], pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        try:
+            rewards = torch.as_tensor(future.result(self.timeout), dtype=torch.float32, device="cpu")
+        except FutureTimeoutError:
+            raise RunError(f"the reward took over {self.timeout:g} s for {_named(prompts)}") from None
+        except Exception as error:
+            culprit = [self._culprit(pictures, prompts)]
+            raise RunError(f"the reward raised {type(error).__name__} ({error}) for {_named(culprit)}") from error
+        if rewards.shape != (len(prompts),):
+            raise RunError(
+                f"the reward returned shape {list(rewards.shape)} for {len(prompts)} pictures, expected [{len(prompts)}] "
+                f"({_named(prompts)})"
+            )
+        for i in torch.nonzero(~torch.isfinite(rewards)).flatten().tolist():
+            raise RunError(f"the reward is {rewards[i]:g} for {_named([prompts[i]])}, expected a finite number")
+        return rewards
+
+    def _culprit(self, pictures: Tensor, prompts: Sequence[str]) -> str:
+        """Return the first prompt whose picture makes the reward raise when it is scored alone."""
+        for i, prompt in enumerate(prompts):
+            try:
+                self.reward(pictures[i : i + 1], [prompt])
+            except Exception:
+                return prompt
+        return prompts[0]
+
+
+def _named(prompts: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(prompts))
+    shown = ", ".join(repr(prompt) for prompt in unique[:3])
+    return f"prompt{'s' if len(unique) > 1 else ''} {shown}{', ...' if len(unique) > 3 else ''}"

@@ -1,0 +1,142 @@
+"""The run folder: everything a run leaves behind, written by rank 0.
+
+config.json  metrics.jsonl  summary.json  curves.png  samples/*.png  tensorboard/  checkpoints/  weights/
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optree
+
+from fluvial.engines import pictures
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.evaluate import Evaluation
+
+
+def claim(out: Path, *, resume: bool) -> None:
+    """Make sure that a folder can take a run: a new one unless resuming, then one that holds a run.
+
+    Raises:
+        UsageError: it already holds a run, it holds none to resume, or it cannot be written.
+    """
+    held = (out / "config.json").exists()
+    if resume and not held:
+        raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
+    if held and not resume:
+        raise UsageError(f"{out} already holds a run: continue it with --resume, or choose another folder with --out")
+    try:
+        (out / "samples").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"run folder {out} cannot be written")
+
+
+class RunFolder:
+    """Writes a run's records.
+
+    Args:
+        out: the folder, claimed.
+        config: of the run, as JSON.
+        update: at which the run begins; later records of an interrupted run are dropped.
+    """
+
+    def __init__(self, out: Path, config: Mapping[str, Any], *, update: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.out = out
+        self.records = self._kept(update)
+        self.metrics = out / "metrics.jsonl"
+        write_json(out / "config.json", config)
+        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
+        self.tensorboard = SummaryWriter(str(out / "tensorboard"), purge_step=update + 1 if update else None)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and TensorBoard."""
+        record = optree.tree_map(_finite, record, none_is_leaf=True)
+        self.records.append(record)
+        try:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
+        for path, number in zip(*optree.tree_flatten_with_path(record)[:2], strict=True):
+            self.tensorboard.add_scalar("/".join(map(str, path)), number, record["update"])
+
+    def samples(self, name: str, evaluation: Evaluation) -> Path:
+        """Write a captioned grid of an evaluation's pictures."""
+        right = evaluation.exact["heldout"]
+        sheet = pictures.grid(
+            evaluation.pictures,
+            evaluation.prompts,
+            evaluation.pictures_score,
+            title=f"{name}: {right:.0%} of held-out prompts exactly right",
+        )
+        path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
+        sheet.save(path)
+        return path
+
+    def curves(self) -> Path:
+        """Draw reward, held-out accuracy and first-pass clip fraction against updates."""
+        updates = [record for record in self.records if "reward" in record]
+        evaluations = [record for record in self.records if "exact" in record]
+        path = self.out / "curves.png"
+        pictures.curves(
+            path,
+            {
+                "reward while training": {"mean reward": [(r["update"], r["reward"]["mean"]) for r in updates]},
+                "held-out prompts exactly right": {
+                    f"by the {judge} judge": [(r["update"], r["exact"][judge]) for r in evaluations]
+                    for judge in (evaluations[0]["exact"] if evaluations else ())
+                },
+                "gradient norm": {
+                    "before clipping": [(r["update"], r["grad_norm"]) for r in updates if r["grad_norm"] is not None]
+                },
+            },
+            xlabel="updates",
+        )
+        return path
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        self.tensorboard.close()
+
+    def _kept(self, update: int) -> list[dict[str, Any]]:
+        """Return the records of an interrupted run up to an update; a last line cut short by a crash is dropped."""
+        path = self.out / "metrics.jsonl"
+        records: list[dict[str, Any]] = []
+        for line in path.read_text().splitlines() if update and path.exists() else ():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+        return [record for record in records if record["update"] <= update]
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON to a file, whole or not at all."""
+    _write(path, json.dumps(value, indent=1) + "\n")
+
+
+def phase_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean seconds an update spent in each phase."""
+    rows = [record["seconds"] for record in records if "seconds" in record]
+    return {phase: sum(row[phase] for row in rows) / len(rows) for phase in (rows[0] if rows else ())}
+
+
+def _finite(number: float) -> float | None:
+    """Return a number, or None where JSON has no word for it."""
+    return number if math.isfinite(number) else None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from error

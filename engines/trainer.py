@@ -1,0 +1,356 @@
+"""Training: prompts -> rollout -> rewards -> advantages -> update -> log -> evaluate -> checkpoint."""
+
+import dataclasses
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fluvial.core.advantages import group_advantages
+from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.random import fold_in, key, uniform
+from fluvial.core.sigmas import sde_window
+from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
+from fluvial.engines.distributed import World, world
+from fluvial.engines.errors import RunError
+from fluvial.engines.evaluate import Evaluation, evaluate
+from fluvial.engines.export import export
+from fluvial.engines.fsdp import Engine, UpdateInfo
+from fluvial.engines.generate import generate, grid, slots
+from fluvial.engines.jobs import Job
+from fluvial.engines.pairs import Pairs
+from fluvial.engines.progress import RunProgress, table
+from fluvial.engines.recipes import TrainConfig
+from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.runfolder import RunFolder
+from fluvial.engines.signals import StopRequest, stop_request
+from fluvial.kernels import step_log_prob
+from fluvial.models.lora import add_lora
+
+# Streams of an update's randomness, folded into the key of (seed, update).
+WINDOW, PROMPTS, SAMPLES = 0, 1, 2
+# What a run may change between its start and a resumption without becoming another run.
+FREE = {
+    "out", "prompts", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
+    "keep_checkpoints", "resume", "resume_from",
+}  # fmt: skip
+
+
+def train(config: TrainConfig, job: Job | None = None, *, console: Console | None = None) -> dict[str, Any]:
+    """Run a training job to its end, or until it is asked to stop, and return its summary (empty if stopped early).
+
+    Args:
+        config: the run.
+        job: what is trained; the built-in handwriting job by default.
+        console: where progress is shown; None is silent.
+
+    Raises:
+        UsageError: the run cannot be done as configured.
+        RunError: it cannot go on.
+    """
+    job = jobs.handwriting(weights=config.weights, prompts=config.prompts) if job is None else job
+    with world() as processes, stop_request() as stop:
+        with processes.agreed():
+            resume = config.resume or config.resume_from is not None
+            if processes.is_main:
+                runfolder.claim(config.out, resume=resume)
+        trainer = Trainer(config, job, processes, console=console if processes.is_main else None)
+        if resume:
+            with processes.agreed():
+                trainer.resume(config.resume_from or checkpoint.newest(config.out / "checkpoints"))
+        return trainer.run(stop)
+
+
+class Trainer:
+    """A training run on its processes: the engine, the job, and what has been counted so far."""
+
+    def __init__(self, config: TrainConfig, job: Job, world: World, *, console: Console | None) -> None:
+        self.config, self.job, self.world, self.console = config, job, world, console
+        module = job.model.build()
+        if config.train == "lora":
+            add_lora(module, config.lora, job.model.lora_targets, seed=config.seed)
+        self.engine = Engine(
+            module, job.model.blocks(module), config.optimizer, world, updates=config.updates, comm=config.comm
+        )
+        self.grid = grid(job.model, config.rollout.steps, device=world.device)
+        self.sampler = config.rollout.bound_sampler(self.grid.sigmas)
+        self.sigmas = self.grid.sigmas.to(world.device)
+        self.key = key(config.seed)
+        self.samples = 0
+        self.seconds = {"rollout": 0.0, "reward": 0.0, "update": 0.0}
+        self.max_log_ratio = 0.0
+        self.before: dict[str, Any] | None = None
+        self.saved_at = 0
+
+    def run(self, stop: StopRequest) -> dict[str, Any]:
+        """Train until the last update or a request to stop; save, and at the end evaluate, export and sum up."""
+        config = self.config
+        folder = RunFolder(config.out, _as_json(config), update=self.engine.updates) if self.world.is_main else None
+        runner = RewardRunner(self.job.reward)
+        try:
+            with RunProgress(self.console, total=config.updates, done=self.engine.updates) as progress:
+                if self.before is None:
+                    evaluation = self._evaluate(folder, "before", config.final_samples)
+                    self.before = {"score": evaluation.score, "exact": evaluation.exact}
+                    progress.say(_line("before training", evaluation))
+                while self.engine.updates < config.updates:
+                    record, stopping = self._update(runner, stop)
+                    if folder:
+                        folder.log(record)
+                    progress.advance(
+                        {"reward": record["reward"]["mean"], "clipped": record["policy"]["clipped"]}, record["seconds"]
+                    )
+                    done = self.engine.updates
+                    if config.eval_every and done % config.eval_every == 0 and done < config.updates and not stopping:
+                        evaluation = self._evaluate(folder, f"update {done:04d}", config.eval_samples)
+                        progress.say(_line(f"after {done} updates", evaluation))
+                    if stopping or done % config.checkpoint_every == 0 or done == config.updates:
+                        self.save()
+                    if stopping:
+                        progress.say(
+                            f"{stop.name or 'asked'}: stopped after update {done}, all saved; "
+                            f"go on with --resume --out {config.out}"
+                        )
+                        return {}
+                return self._finish(folder, progress)
+        finally:
+            runner.close()
+            if folder:
+                folder.close()
+
+    def save(self) -> Path:
+        """Write a checkpoint, unless this update's is already there."""
+        folder = self.config.out / "checkpoints"
+        update = self.engine.updates
+        if self.saved_at == update:
+            return folder / f"{update:06d}"
+        self.saved_at = update
+        meta = {
+            "engine": self.engine.counters(),
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "max_log_ratio": self.max_log_ratio,
+            "before": self.before,
+            "versions": versions(),
+            "ranks": self.world.size,
+        }
+        return checkpoint.save(
+            folder,
+            self.engine.state(),
+            meta,
+            update=update,
+            fingerprint=self._fingerprint(),
+            world=self.world,
+            keep=self.config.keep_checkpoints,
+        )
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint. What comes next is the same to the bit as if the run had not been interrupted."""
+        state = optree.tree_map(torch.empty_like, self.engine.state())
+        meta = checkpoint.load(path, state, fingerprint=self._fingerprint())
+        self.engine.restore(state, meta["engine"])
+        self.samples, self.seconds = meta["samples"], meta["seconds"]
+        self.max_log_ratio, self.before = meta["max_log_ratio"], meta["before"]
+        self.saved_at = self.engine.updates
+        if self.console:
+            self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
+
+    def _update(self, runner: RewardRunner, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """Make one rollout and one optimizer update of it: (its record, whether any rank was asked to stop)."""
+        config, rollout = self.config, self.config.rollout
+        root = fold_in(self.key, self.engine.updates)
+        window = sde_window(fold_in(root, WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
+        places = (uniform(fold_in(root, PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
+        ids, real = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
+        prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
+        seconds: dict[str, float] = {}
+
+        with _timed(seconds, "rollout"), self.engine.inference() as module:
+            chunks = []
+            for chunk in generate(
+                self.job.model, module, prompts, ids, grid=self.grid, key=fold_in(root, SAMPLES),
+                micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
+                reduction=rollout.reduction,
+            ):  # fmt: skip
+                runner.submit(chunk.pictures, chunk.prompts)
+                chunks.append(chunk)
+        with _timed(seconds, "reward"):
+            with self.world.agreed():
+                rewards = runner.collect()
+            # The request to stop travels with the rewards, so that all ranks stop after the same update.
+            local = torch.cat([rewards, torch.tensor([float(bool(stop))])]).to(self.world.device)
+            table = self.world.gather(local[None]).cpu()
+            reward, stopping = table[:, :-1].flatten()[: rollout.batch], bool(table[:, -1].any())
+            group = torch.arange(rollout.batch) // rollout.group
+            advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
+        with _timed(seconds, "update"):
+            padded = torch.zeros(self.world.size, len(ids))
+            padded.view(-1)[: rollout.batch] = advantage
+            trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
+            recorded = trajectory.log_prob.shape[1]
+            cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
+            mine = padded[self.world.rank]
+            flat = pairs.flatten(trajectory, mine.to(self.world.device), cond)
+            flat = pairs.with_advantage(flat, mine.repeat(recorded))
+            info = self.engine.update(
+                flat,
+                torch.ones_like(flat.advantage),
+                self._loss,
+                count=rollout.batch * recorded,
+                micro_batch=config.micro_batch,
+                pad_to=max(int((padded != 0).sum(1).max()) * recorded, 1),
+            )
+        self.samples += rollout.batch
+        for phase, spent in seconds.items():
+            self.seconds[phase] += spent
+        self._watch_ratio(info)
+        return self._record(info, reward, seconds), stopping
+
+    def _loss(self, batch: Pairs) -> tuple[Tensor, PolicyInfo]:
+        """Return the clipped surrogate of a micro-batch of pairs."""
+        rollout, policy = self.config.rollout, self.config.policy
+        sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
+        v = self.job.model.velocity(self.engine.module, batch.x, sigma, batch.cond, timestep=self.grid.timesteps[batch.step])
+        log_prob, _ = step_log_prob(
+            v, batch.x, batch.x_next, self.sampler(sigma, sigma_next), form=rollout.form, reduction=rollout.reduction
+        )
+        return clipped_surrogate(
+            log_prob, batch.log_prob_old, batch.advantage, clip_low=policy.clip_low, clip_high=policy.clip_high
+        )
+
+    def _watch_ratio(self, info: UpdateInfo) -> None:
+        """Note the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
+        largest, bound = info.max_abs["log_ratio"], self.config.policy.max_log_ratio
+        self.max_log_ratio = max(self.max_log_ratio, largest) if largest == largest else largest
+        if largest > bound:
+            raise RunError(
+                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
+                f"--policy.max-log-ratio {bound:g}: rollout and update do not compute the same policy"
+            )
+
+    def _record(self, info: UpdateInfo, reward: Tensor, seconds: dict[str, float]) -> dict[str, Any]:
+        return {
+            "update": self.engine.updates,
+            "samples": self.samples,
+            "reward": {"mean": reward.mean().item(), "std": reward.std().item()},
+            "loss": info.loss,
+            "grad_norm": info.grad_norm,
+            "lr": info.lr,
+            "policy": info.mean,
+            "first_pass_max_abs_log_ratio": info.max_abs["log_ratio"],
+            "pairs": info.items,
+            "skipped_steps": self.engine.skipped,
+            "seconds": seconds,
+        }
+
+    def _evaluate(self, folder: RunFolder | None, name: str, samples: int) -> Evaluation:
+        with self.engine.inference(average=True) as module:
+            result = evaluate(
+                self.job, module, grid=self.grid, samples=samples, micro_batch=self.config.micro_batch, world=self.world
+            )
+        if folder:
+            folder.log({"update": self.engine.updates, "score": result.score, "exact": result.exact})
+            folder.samples(name, result)
+        return result
+
+    def _finish(self, folder: RunFolder | None, progress: RunProgress) -> dict[str, Any]:
+        """Evaluate, export, draw and sum up."""
+        config = self.config
+        after = self._evaluate(folder, "after", config.final_samples)
+
+        def build() -> torch.nn.Module:
+            module = self.job.model.build()
+            if config.train == "lora":
+                add_lora(module, config.lora, self.job.model.lora_targets, seed=config.seed)
+            return module
+
+        export(self.engine, config.out / "weights", build=build, merge=config.train == "lora", world=self.world)
+        assert self.before is not None
+        seconds = sum(self.seconds.values())
+        summary = {
+            "heldout_exact_before": self.before["exact"]["heldout"],
+            "heldout_exact_after": after.exact["heldout"],
+            "heldout_score_before": self.before["score"]["heldout"],
+            "heldout_score_after": after.score["heldout"],
+            "reward_exact_before": self.before["exact"]["reward"],
+            "reward_exact_after": after.exact["reward"],
+            "train_seconds": seconds,
+            "train_seconds_by_phase": self.seconds,
+            "train_samples": self.samples,
+            "samples_per_second": self.samples / seconds if seconds else 0.0,
+            "first_pass_max_abs_log_ratio": self.max_log_ratio,
+            "updates": self.engine.updates,
+            "skipped_steps": self.engine.skipped,
+            "eval_samples": after.samples,
+            "ranks": self.world.size,
+            "seed": config.seed,
+            "versions": versions(),
+        }
+        if folder:
+            runfolder.write_json(config.out / "summary.json", summary)
+            folder.curves()
+            pictures.join(
+                config.out / "samples" / "before-after.png",
+                [config.out / "samples" / f"{name}.png" for name in ("before", "after")],
+            )
+        if self.console:
+            progress.say("")
+            rows = {
+                f"{what}, by the {judge} judge": (
+                    f"{self.before[part][judge]:.3f}",
+                    f"{getattr(after, part)[judge]:.3f}",
+                )
+                for part, what in (("exact", "exactly right"), ("score", "characters right"))
+                for judge in self.job.judges
+            }
+            self.console.print(
+                table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows), highlight=False
+            )
+            progress.say(
+                f"{self.engine.updates} updates, {self.samples} samples, {seconds:.0f} s of training; largest first-pass "
+                f"|log ratio| {self.max_log_ratio:g}; {self.engine.skipped} steps skipped"
+            )
+            progress.say(f"pictures: {config.out / 'samples' / 'before-after.png'} and {config.out / 'curves.png'}")
+        return summary
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return what a run that resumes from this one's checkpoints must agree with."""
+        settings = {name: value for name, value in _as_json(self.config).items() if name not in FREE}
+        if self.config.optimizer.schedule != "constant":
+            settings["updates"] = self.config.updates
+        prompts = "\n".join(self.job.train_prompts).encode()
+        return {**settings, "train_prompts": hashlib.sha256(prompts).hexdigest()[:16]}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a result depends on."""
+    packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    """Return a config as JSON holds it: paths as text, tuples as lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _line(when: str, evaluation: Evaluation) -> str:
+    parts = (f"{exact:.3f} by the {judge} judge" for judge, exact in evaluation.exact.items())
+    return f"{when}: exactly right on held-out prompts {', '.join(parts)}"
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Note the wall-clock seconds of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start

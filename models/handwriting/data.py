@@ -1,0 +1,76 @@
+"""Real handwriting: the 1,797 8x8 digits of scikit-learn, and the 4-digit codes that are written with them.
+
+The digits fall into two halves by a fixed shuffle. Training (the base model and the reward's recogniser) sees the
+first half only; the recogniser of the evaluation is fitted on the second.
+"""
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, uniform
+
+DIGITS = 4  # a prompt is a code of four digits
+SIZE = 8  # a digit is 8x8 pixels
+Half = Literal["training", "evaluation"]
+
+
+class Digits(NamedTuple):
+    """Pictures `[N, 8, 8]` in [-1, 1], sorted by label, and where the pictures of each label start `[11]`."""
+
+    pixels: Tensor
+    labels: Tensor
+    starts: Tensor
+
+
+@cache
+def digits(half: Half) -> Digits:
+    """Return one half of the digits; the two halves share no picture."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    middle = len(order) // 2
+    chosen = order[:middle] if half == "training" else order[middle:]
+    chosen = chosen[np.argsort(labels[chosen], kind="stable")]
+    sorted_labels = torch.from_numpy(labels[chosen])
+    return Digits(
+        pixels=torch.from_numpy(pixels[chosen]).to(torch.float32).reshape(-1, SIZE, SIZE) / 8 - 1,
+        labels=sorted_labels,
+        starts=torch.searchsorted(sorted_labels, torch.arange(11)),
+    )
+
+
+@cache
+def codes(split: Literal["train", "heldout"]) -> tuple[str, ...]:
+    """Return the codes of a split. A fifth of all 10,000, chosen by hash, are held out: never trained on."""
+    held_out = split == "heldout"
+    every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
+    return tuple(code for code in every if (zlib.crc32(code.encode()) % 5 == 0) == held_out)
+
+
+def check_code(prompt: str) -> None:
+    """Raise ValueError unless prompt is a code of four digits."""
+    if len(prompt) != DIGITS or not (prompt.isascii() and prompt.isdigit()):
+        raise ValueError(f"prompt {prompt!r} is not a code of {DIGITS} digits such as '0427'")
+
+
+def as_digits(prompts: Sequence[str]) -> Tensor:
+    """Return the digits of a batch of codes, int64 `[B, 4]`."""
+    for prompt in prompts:
+        check_code(prompt)
+    return torch.tensor([[int(character) for character in prompt] for prompt in prompts]).reshape(-1, DIGITS)
+
+
+def write(key: Key, prompts: Sequence[str]) -> Tensor:
+    """Return one picture a prompt, `[B, 1, 8, 32]` in [-1, 1]: four training digits drawn at random, side by side."""
+    pixels, _, starts = digits("training")
+    wanted = as_digits(prompts)
+    keys = fold_in(key, torch.arange(len(prompts)))
+    low, high = starts[wanted], starts[wanted + 1]
+    chosen = low + (uniform(keys, (len(prompts), DIGITS)) * (high - low)).long()
+    return pixels[chosen].permute(0, 2, 1, 3).reshape(len(prompts), 1, SIZE, DIGITS * SIZE)

@@ -1,0 +1,124 @@
+"""The handwriting model: a small SD3 transformer that writes 4-digit codes as 1x8x32 pictures, in pixel space."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
+from fluvial.models.protocol import Schedule
+
+BASE = Path(__file__).parent / "base"  # the shipped weights, made by `fluvial pretrain handwriting`
+SHIFT = 3.0
+
+# Keyword arguments of diffusers' SD3Transformer2DModel: 0.6 million parameters.
+CONFIG = {
+    "sample_size": 32,
+    "patch_size": 2,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "caption_projection_dim": 64,
+    "joint_attention_dim": 10 + DIGITS,
+    "pooled_projection_dim": 10 * DIGITS,
+    "pos_embed_max_size": 16,
+}
+# One-hot inputs are scaled so that the embeddings a linear layer makes of them start at about unit size.
+ONE_HOT = 1.5
+
+
+class CodeCond(NamedTuple):
+    """A batch of codes as the transformer takes them."""
+
+    tokens: Tensor  # [B, 4, 14] digit and position of each character, one-hot
+    pooled: Tensor  # [B, 40] all digits
+
+
+class Handwriting:
+    """The velocity-model protocol over the handwriting transformer.
+
+    Args:
+        weights: a folder with the transformer, as diffusers saves it; None builds it with random weights.
+        seed: of the random weights.
+    """
+
+    latent_shape = (1, SIZE, DIGITS * SIZE)
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "proj",
+        "net.2",
+        "linear",
+    )
+
+    def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
+        self.weights, self.seed = weights, seed
+
+    def build(self) -> nn.Module:
+        """Return the transformer with its weights, in float32.
+
+        Raises:
+            ValueError: the weights' folder is missing a file or holds another model.
+        """
+        from diffusers import SD3Transformer2DModel
+
+        if self.weights is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                return SD3Transformer2DModel(**CONFIG)
+        config = self.weights / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{self.weights} holds no model: config.json is missing")
+        found = json.loads(config.read_text())
+        if different := [name for name, value in CONFIG.items() if found.get(name) != value]:
+            raise ValueError(f"{config} is not of the handwriting model: {', '.join(different)} differ")
+        return SD3Transformer2DModel.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the joint transformer blocks."""
+        return [child for child in module.modules() if type(child).__name__ == "JointTransformerBlock"]
+
+    def schedule(self, steps: int) -> Schedule:
+        """Return diffusers' flow-matching scheduler with shift 3, set to a number of steps."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+        return scheduler
+
+    def check_prompt(self, prompt: str) -> None:
+        """Raise ValueError unless the prompt is a code of four digits."""
+        check_code(prompt)
+
+    def encode(self, prompts: Sequence[str]) -> CodeCond:
+        """Return the codes one-hot; the transformer's first linear layers make embeddings of them."""
+        digits = nn.functional.one_hot(as_digits(prompts), 10).to(torch.float32)
+        position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
+        return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
+
+    def velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return v `[B, 1, 8, 32]`."""
+        return module(
+            hidden_states=x,
+            encoder_hidden_states=cond.tokens,
+            pooled_projections=cond.pooled,
+            timestep=sigma * 1000 if timestep is None else timestep,
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in [0, 1]; the model works on pixels in [-1, 1]."""
+        return ((latents.float() + 1) / 2).clamp(0, 1)

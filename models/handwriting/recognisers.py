@@ -1,0 +1,61 @@
+"""Two readers of handwritten codes, of different model families and fitted on different digits.
+
+`reward_reader` (a support-vector machine, fitted on the training half) scores rollouts. `evaluation_reader`
+(extremely randomised trees, fitted on the other half) only ever evaluates, so that learning to please the first
+reader instead of writing well shows.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from sklearn.ensemble import ExtraTreesClassifier
+from sklearn.svm import SVC
+from torch import Tensor
+
+from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, digits
+
+
+class Classifier(Protocol):
+    """The part of a scikit-learn classifier that is used."""
+
+    def predict(self, X: np.ndarray) -> np.ndarray: ...
+
+
+class Reader:
+    """Reads codes from pictures `[B, 1, 8, 32]` in [0, 1] with a classifier of single digits."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self.classifier = classifier
+
+    def read(self, pictures: Tensor) -> Tensor:
+        """Return the digits read, int64 `[B, 4]`."""
+        single = pictures.reshape(-1, SIZE, DIGITS, SIZE).permute(0, 2, 1, 3).reshape(-1, SIZE * SIZE)
+        if len(single) == 0:
+            return torch.empty(0, DIGITS, dtype=torch.int64)
+        return torch.from_numpy(self.classifier.predict(single.cpu().float().numpy())).reshape(-1, DIGITS)
+
+    def characters(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the fraction of characters read as asked, float32 `[B]`: the OCR score of the text-rendering papers."""
+        return (self.read(pictures) == as_digits(prompts)).to(torch.float32).mean(1)
+
+
+@cache
+def reward_reader() -> Reader:
+    """Return the reader that scores rollouts: an RBF support-vector machine fitted on the training half."""
+    half = digits("training")
+    return Reader(SVC(C=10.0, gamma=0.08).fit(_flat(half.pixels), half.labels.numpy()))
+
+
+@cache
+def evaluation_reader() -> Reader:
+    """Return the reader that training never sees: 400 extremely randomised trees fitted on the evaluation half."""
+    half = digits("evaluation")
+    return Reader(ExtraTreesClassifier(400, random_state=0).fit(_flat(half.pixels), half.labels.numpy()))
+
+
+def _flat(pixels: Tensor) -> np.ndarray:
+    """Return digits as a reader sees them: rows of 64 values in [0, 1]."""
+    return ((pixels + 1) / 2).reshape(-1, SIZE * SIZE).numpy()
