@@ -19,7 +19,8 @@ test: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -P -m mypy
+	@mkdir -p build/types/fluvial && cd build/types/fluvial && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench .
+	MYPYPATH=build/types $(BIN)/python -P -m mypy -p fluvial
 
 bench: $(VENV)/installed
 	$(BIN)/python -P -m fluvial.bench phases $(ARGS)

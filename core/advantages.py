@@ -1,4 +1,4 @@
-"""Advantages: rewards, centred in their group and scaled. No Python loop over samples or groups, no host read on a device."""
+"""Advantages: rewards, centred in their group and scaled; no Python loop over samples, no host read on a device."""
 
 from typing import Literal
 

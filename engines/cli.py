@@ -147,7 +147,7 @@ def _eval(program: str, args: list[str]) -> None:
 
     job = jobs.handwriting(weights=config.weights)
     with world() as processes:
-        module = _module(job, processes.device)
+        module = jobs.build(job).to(processes.device).eval()
         schedule = grid(job.model, config.steps, device=processes.device)
         result = evaluate(
             job, module, grid=schedule, samples=config.samples, micro_batch=config.micro_batch, world=processes
@@ -175,15 +175,20 @@ def _sample(program: str, args: list[str]) -> None:
             raise UsageError(f"--prompts: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chunks = generate(
-        job.model, _module(job, device), prompts, list(range(len(prompts))), grid=grid(job.model, config.steps, device=device),
-        key=key(config.seed), micro_batch=config.micro_batch,
-    )  # fmt: skip
+        job.model,
+        jobs.build(job).to(device).eval(),
+        prompts,
+        range(len(prompts)),
+        grid=grid(job.model, config.steps, device=device),
+        key=key(config.seed),
+        micro_batch=config.micro_batch,
+    )
     with torch.no_grad():
         drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         pictures.grid(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
         raise UsageError(f"--out {config.out} cannot be written: {error}") from error
     _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
 
@@ -200,24 +205,21 @@ def _parsed(kind: type, default: Callable[[], Any], program: str, args: list[str
     boxed = io.StringIO()
     try:
         with contextlib.redirect_stderr(boxed):
-            return tyro.cli(kind, prog=program, default=default(), args=args)
+            return tyro.cli(kind, prog=program, description=default.__doc__, default=default(), args=args)
     except SystemExit as done:
         if not done.code:
             raise
-        text = " ".join(re.sub(r"[─-╿]", " ", boxed.getvalue()).split())
-        text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-        raise UsageError(f"{text} ({program} --help)") from None
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{error} ({program} --help)") from error
+        raise UsageError(f"{_unboxed(boxed.getvalue())} ({program} --help)") from None
 
 
-def _module(job: Any, device: Any) -> Any:
-    """Return a job's network for sampling.
-
-    Raises:
-        UsageError: its weights are missing, damaged or of another model.
-    """
-    return job.model.build().to(device).eval()
+def _unboxed(box: str) -> str:
+    """Return what a box of the argument parser says, in one line: its first section, and the flag it would suggest."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
+    sections = [" ".join(section.split()) for section in re.split(r"─{3,}", "\n".join(lines))]
+    message = re.sub(r"^Error parsing [\w.]+: (?=[a-z_]+: )", "", sections[0])
+    suggested = re.search(r"--[\w.-]+", sections[1]) if len(sections) > 2 and "you meant" in sections[1] else None
+    return f"{message}; did you mean {suggested[0]}?" if suggested else message
 
 
 def _console() -> Any:

@@ -105,17 +105,18 @@ class Engine:
     ) -> None:
         self.config, self.world, self.comm = config, world, comm
         self.module = module.to(world.device)
-        for unit in [*blocks, self.module]:
+        units: list[nn.Module] = [*blocks, self.module]
+        for unit in units:
             fully_shard(unit, mesh=world.mesh, reshard_after_forward=comm == "reshard")
-        for unit in self._units():
+        for sharded in self._units():
             # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         self.optimizer = torch.optim.AdamW(
-            self.trainable.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            self.trainable.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         # Only the function of the number of updates is taken: without state there is nothing to resume.
         self.lr_factor: Callable[[int], float] = get_scheduler(
@@ -140,8 +141,8 @@ class Engine:
             loss_fn: the loss of a micro-batch of items, an item each, and diagnostics.
             count: what the sum is divided by, the same on all ranks.
             micro_batch: items a forward and backward pass.
-            pad_to: the largest P over the ranks, the same on all ranks: so many micro-batches are run by each, filled up with
-                items of weight 0, so that collectives match.
+            pad_to: the largest P over the ranks, the same on all ranks. Each runs as many micro-batches as it takes, filled up
+                with items of weight 0, so that collectives match.
 
         Raises:
             RunError: the gradient was not finite in `max_skipped` updates in a row.
@@ -160,7 +161,8 @@ class Engine:
             sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
             peak = leaves.abs().amax(1)
             peaks = peak if peaks is None else torch.maximum(peaks, peak)
-        assert sums is not None and peaks is not None
+        assert sums is not None
+        assert peaks is not None
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -292,7 +294,11 @@ class Engine:
 
     def _local(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trainable parameters."""
-        return {name: p.detach().to_local() if isinstance(p, DTensor) else p.detach() for name, p in self.trainable.items()}
+        shards = {}
+        for name, parameter in self.trainable.items():
+            assert isinstance(parameter, DTensor)
+            shards[name] = parameter.to_local().detach()
+        return shards
 
     def _write_local(self, shards: dict[str, Tensor]) -> None:
         for name, shard in self._local().items():

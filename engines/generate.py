@@ -89,7 +89,7 @@ def generate(
     device = grid.timesteps.device
     for start in range(0, len(ids), micro_batch):
         chunk = prompts[start : start + micro_batch]
-        keys = fold_in(key, torch.tensor(ids[start : start + micro_batch], device=device))
+        keys = fold_in(key, torch.tensor(list(ids[start : start + micro_batch]), device=device))
         cond = optree.tree_map(lambda tensor: tensor.to(device), model.encode(chunk))
 
         def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:

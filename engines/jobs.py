@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+from torch import nn
+
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards import Reward
 from fluvial.models import VelocityModel
@@ -41,6 +44,19 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None) -> 
         reward=reward_reader().characters,
         judges={"reward": reward_reader().characters, "heldout": evaluation_reader().characters},
     )
+
+
+def build(job: Job) -> nn.Module:
+    """Return a job's network with its weights, on the CPU.
+
+    Raises:
+        UsageError: the weights are missing, damaged or of another model.
+    """
+    try:
+        return job.model.build()
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"the model cannot be loaded: {reason}") from error
 
 
 def read_prompts(path: Path, model: VelocityModel) -> tuple[str, ...]:

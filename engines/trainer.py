@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluvial.core.advantages import group_advantages
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
@@ -76,9 +76,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, job: Job, world: World, *, console: Console | None) -> None:
         self.config, self.job, self.world, self.console = config, job, world, console
-        module = job.model.build()
-        if config.train == "lora":
-            add_lora(module, config.lora, job.model.lora_targets, seed=config.seed)
+        module = self._build()
         self.engine = Engine(
             module, job.model.blocks(module), config.optimizer, world, updates=config.updates, comm=config.comm
         )
@@ -171,7 +169,7 @@ class Trainer:
         root = fold_in(self.key, self.engine.updates)
         window = sde_window(fold_in(root, WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
         places = (uniform(fold_in(root, PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
-        ids, real = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
+        ids, _ = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
         prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
         seconds: dict[str, float] = {}
 
@@ -268,13 +266,7 @@ class Trainer:
         config = self.config
         after = self._evaluate(folder, "after", config.final_samples)
 
-        def build() -> torch.nn.Module:
-            module = self.job.model.build()
-            if config.train == "lora":
-                add_lora(module, config.lora, self.job.model.lora_targets, seed=config.seed)
-            return module
-
-        export(self.engine, config.out / "weights", build=build, merge=config.train == "lora", world=self.world)
+        export(self.engine, config.out / "weights", build=self._build, merge=config.train == "lora", world=self.world)
         assert self.before is not None
         seconds = sum(self.seconds.values())
         summary = {
@@ -322,6 +314,13 @@ class Trainer:
             )
             progress.say(f"pictures: {config.out / 'samples' / 'before-after.png'} and {config.out / 'curves.png'}")
         return summary
+
+    def _build(self) -> nn.Module:
+        """Return the network as it is trained, before sharding."""
+        module = jobs.build(self.job)
+        if self.config.train == "lora":
+            add_lora(module, self.config.lora, self.job.model.lora_targets, seed=self.config.seed)
+        return module
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return what a run that resumes from this one's checkpoints must agree with."""

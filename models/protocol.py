@@ -1,14 +1,13 @@
 """What the rest of fluvial asks of a model: one small adapter an architecture, none an algorithm."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from optree import PyTree
 from torch import Tensor, nn
 
 from fluvial.core.types import PerSample, Samples
 
-Cond = PyTree[Tensor]  # what a model is conditioned on: tensors whose first dimension is the batch
+Cond = Any  # what a model is conditioned on: a pytree of tensors whose first dimension is the batch
 
 
 class Schedule(Protocol):
