@@ -92,12 +92,18 @@ def load(path: Path, state: dict[str, Tensor], *, fingerprint: dict[str, Any]) -
         raise RunError(f"checkpoint {path} is of another run: {changes}")
     with _quiet():
         reader = HuggingFaceStorageReader(str(path))
-        held = set(reader.read_metadata().state_dict_metadata)
-        if held != set(state):
+        held = reader.read_metadata().state_dict_metadata
+        if set(held) != set(state):
             raise RunError(
-                f"checkpoint {path} is of another model: it holds {len(held)} tensors, {len(held & set(state))} of the "
+                f"checkpoint {path} is of another model: it holds {len(held)} tensors, {len(set(held) & set(state))} of the "
                 f"{len(state)} expected"
             )
+        for name, tensor in state.items():
+            if list(held[name].size) != list(tensor.shape):
+                raise RunError(
+                    f"checkpoint {path} is of another model: {name} has shape {list(held[name].size)} there, "
+                    f"{list(tensor.shape)} here"
+                )
         dcp.load(state, storage_reader=reader)
     return manifest["meta"]
 
@@ -122,8 +128,11 @@ def verify(path: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest after comparing every file with it.
 
     Raises:
-        RunError: it is not a checkpoint, or one of its files is missing, cut short or changed.
+        UsageError: there is no such folder.
+        RunError: one of its files is missing, cut short or changed.
     """
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a checkpoint: there is no such folder")
     problem = _problem(path)
     if problem is None:
         return json.loads((path / MANIFEST).read_text())

@@ -76,20 +76,30 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done (or stopped as asked), 1 failed, 2 asked for wrongly."""
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
-    sys.exit(_run(list(sys.argv[1:] if args is None else args)))
+    sys.exit(run(list(sys.argv[1:] if args is None else args)))
 
 
-def _run(args: list[str]) -> int:
+def run(args: list[str]) -> int:
+    """Run a command and return its exit code; errors that a person can mend are printed in one line."""
     try:
         return _command(args)
     except ElsewhereError:
         return 1
+    except UsageError as error:
+        # What was typed is wrong on every rank alike; one of them says so.
+        if os.environ.get("RANK", "0") == "0":
+            _complain(error)
+        return 2
     except FluvialError as error:
-        print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        _complain(error)
+        return 1
     except KeyboardInterrupt:
         print("fluvial: stopped at once; what was saved before stays as it is", file=sys.stderr)
         return 130
+
+
+def _complain(error: FluvialError) -> None:
+    print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _command(args: list[str]) -> int:
@@ -183,8 +193,7 @@ def _sample(program: str, args: list[str]) -> None:
         key=key(config.seed),
         micro_batch=config.micro_batch,
     )
-    with torch.no_grad():
-        drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
+    drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         pictures.grid(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)

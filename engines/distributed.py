@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fluvial.engines.errors import ElsewhereError, FluvialError
+from fluvial.engines.errors import ElsewhereError, FluvialError, RunError
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class World:
         """Return the ranks' equally shaped tensors, concatenated by rank along the first dimension, on every rank."""
         if self.size == 1:
             return local
-        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local.contiguous())
-        return gathered
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local.contiguous())
+        return torch.cat(gathered)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Let every rank fail if one does: its FluvialError is raised there, and ElsewhereError on the others.
+        """Let every rank fail if one does: the first to fail raises its FluvialError, the others ElsewhereError.
 
         Without this the others would wait in their next collective for a rank that gave up.
         """
@@ -46,11 +46,11 @@ class World:
             yield
         except FluvialError as error:
             problem = error
-        failed = self.gather(torch.tensor([float(problem is not None)], device=self.device))
+        failed = self.gather(torch.tensor([float(problem is not None)], device=self.device)).nonzero().flatten().tolist()
+        if failed and failed[0] != self.rank:
+            raise ElsewhereError(f"rank {failed[0]} gave up; its own message says why") from problem
         if problem is not None:
-            raise problem
-        if failed.any():
-            raise ElsewhereError(f"rank {int(failed.nonzero()[0])} gave up; its own message says why")
+            raise problem if self.is_main else RunError(f"rank {self.rank}: {problem}") from problem
 
 
 @contextmanager

@@ -141,8 +141,8 @@ class Engine:
             loss_fn: the loss of a micro-batch of items, an item each, and diagnostics.
             count: what the sum is divided by, the same on all ranks.
             micro_batch: items a forward and backward pass.
-            pad_to: the largest P over the ranks, the same on all ranks. Each runs as many micro-batches as it takes, filled up
-                with items of weight 0, so that collectives match.
+            pad_to: the largest P over the ranks, the same on all ranks. Each runs as many micro-batches as it takes, filled
+                up with items of weight 0, so that collectives match.
 
         Raises:
             RunError: the gradient was not finite in `max_skipped` updates in a row.

@@ -74,7 +74,7 @@ def generate(
     form: Form = "density",
     reduction: Reduction = "mean",
 ) -> Iterator[Chunk]:
-    """Yield chunks of samples; sample number `ids[i]` is drawn for `prompts[i]`.
+    """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
 
     Args:
         model, module: the adapter, and the network to sample from.
@@ -95,15 +95,17 @@ def generate(
         def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
             return model.velocity(module, x, sigma, cond, timestep=grid.timesteps[step].expand(len(x)))
 
-        trajectory = rollout(
-            velocity,
-            normal(fold_in(keys, INITIAL), (len(chunk), *model.latent_shape)),
-            grid.sigmas,
-            transition=transition,
-            key=fold_in(keys, STEPS),
-            window=window,
-            record=None if window else (),
-            form=form,
-            reduction=reduction,
-        )
-        yield Chunk(chunk, cond, trajectory, model.decode(trajectory.final))
+        with torch.no_grad():
+            trajectory = rollout(
+                velocity,
+                normal(fold_in(keys, INITIAL), (len(chunk), *model.latent_shape)),
+                grid.sigmas,
+                transition=transition,
+                key=fold_in(keys, STEPS),
+                window=window,
+                record=None if window else (),
+                form=form,
+                reduction=reduction,
+            )
+            pictures = model.decode(trajectory.final)
+        yield Chunk(chunk, cond, trajectory, pictures)

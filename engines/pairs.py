@@ -22,7 +22,9 @@ class Pairs(NamedTuple):
     step: Tensor  # int64, index into the schedule
     log_prob_old: Tensor
     advantage: Tensor
+    weight: Tensor  # 0 for pairs that only fill up
     cond: Cond
+    v_ref: Tensor | None  # the reference model's velocity, if a KL term asks for it
 
 
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -33,12 +35,12 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def flatten(trajectory: Trajectory, advantage: Tensor, cond: Cond) -> Pairs:
+def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Cond) -> Pairs:
     """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
 
     Args:
         trajectory: B samples, S recorded steps.
-        advantage: `[B]`.
+        advantage, weight: `[B]`.
         cond: a pytree of tensors `[B, ...]`.
     """
     batch, count = trajectory.log_prob.shape
@@ -52,7 +54,9 @@ def flatten(trajectory: Trajectory, advantage: Tensor, cond: Cond) -> Pairs:
         step=trajectory.steps.repeat_interleave(batch),
         log_prob_old=trajectory.log_prob.transpose(0, 1).flatten(),
         advantage=spread(advantage),
+        weight=spread(weight),
         cond=optree.tree_map(spread, cond),
+        v_ref=None,
     )
 
 

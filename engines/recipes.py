@@ -99,11 +99,15 @@ class PolicyConfig:
     """The clipped surrogate of GRPO.
 
     Args:
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; in nats a dimension when the
-            log-probability's reduction is mean.
+        clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; in nats a dimension when the log-probability's
+            reduction is mean.
+        clip_high: upper end of that range.
         advantage: what a reward's distance to its group's mean is divided by: the standard deviation of its group (group)
             or of the batch (batch), or nothing (none).
         advantage_eps: added to that standard deviation.
+        kl_coef: weight of the KL to the reference policy (the weights that training starts from) in the loss, which keeps
+            the model from drifting where the reward does not look; 0 leaves it out, and the reference's forward passes.
+        kl_weight: rate (the KL of a step times |dt|, what Flow-GRPO publishes: its std is a rate) or exact.
         max_log_ratio: stop if a first-pass |log ratio| exceeds this: rollout and update then disagree about the policy.
     """
 
@@ -111,9 +115,12 @@ class PolicyConfig:
     clip_high: float = 1e-3
     advantage: Scale = "batch"
     advantage_eps: float = 1e-4
+    kl_coef: float = 0.0
+    kl_weight: Literal["rate", "exact"] = "rate"
     max_log_ratio: float = 1e-3
 
     def __post_init__(self) -> None:
+        check_number("policy", "kl_coef", self.kl_coef, low=0)
         check_number("policy", "clip_low", self.clip_low, low=0, high=1)
         check_number("policy", "clip_high", self.clip_high, low=0)
         check_number("policy", "advantage_eps", self.advantage_eps, low=0)

@@ -1,5 +1,6 @@
 """Training: prompts -> rollout -> rewards -> advantages -> update -> log -> evaluate -> checkpoint."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core.advantages import group_advantages
-from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.policy import clipped_surrogate
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.core.sigmas import sde_window
 from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
@@ -26,7 +27,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.evaluate import Evaluation, evaluate
 from fluvial.engines.export import export
 from fluvial.engines.fsdp import Engine, UpdateInfo
-from fluvial.engines.generate import generate, grid, slots
+from fluvial.engines.generate import Chunk, generate, grid, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.pairs import Pairs
 from fluvial.engines.progress import RunProgress, table
@@ -35,7 +36,7 @@ from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.runfolder import RunFolder
 from fluvial.engines.signals import StopRequest, stop_request
 from fluvial.kernels import step_log_prob
-from fluvial.models.lora import add_lora
+from fluvial.models.lora import add_lora, without_lora
 
 # Streams of an update's randomness, folded into the key of (seed, update).
 WINDOW, PROMPTS, SAMPLES = 0, 1, 2
@@ -58,9 +59,10 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         UsageError: the run cannot be done as configured.
         RunError: it cannot go on.
     """
-    job = jobs.handwriting(weights=config.weights, prompts=config.prompts) if job is None else job
     with world() as processes, stop_request() as stop:
         with processes.agreed():
+            if job is None:
+                job = jobs.handwriting(weights=config.weights, prompts=config.prompts)
             resume = config.resume or config.resume_from is not None
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
@@ -71,12 +73,26 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         return trainer.run(stop)
 
 
+class Diagnostics(NamedTuple):
+    """What is logged of a pair: the surrogate's PolicyInfo and the KL to the reference policy (0 without a KL term)."""
+
+    ratio: Tensor
+    log_ratio: Tensor
+    clipped: Tensor
+    kl_old: Tensor
+    kl_ref: Tensor
+
+
 class Trainer:
     """A training run on its processes: the engine, the job, and what has been counted so far."""
 
     def __init__(self, config: TrainConfig, job: Job, world: World, *, console: Console | None) -> None:
         self.config, self.job, self.world, self.console = config, job, world, console
-        module = self._build()
+        with world.agreed():
+            module = self._build()
+        # With LoRA the reference is the module without its adapters, and costs no copy.
+        needs_copy = config.policy.kl_coef > 0 and config.train == "full"
+        self.reference = copy.deepcopy(module).to(world.device).requires_grad_(False) if needs_copy else None
         self.engine = Engine(
             module, job.model.blocks(module), config.optimizer, world, updates=config.updates, comm=config.comm
         )
@@ -192,39 +208,73 @@ class Trainer:
             group = torch.arange(rollout.batch) // rollout.group
             advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
         with _timed(seconds, "update"):
-            padded = torch.zeros(self.world.size, len(ids))
-            padded.view(-1)[: rollout.batch] = advantage
-            trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
-            recorded = trajectory.log_prob.shape[1]
-            cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
-            mine = padded[self.world.rank]
-            flat = pairs.flatten(trajectory, mine.to(self.world.device), cond)
-            flat = pairs.with_advantage(flat, mine.repeat(recorded))
-            info = self.engine.update(
-                flat,
-                torch.ones_like(flat.advantage),
-                self._loss,
-                count=rollout.batch * recorded,
-                micro_batch=config.micro_batch,
-                pad_to=max(int((padded != 0).sum(1).max()) * recorded, 1),
-            )
+            info = self._optimize(chunks, advantage)
         self.samples += rollout.batch
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
         self._watch_ratio(info)
         return self._record(info, reward, seconds), stopping
 
-    def _loss(self, batch: Pairs) -> tuple[Tensor, PolicyInfo]:
-        """Return the clipped surrogate of a micro-batch of pairs."""
+    def _optimize(self, chunks: list[Chunk], advantage: Tensor) -> UpdateInfo:
+        """Take one optimizer step on this rank's chunks, given the advantages of all samples."""
+        rollout, policy, device = self.config.rollout, self.config.policy, self.world.device
+        slots_a_rank = sum(len(chunk.prompts) for chunk in chunks)
+        table = torch.zeros(2, self.world.size, slots_a_rank)
+        table.view(2, -1)[:, : rollout.batch] = torch.stack([advantage, torch.ones(rollout.batch)])
+        mine, weight = table[:, self.world.rank]
+        trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
+        recorded = trajectory.log_prob.shape[1]
+        cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
+        flat = pairs.flatten(trajectory, mine.to(device), weight.to(device), cond)
+        if policy.kl_coef > 0:
+            flat = flat._replace(v_ref=self._reference_velocity(flat))
+            longest = slots_a_rank
+        else:
+            flat = pairs.with_advantage(flat, mine.repeat(recorded))
+            longest = int((table[0] != 0).sum(1).max())
+        return self.engine.update(
+            flat,
+            flat.weight,
+            self._loss,
+            count=rollout.batch * recorded,
+            micro_batch=self.config.micro_batch,
+            pad_to=max(longest * recorded, 1),
+        )
+
+    def _loss(self, batch: Pairs) -> tuple[Tensor, Diagnostics]:
+        """Return the clipped surrogate of a micro-batch of pairs, and the KL to the reference with it if asked for."""
         rollout, policy = self.config.rollout, self.config.policy
         sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
-        v = self.job.model.velocity(self.engine.module, batch.x, sigma, batch.cond, timestep=self.grid.timesteps[batch.step])
-        log_prob, _ = step_log_prob(
-            v, batch.x, batch.x_next, self.sampler(sigma, sigma_next), form=rollout.form, reduction=rollout.reduction
+        log_prob, kl = step_log_prob(
+            self._velocity(self.engine.module, batch),
+            batch.x,
+            batch.x_next,
+            self.sampler(sigma, sigma_next),
+            v_ref=batch.v_ref,
+            form=rollout.form,
+            reduction=rollout.reduction,
         )
-        return clipped_surrogate(
+        loss, info = clipped_surrogate(
             log_prob, batch.log_prob_old, batch.advantage, clip_low=policy.clip_low, clip_high=policy.clip_high
         )
+        if kl is None:
+            return loss, Diagnostics(*info, kl_ref=torch.zeros_like(log_prob))
+        scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0
+        return loss + policy.kl_coef * scale * kl, Diagnostics(*info, kl_ref=kl.detach())
+
+    def _velocity(self, module: nn.Module, batch: Pairs) -> Tensor:
+        timestep = self.grid.timesteps[batch.step]
+        return self.job.model.velocity(module, batch.x, self.sigmas[batch.step], batch.cond, timestep=timestep)
+
+    def _reference_velocity(self, flat: Pairs) -> Tensor:
+        """Return the reference policy's velocity of every pair; two means differ by b (v - v_ref), so this is all of it."""
+        micro_batch, count = self.config.micro_batch, len(flat.step)
+        chunks = [optree.tree_map(lambda t, i=i: t[i : i + micro_batch], flat) for i in range(0, count, micro_batch)]
+        with torch.no_grad():
+            if self.reference is not None:
+                return torch.cat([self._velocity(self.reference, chunk) for chunk in chunks])
+            with self.engine.inference() as module, without_lora(module):
+                return torch.cat([self._velocity(module, chunk) for chunk in chunks])
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Note the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""

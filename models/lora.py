@@ -1,6 +1,7 @@
 """LoRA through PEFT: low-rank adapters on the linear layers of any module."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """A low-rank adapter: W + (alpha / rank) B A, with A and B trained and W frozen (arXiv 2106.09685)."""
+    """A low-rank adapter: W + (alpha / rank) B A, with A and B trained and W frozen (arXiv 2106.09685).
+
+    Args:
+        rank: of the two factors.
+        alpha: the adapter's output is scaled by alpha / rank.
+    """
 
     rank: int = 16
     alpha: float = 32.0
@@ -38,6 +44,21 @@ def add_lora(module: nn.Module, config: LoraConfig, targets: Sequence[str], *, s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(adapter, module, adapter_name="default")
+
+
+@contextmanager
+def without_lora(module: nn.Module) -> Iterator[None]:
+    """Let the module compute what it did before its adapters were added: the reference policy."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merge_lora(module: nn.Module) -> None:

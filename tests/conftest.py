@@ -1,0 +1,19 @@
+"""The test session: hypothesis profiles, and run-time shape checks over fluvial.core."""
+
+import os
+import sys
+
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# No deadline and no slowness check: torch's first call of an operation is slow, and the machine may be shared.
+settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# The hook breaks torch.compile(fullgraph=True) and answers a wrong type before the library's own message does, so
+# test_compile.py and test_checks.py run without it, in a session of their own that core/test_untyped.py starts.
+if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
+    assert "fluvial.core" not in sys.modules, "the hook must be installed before fluvial.core is imported"
+    # PEP 484's tower: an int is a valid float, as for mypy.
+    install_import_hook("fluvial.core", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

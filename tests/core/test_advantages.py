@@ -1,0 +1,161 @@
+"""Advantages against a loop one would write, and the invariances that make them advantages."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import DTYPES, normals
+from tolerances import COMPUTE_DTYPE, tolerance
+from torch import Tensor
+from torch.testing import assert_close
+
+from fluvial.core.advantages import SCALES, Scale, group_advantages, multi_reward_advantages
+
+every_scale = pytest.mark.parametrize("scale", SCALES)
+# Any integers name groups; a few, so that groups have several members.
+group_ids = st.sampled_from([-(2**40), -1, 0, 1, 7, 2**62])
+pairs = st.lists(st.tuples(st.floats(-100, 100), group_ids), min_size=1, max_size=24)
+
+
+def tensors(samples: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
+    rewards, groups = zip(*samples, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)
+
+
+def reference(reward: Tensor, group: Tensor, *, scale: Scale, eps: float = 1e-4) -> Tensor:
+    values, names = reward.tolist(), group.tolist()
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    result = []
+    for value, name in zip(values, names, strict=True):
+        members = [other for other, of in zip(values, names, strict=True) if of == name]
+        centred = value - math.fsum(members) / len(members)
+        group_spread = statistics.stdev(members) if len(members) > 1 else 0.0
+        result.append(centred / {"group": group_spread + eps, "batch": spread + eps, "none": 1.0}[scale])
+    return torch.tensor(result, dtype=torch.float64)
+
+
+# Rewards up to 100 over eps = 1e-4: an error of the mean is magnified by at most their quotient.
+LIMIT = tolerance("advantage", torch.float64, condition=100 / 1e-4)
+
+
+@every_scale
+@given(samples=pairs)
+def test_it_is_the_loop_one_would_write(scale: Scale, samples: list[tuple[float, int]]) -> None:
+    reward, group = tensors(samples)
+    assert_close(group_advantages(reward, group, scale=scale), reference(reward, group, scale=scale), **LIMIT)
+    got = group_advantages(reward, group, scale=scale, eps=0.5)
+    assert_close(got, reference(reward, group, scale=scale, eps=0.5), **LIMIT)
+
+
+def test_the_defaults_are_those_of_grpo() -> None:
+    reward, group = torch.tensor([1.0, 2.0, 5.0, 4.0]).double(), torch.tensor([0, 0, 1, 1])
+    half, std = 0.5, math.sqrt(0.5)  # of (1, 2) and, negated, of (5, 4)
+    want = torch.tensor([-half, half, half, -half]).double() / (std + 1e-4)
+    assert_close(group_advantages(reward, group), want, **tolerance("advantage", torch.float64))
+
+
+@every_scale
+@given(samples=pairs, data=st.data())
+def test_invariances(scale: Scale, samples: list[tuple[float, int]], data: st.DataObject) -> None:
+    reward, group = tensors(samples)
+    got = group_advantages(reward, group, scale=scale)
+    for name in set(group.tolist()):
+        members = got[group == name]
+        assert abs(members.sum().item()) <= LIMIT["atol"] * len(members)
+        if len(members) == 1:
+            assert members.item() == 0
+    order = data.draw(st.permutations(range(len(reward))))
+    assert_close(group_advantages(reward[order], group[order], scale=scale), got[order], **LIMIT)
+    shift = data.draw(st.floats(-100, 100))
+    assert_close(group_advantages(reward + shift, group, scale=scale), got, **{k: 4 * v for k, v in LIMIT.items()})
+    if scale != "batch":
+        # A shift of one group alone says nothing about another.
+        own_shift = torch.where(group == group[0], shift, 0.0)
+        shifted = group_advantages(reward + own_shift, group, scale=scale)
+        assert_close(shifted, got, **{k: 4 * v for k, v in LIMIT.items()})
+    # Names of groups are names: any one-to-one renaming will do.
+    assert torch.equal(group_advantages(reward, torch.unique(group, return_inverse=True)[1], scale=scale), got)
+
+
+@given(samples=pairs, factor=st.floats(0.01, 100))
+def test_scale_invariance(samples: list[tuple[float, int]], factor: float) -> None:
+    reward, group = tensors(samples)
+    for scale in ("group", "batch"):
+        got = group_advantages(reward * factor, group, scale=scale, eps=1e-4 * factor)
+        assert_close(got, group_advantages(reward, group, scale=scale), **LIMIT)
+    unscaled = group_advantages(reward * factor, group, scale="none")
+    assert_close(unscaled, factor * group_advantages(reward, group, scale="none"), **LIMIT)
+
+
+@every_scale
+@given(value=st.floats(-100, 100), size=st.integers(1, 9))
+def test_a_constant_group_has_no_advantage(scale: Scale, value: float, size: int) -> None:
+    reward, group = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    got = group_advantages(reward, group, scale=scale)
+    assert_close(got, torch.zeros_like(got), **LIMIT)
+
+
+@every_scale
+@pytest.mark.parametrize("size", [0, 1, 41, 1271])
+def test_sizes(scale: Scale, size: int) -> None:
+    reward, group = normals(size, size), torch.arange(size) % 7
+    assert_close(group_advantages(reward, group, scale=scale), reference(reward, group, scale=scale), **LIMIT)
+    one_each = group_advantages(reward, torch.arange(size), scale=scale)
+    assert torch.equal(one_each, torch.zeros(size, dtype=torch.float64))
+
+
+@every_scale
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(scale: Scale, dtype: torch.dtype) -> None:
+    # Computed in float64: a large common offset costs no precision.
+    reward, group = (1000 + normals(0, 40)).to(dtype), torch.arange(40, dtype=torch.int32) % 5
+    got = group_advantages(reward, group, scale=scale)
+    assert got.dtype == COMPUTE_DTYPE[dtype]
+    want = reference(reward.double(), group, scale=scale)
+    eps = torch.finfo(got.dtype).eps
+    assert_close(got.double(), want, rtol=max(eps, 1e-9), atol=1e-9)
+
+
+def test_non_contiguous_inputs() -> None:
+    reward, group = normals(0, 20)[::2], (torch.arange(20) % 3)[::2]
+    assert torch.equal(group_advantages(reward, group), group_advantages(reward.contiguous(), group.contiguous()))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
+    reward, group = torch.tensor([0.0, bad, 1.0, bad]), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"group_advantages: rewards are not finite at indices \[1, 3\]"):
+        group_advantages(reward, group)
+    rewards = torch.stack([reward, torch.zeros(4)], dim=1)
+    with pytest.raises(ValueError, match=r"multi_reward_advantages: .* indices \[\[1, 0\], \[3, 0\]\]"):
+        multi_reward_advantages(rewards, torch.ones(2), group)
+
+
+@every_scale
+@given(samples=pairs, weights=st.lists(st.floats(-3, 3), min_size=1, max_size=3))
+def test_several_rewards(scale: Scale, samples: list[tuple[float, int]], weights: list[float]) -> None:
+    reward, group = tensors(samples)
+    rewards = torch.stack([reward, *(normals(k, len(reward)) for k in range(1, len(weights)))], dim=1)
+    total = sum(w * reference(column, group, scale=scale) for w, column in zip(weights, rewards.T, strict=True))
+    assert isinstance(total, Tensor)
+    spread = statistics.stdev(total.tolist()) if len(total) > 1 else 0.0
+    want = (total - statistics.fmean(total.tolist())) / (spread + 1e-4)
+    got = multi_reward_advantages(rewards, torch.tensor(weights, dtype=torch.float64), group, scale=scale)
+    # Normalised twice, so an error is magnified by 1 / eps twice at worst.
+    assert_close(got, want, **tolerance("advantage", torch.float64, condition=100 / 1e-4 / 1e-4))
+
+
+def test_no_reward_drowns_another() -> None:
+    first, group = normals(0, 24), torch.arange(24) % 4
+    second = normals(1, 24)
+    balanced, drowned = (
+        multi_reward_advantages(torch.stack([first * size, second], dim=1), torch.ones(2), group, eps=1e-12)
+        for size in (1, 1e6)
+    )
+    assert_close(balanced, drowned, rtol=1e-8, atol=1e-8)
+    assert balanced.dtype == torch.float64
+    low = multi_reward_advantages(torch.stack([first, second], dim=1).bfloat16(), torch.ones(2), group)
+    assert low.dtype == torch.float32

@@ -1,0 +1,219 @@
+"""Every argument check: its exception, one line, naming the function and what was got and expected.
+
+It runs without run-time type checks (see test_untyped.py), which would answer a wrong type first.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
+    pytest.skip("runs in the session that test_untyped.py starts", allow_module_level=True)
+
+import torch
+
+from fluvial.core import advantages, checks, ema, flow_matching, gaussian, policy, random, rollout, sigmas, transitions
+from fluvial.core.random import fold_in, key
+from fluvial.core.transitions import Transition
+
+X, OTHER, FIRST = torch.zeros(3, 4), torch.zeros(3, 5), torch.zeros(1, 4)
+INTS = torch.zeros(3, 4, dtype=torch.int64)
+S = torch.full((3,), 0.5)
+STEP = Transition(S, S, S)
+GROUP = torch.zeros(3, dtype=torch.int64)
+surrogate = partial(policy.clipped_surrogate, clip_low=0.1, clip_high=0.1)
+walk = partial(rollout.rollout, lambda x, sigma, step: x, X, sigmas.linear(4), key=key(0))
+
+Case = tuple[Callable[[], object], type[Exception], str]
+CASES: dict[str, Case] = {
+    # A shape that would broadcast silently is the reason these checks exist: [1, 4] against [3, 4].
+    "mean broadcasts v": (lambda: gaussian.mean(STEP, X, FIRST), ValueError, r"mean: v has shape \[1, 4\], expected \[3, 4\] as x"),
+    "mean of another event": (lambda: gaussian.mean(STEP, X, OTHER), ValueError, r"mean: v has shape \[3, 5\], expected \[3, 4\]"),
+    "sample's noise": (lambda: gaussian.sample(STEP, X, X, FIRST), ValueError, r"sample: noise has shape \[1, 4\]"),
+    "log_prob's x_next": (lambda: gaussian.log_prob(STEP, X, X, FIRST), ValueError, r"log_prob: x_next has shape \[1, 4\]"),
+    "kl's v_ref": (lambda: gaussian.kl(STEP, X, FIRST), ValueError, r"kl: v_ref has shape \[1, 4\]"),
+    "no batch": (lambda: gaussian.mean(STEP, S[0], S[0]), ValueError, r"mean: x has shape \[\], expected \[B, \*event\]"),
+    "coefficients of another batch": (
+        lambda: gaussian.mean(STEP._replace(b=S[:2]), X, X),
+        ValueError,
+        r"mean: b has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "coefficients [1]": (lambda: gaussian.mean(STEP._replace(a=S[:1]), X, X), ValueError, r"a has shape \[1\], expected \[\] or \[3\]"),
+    "coefficients [B, 1]": (lambda: gaussian.kl(STEP._replace(std=S[:, None]), X, X), ValueError, r"std has shape \[3, 1\]"),
+    "integer sample": (lambda: gaussian.mean(STEP, INTS, X), TypeError, "mean: x is torch.int64, expected float16"),
+    "integer coefficient": (
+        lambda: gaussian.kl(STEP._replace(b=GROUP), X, X),
+        TypeError,
+        "kl: b is torch.int64, expected float16",
+    ),
+    "float coefficient": (
+        lambda: gaussian.mean(Transition(1.0, S, S), X, X),  # type: ignore[arg-type]
+        TypeError,
+        "mean: a is a float, expected a tensor",
+    ),
+    "a list": (lambda: gaussian.mean(STEP, X.tolist(), X), TypeError, "mean: x is a list, expected a tensor"),  # type: ignore[arg-type]
+    "form": (
+        lambda: gaussian.log_prob(STEP, X, X, X, form="exact"),  # type: ignore[arg-type]
+        ValueError,
+        "log_prob: form is 'exact', expected one of 'density', 'no_const', 'unscaled'",
+    ),
+    "reduction": (
+        lambda: gaussian.log_prob(STEP, X, X, X, reduction="none"),  # type: ignore[arg-type]
+        ValueError,
+        "log_prob: reduction is 'none', expected one of 'mean', 'sum'",
+    ),
+    "kl's reduction": (lambda: gaussian.kl(STEP, X, X, reduction="max"), ValueError, "kl: reduction is 'max'"),  # type: ignore[arg-type]
+    "levels of two batches": (lambda: transitions.ode(S, S[:2]), ValueError, r"ode: sigma_next has shape \[2\], expected \[\] or \[3\]"),
+    "levels [B, 1]": (lambda: transitions.cps(S[:, None], S, eta=0.5), ValueError, r"cps: sigma has shape \[3, 1\]"),
+    "integer levels": (lambda: transitions.ode(GROUP, S), TypeError, "ode: sigma is torch.int64"),
+    "sigma_max of another batch": (
+        lambda: transitions.flow_sde(S, S, eta=0.5, sigma_max=S[:2]),
+        ValueError,
+        r"flow_sde: sigma_max has shape \[2\]",
+    ),
+    **{
+        f"{name}'s eta {eta!r}": (
+            lambda sampler=sampler, eta=eta: sampler(S, S, eta=eta),
+            error,
+            f"{name}: eta is {message}",
+        )
+        for name, sampler in (
+            ("flow_sde", partial(transitions.flow_sde, sigma_max=0.9)),
+            ("dance_sde", transitions.dance_sde),
+            ("cps", transitions.cps),
+            ("ddim", transitions.ddim),
+        )
+        for eta, error, message in (
+            (-0.1, ValueError, "-0.1, expected a finite number"),
+            (float("nan"), ValueError, "nan, expected a finite number"),
+            (float("inf"), ValueError, "inf, expected a finite number"),
+            ("1", TypeError, "a str, expected a number"),
+            (True, TypeError, "a bool, expected a number"),
+            (S, TypeError, "a Tensor, expected a number"),
+        )
+    },
+    "cps's eta beyond all": (lambda: transitions.cps(S, S, eta=1.5), ValueError, r"cps: eta is 1.5, expected .* in \[0, 1\]"),
+    "x0 and noise": (lambda: flow_matching.interpolate(X, FIRST, 0.5), ValueError, r"interpolate: noise has shape \[1, 4\]"),
+    "sigma of another batch": (
+        lambda: flow_matching.interpolate(X, X, S[:2]),
+        ValueError,
+        r"interpolate: sigma has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "sigma of two axes": (
+        lambda: flow_matching.interpolate(X, X, S[:, None]),
+        ValueError,
+        r"interpolate: sigma has shape \[3, 1\]",
+    ),
+    "target": (lambda: flow_matching.velocity_error(X, FIRST), ValueError, r"velocity_error: target has shape \[1, 4\]"),
+    "integer velocity": (lambda: flow_matching.velocity_error(INTS, X), TypeError, "velocity_error: v is torch.int64"),
+    "old log-probs": (lambda: surrogate(S, S[:1], S), ValueError, r"clipped_surrogate: log_prob_old has shape \[1\]"),
+    "advantage": (lambda: surrogate(S, S, X), ValueError, r"clipped_surrogate: advantage has shape \[3, 4\]"),
+    "0-d log-probs": (lambda: surrogate(S[0], S[0], S[0]), ValueError, r"clipped_surrogate: log_prob has shape \[\]"),
+    "integer advantage": (lambda: surrogate(S, S, GROUP), TypeError, "clipped_surrogate: advantage is torch.int64"),
+    "clip_low": (lambda: surrogate(S, S, S, clip_low=1.1), ValueError, r"clip_low is 1.1, expected .* in \[0, 1\]"),
+    "clip_high": (lambda: surrogate(S, S, S, clip_high=-1.0), ValueError, "clip_high is -1.0, expected a finite number >= 0"),
+    "clip type": (lambda: surrogate(S, S, S, clip_low=None), TypeError, "clip_low is a NoneType, expected a number"),
+    "reward of two axes": (lambda: advantages.group_advantages(X, GROUP), ValueError, r"group_advantages: reward has shape \[3, 4\]"),
+    "group of another batch": (lambda: advantages.group_advantages(S, GROUP[:2]), ValueError, r"group has shape \[2\], expected \[3\]"),
+    "group of one": (lambda: advantages.group_advantages(S, GROUP[:1]), ValueError, r"group has shape \[1\], expected \[3\]"),
+    "float group": (lambda: advantages.group_advantages(S, S), TypeError, "group is torch.float32, expected an integer dtype"),
+    "bool group": (lambda: advantages.group_advantages(S, S > 0), TypeError, "group is torch.bool"),
+    "integer reward": (lambda: advantages.group_advantages(GROUP, GROUP), TypeError, "reward is torch.int64"),
+    "scale": (
+        lambda: advantages.group_advantages(S, GROUP, scale="std"),  # type: ignore[arg-type]
+        ValueError,
+        "group_advantages: scale is 'std', expected one of 'group', 'batch', 'none'",
+    ),
+    "not finite": (lambda: advantages.group_advantages(S / 0, GROUP), ValueError, r"not finite at indices \[0, 1, 2\]"),
+    "weights": (
+        lambda: advantages.multi_reward_advantages(X, S, GROUP),
+        ValueError,
+        r"multi_reward_advantages: rewards \[3, 4\] and weights \[3\], expected \[B, K\] and \[K\]",
+    ),
+    "one reward": (lambda: advantages.multi_reward_advantages(S, S, GROUP), ValueError, r"rewards \[3\] and weights \[3\]"),
+    "seed type": (lambda: key(0.5), TypeError, "key: seed is a float, expected an int"),  # type: ignore[arg-type]
+    "bool seed": (lambda: key(True), TypeError, "key: seed is a bool"),
+    "seed below": (lambda: key(-1), ValueError, r"key: seed is -1, expected 0 <= seed < 2\^64"),
+    "seed above": (lambda: key(2**64), ValueError, "key: seed is 18446744073709551616"),
+    "float ids": (lambda: fold_in(key(0), S), TypeError, "fold_in: data is torch.float32, expected an integer dtype"),
+    "bool ids": (lambda: fold_in(key(0), S > 0), TypeError, "fold_in: data is torch.bool"),
+    "float data": (lambda: fold_in(key(0), 1.5), TypeError, "fold_in: data is a float"),  # type: ignore[arg-type]
+    "bool data": (lambda: fold_in(key(0), True), TypeError, "fold_in: data is a bool"),
+    "data below": (lambda: fold_in(key(0), -1), ValueError, r"fold_in: data is -1, expected 0 <= data < 2\^63"),
+    "data above": (lambda: fold_in(key(0), 2**63), ValueError, "fold_in: data is 9223372036854775808"),
+    "ids of two axes": (lambda: fold_in(key(0), GROUP[:, None]), ValueError, r"fold_in: data has shape \[3, 1\]"),
+    "ids of another batch": (lambda: fold_in(fold_in(key(0), GROUP), GROUP[:1]), ValueError, r"fold_in: data has shape \[1\]"),
+    "draw of another batch": (lambda: random.normal(fold_in(key(0), GROUP), (2, 5)), ValueError, r"shape is \[2, 5\]"),
+    "no steps": (lambda: sigmas.linear(0), ValueError, "0 steps"),
+    "half a step": (lambda: sigmas.linear(1.5), ValueError, "1.5 steps"),  # type: ignore[arg-type]
+    "shift": (lambda: sigmas.shifted(4, -1.0), ValueError, "shifted: shift is -1.0"),
+    "shift of nothing": (lambda: sigmas.shifted(4, 0.0), ValueError, "shift"),
+    "shift type": (lambda: sigmas.shifted(4, "3"), TypeError, "shifted: shift is a str"),  # type: ignore[arg-type]
+    "kind": (lambda: sigmas.dynamic_shift(4, 256, kind="cosine"), ValueError, "dynamic_shift: kind is 'cosine'"),  # type: ignore[arg-type]
+    "decay": (lambda: ema.update({"w": X}, {"w": X}, 2.0), ValueError, r"ema.update: decay is 2.0, expected .* in \[0, 1\]"),
+    "storage dtype": (
+        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), dtype=torch.int32),
+        TypeError,
+        "rollout: dtype is torch.int32",
+    ),
+    "keys of another batch": (
+        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), key=fold_in(key(0), GROUP[:2])),
+        ValueError,
+        "shape",
+    ),
+    "steps of ode among ddim's": (
+        # Euler's step over alpha_bar is no step of a variance-preserving path.
+        lambda: rollout.rollout(
+            lambda x, sigma, step: x,
+            X,
+            torch.tensor([0.1, 0.5, 0.9]),
+            transition=partial(transitions.ddim, eta=0.5),
+            key=key(0),
+            window=[0],
+        ),
+        ValueError,
+        "ddim",
+    ),
+    "a number without an upper bound": (
+        lambda: checks.check_number("f", "x", -1.0, low=0),
+        ValueError,
+        "f: x is -1.0, expected a finite number >= 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CASES.values(), ids=CASES.keys())
+def test_a_check(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert type(caught.value) is error  # not a subclass: torch's own errors are RuntimeErrors
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_in_range_pass() -> None:
+    for value in (0, 1, 0.5):
+        checks.check_number("f", "x", value, low=0, high=1)
+    checks.check_number("f", "x", -1e300)
+
+
+def test_per_sample_views() -> None:
+    assert checks.per_sample(S, torch.zeros(3, 4, 5)).shape == (3, 1, 1)
+    assert checks.per_sample(S, S).shape == (3,)
+    assert checks.per_sample(S[0], X).shape == ()
+
+
+def test_values_are_looked_at_only_where_that_is_free() -> None:
+    assert checks.can_look(X, S)
+    assert not checks.can_look(torch.empty(3, device="meta"))
+    seen = []
+
+    def spy(x: torch.Tensor) -> torch.Tensor:
+        seen.append(checks.can_look(S))
+        return x.sum()
+
+    torch.func.vmap(spy)(X)
+    torch.func.grad(spy)(X)
+    assert seen == [False, False]
+    assert checks.can_look(S)

@@ -1,0 +1,378 @@
+"""The Gaussian of every sampler: mean, draw, log-density, KL, their gradients, and what must not depend on a dtype or a layout."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import DTYPES, EVENTS, SAMPLERS, STOCHASTIC, SamplerRow, etas, normals, reference_coefficients
+from tolerances import COMPUTE_DTYPE, KOLMOGOROV, kolmogorov, log_prob_tolerance, tolerance
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+from torch.testing import assert_close
+
+from fluvial.core import random
+from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction, kl, log_prob, mean, sample
+from fluvial.core.transitions import Transition, dance_sde, ode
+
+every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
+every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_form = pytest.mark.parametrize("form", FORMS)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+events = st.sampled_from(EVENTS)
+seeds = st.integers(0, 2**32)
+
+STEP = dance_sde(torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.7, 0.4, 0.1]), eta=0.6)  # float32, batch of 3
+
+
+def view(scalar: Tensor, like: Tensor) -> Tensor:
+    return scalar.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def double(transition: Transition) -> Transition:
+    return Transition(*(coefficient.double() for coefficient in transition))
+
+
+@every_sampler
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_mean_and_sample(row: SamplerRow, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int) -> None:
+    levels = data.draw(row.levels)
+    x, v, noise = normals(seed, 3, len(levels[0]), *event)
+    a, b, std = (view(c, x) for c in reference_coefficients(row, *levels, eta))
+    transition = row.bind(eta)(*levels)
+    limit = tolerance("coefficients", torch.float64, condition=500)
+    assert_close(mean(transition, x, v), a * x + b * v, **limit)
+    assert_close(sample(transition, x, v, noise), a * x + b * v + std * noise, **limit)
+
+
+@every_stochastic_sampler
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_density_is_that_of_torch(
+    row: SamplerRow, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    x, v, z = normals(seed, 3, len(levels[0]), *event)
+    transition = row.bind(eta)(*levels)
+    a, b, std = (view(c, x) for c in transition)
+    x_next = a * x + b * v + 1.5 * std * z
+    terms = Normal(a * x + b * v, std.expand_as(x)).log_prob(x_next).reshape(len(x), -1)
+    magnitude = x_next.abs() + (a * x).abs() + (b * v).abs()
+    for reduction, want in (("mean", terms.mean(1)), ("sum", terms.sum(1))):
+        limit = log_prob_tolerance(
+            torch.float64, residual=1.5 * std * z, std=transition.std, magnitude=magnitude, reduction=reduction
+        )
+        assert_close(log_prob(transition, x, v, x_next, reduction=reduction), want, **limit)
+
+
+@every_stochastic_sampler
+@every_form
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_sum_is_n_times_mean(
+    row: SamplerRow, form: Form, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    x, v, x_next = normals(seed, 3, len(levels[0]), *event)
+    transition = row.bind(eta)(*levels)
+    limit = tolerance("log_prob", torch.float64, reduced=math.prod(event))
+    total = log_prob(transition, x, v, x_next, form=form, reduction="sum")
+    assert_close(total, math.prod(event) * log_prob(transition, x, v, x_next, form=form), **limit)
+    if form == "density":
+        assert_close(kl(transition, x, v, reduction="sum"), math.prod(event) * kl(transition, x, v), **limit)
+
+
+@every_stochastic_sampler
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_the_forms_differ_by_the_constant_and_the_scale(
+    row: SamplerRow, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    x, v, x_next = normals(seed, 3, len(levels[0]), *event)
+    transition = row.bind(eta)(*levels)
+    n = math.prod(event)
+    for reduction, count in (("mean", 1), ("sum", n)):
+        density, no_const, unscaled = (log_prob(transition, x, v, x_next, form=f, reduction=reduction) for f in FORMS)
+        limit = tolerance("log_prob", torch.float64, condition=count * 10)
+        assert_close(no_const, unscaled / (2 * transition.std**2), **limit)
+        constant = count * (transition.std.log() + 0.5 * math.log(2 * math.pi))
+        assert_close(density, no_const - constant, **limit)
+        residual = (x_next - mean(transition, x, v)).reshape(len(x), -1)
+        assert_close(unscaled, -(residual**2).mean(1) * count, **tolerance("log_prob", torch.float64, reduced=n))
+
+
+@every_stochastic_sampler
+def test_a_sample_is_distributed_as_log_prob_says(row: SamplerRow) -> None:
+    grid = row.grid(10).double()
+    level, level_next = grid[2:5], grid[3:6]
+    transition = row.bind(0.6)(level, level_next)
+    x, v = normals(1, 2, 3, 20_001)
+    noise = random.normal(random.fold_in(random.key(7), torch.arange(3)), x.shape, dtype=torch.float64)
+    x_next = sample(transition, x, v, noise)
+    a, b, std = (view(c, x) for c in reference_coefficients(row, level, level_next, 0.6))
+    residual = (x_next - (a * x + b * v)) / std
+    for one in residual:
+        assert kolmogorov(one, torch.special.ndtr) < KOLMOGOROV
+    want = (-(noise**2) / 2 - std.log() - math.log(2 * math.pi) / 2).mean(1)
+    magnitude = x_next.abs() + (a * x).abs() + (b * v).abs()
+    limit = log_prob_tolerance(
+        torch.float64, residual=std * noise, std=transition.std, magnitude=magnitude, reduction="mean"
+    )
+    assert_close(log_prob(transition, x, v, x_next), want, **limit)
+
+
+@every_stochastic_sampler
+@every_reduction
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_the_gradient_is_the_published_one(
+    row: SamplerRow, reduction: Reduction, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    x, v, x_next = (t.requires_grad_() for t in normals(seed, 3, len(levels[0]), *event).unbind())
+    weight = normals(seed + 1, len(levels[0]))  # grad_output other than 1
+    transition = row.bind(eta)(*levels)
+    got = torch.autograd.grad(log_prob(transition, x, v, x_next, reduction=reduction), (x, v, x_next), weight)
+    a, b, std = (view(c, x) for c in transition)
+    n = math.prod(event) if reduction == "mean" else 1
+    pull = view(weight, x) * (x_next - a * x - b * v).detach() / (std**2 * n)
+    limit = tolerance("log_prob", torch.float64, condition=100)
+    for gradient, want in zip(got, (a * pull, b * pull, -pull), strict=True):
+        assert_close(gradient, want, **limit)
+
+
+# torch's table of forward-mode decompositions, imported at the first jvp, still scripts them.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@every_form
+@every_reduction
+def test_forward_mode_agrees_with_the_analytic_gradient(form: Form, reduction: Reduction) -> None:
+    transition = double(STEP)
+    x, v, x_next, tangent = normals(3, 4, 3, 41)
+    value, derivative = torch.func.jvp(
+        lambda v: log_prob(transition, x, v, x_next, form=form, reduction=reduction), (v,), (tangent,)
+    )
+    a, b, std = (view(c, x) for c in transition)
+    scale = {"density": 1 / std**2, "no_const": 1 / std**2, "unscaled": 2 * torch.ones_like(std)}[form]
+    n = 41 if reduction == "mean" else 1
+    want = ((x_next - a * x - b * v) * b * scale * tangent).sum(1) / n
+    assert_close(derivative, want, **tolerance("log_prob", torch.float64, condition=100, reduced=41))
+    assert_close(value, log_prob(transition, x, v, x_next, form=form, reduction=reduction), rtol=0, atol=0)
+
+
+@every_stochastic_sampler
+def test_gradcheck(row: SamplerRow) -> None:
+    grid = row.grid(6).double()
+    transition = row.bind(0.6)(grid[2:4], grid[3:5])
+    x, v, other = (t.requires_grad_() for t in normals(5, 3, 2, 3).unbind())
+    checks: list[Callable[..., Tensor]] = [
+        lambda *t: mean(transition, *t[:2]),
+        lambda *t: sample(transition, *t),
+        lambda *t: log_prob(transition, *t),
+        lambda *t: log_prob(transition, *t, form="unscaled", reduction="sum"),
+        lambda *t: kl(transition, *t[1:]),
+    ]
+    for function in checks:
+        assert torch.autograd.gradcheck(function, (x, v, other))
+    # A coefficient may be learned too.
+    std = transition.std.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda std: log_prob(transition._replace(std=std), x, v, other), (std,))
+
+
+@every_form
+@every_reduction
+def test_vmap_over_samples_is_the_batch(form: Form, reduction: Reduction) -> None:
+    x, v, x_next = normals(3, 3, 3, 41)
+    transition = double(STEP)
+
+    def one(transition: Transition, x: Tensor, v: Tensor, x_next: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = log_prob(transition, x[None], v[None], x_next[None], form=form, reduction=reduction)[0]
+        return value, kl(transition, x[None], v[None], reduction=reduction)[0], mean(transition, x[None], v[None])[0]
+
+    got = torch.func.vmap(one)(transition, x, v, x_next)
+    want = (
+        log_prob(transition, x, v, x_next, form=form, reduction=reduction),
+        kl(transition, x, v, reduction=reduction),
+        mean(transition, x, v),
+    )
+    assert_close(got, want, **tolerance("log_prob", torch.float64, reduced=41, condition=10))
+
+
+def test_per_sample_gradients_by_vmap() -> None:
+    x, v, x_next = normals(3, 3, 3, 41)
+    transition = double(STEP)
+
+    def one(v: Tensor, transition: Transition, x: Tensor, x_next: Tensor) -> Tensor:
+        return log_prob(transition, x[None], v[None], x_next[None])[0]
+
+    got = torch.func.vmap(torch.func.grad(one))(v, transition, x, x_next)
+    a, b, std = (view(c, x) for c in transition)
+    assert_close(got, (x_next - a * x - b * v) * b / (std**2 * 41), **tolerance("log_prob", torch.float64, condition=10))
+
+
+@every_stochastic_sampler
+@given(data=st.data(), eta=etas, event=events, seed=seeds)
+def test_kl_is_that_of_the_two_steps(
+    row: SamplerRow, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    v, v_ref = normals(seed, 2, len(levels[0]), *event)
+    transition = row.bind(eta)(*levels)
+    _, b, std = (view(c, v).expand_as(v) for c in transition)
+    # The two means share a x, which therefore drops out.
+    got = kl(transition, v, v_ref)
+    exact = kl_divergence(Normal(b * v, std), Normal(b * v_ref, std)).reshape(len(v), -1).mean(1)
+    assert_close(got, exact, **tolerance("log_prob", torch.float64, condition=100, reduced=math.prod(event)))
+    assert bool((got > 0).all())
+    assert torch.equal(kl(transition, v, v), torch.zeros_like(got))
+
+
+@every_reduction
+@given(seed=seeds, distance=st.floats(1e-6, 10))
+def test_the_gradient_of_kl_vanishes_only_at_the_reference(reduction: Reduction, seed: int, distance: float) -> None:
+    transition = double(STEP)
+    v_ref, offset = normals(seed, 2, 3, 5)
+    v = (v_ref + distance * offset).requires_grad_()
+    (gradient,) = torch.autograd.grad(kl(transition, v, v_ref, reduction=reduction).sum(), v)
+    _, b, std = (view(c, v) for c in transition)
+    want = (b / std) ** 2 * (v - v_ref).detach() / (5 if reduction == "mean" else 1)
+    assert_close(gradient, want, rtol=1e-12, atol=0)
+    assert bool((gradient != 0).all())
+    (at_reference,) = torch.autograd.grad(kl(transition, v, v.detach(), reduction=reduction).sum(), v)
+    assert torch.equal(at_reference, torch.zeros_like(v))
+
+
+def test_mean_differences_need_velocities_only() -> None:
+    transition = double(STEP)
+    x, v, other = normals(0, 3, 3, 41)
+    difference = mean(transition, x, v) - mean(transition, x, other)
+    assert_close(difference, view(transition.b, x) * (v - other), **tolerance("mean", torch.float64, condition=4))
+
+
+@every_dtype
+@pytest.mark.parametrize("zero_dim", [False, True], ids=["batched", "0-d"])
+def test_everything_is_computed_in_float32_or_float64(dtype: torch.dtype, zero_dim: bool) -> None:
+    # A 0-d float32 coefficient does not promote a bfloat16 tensor: computed without an upcast, the error is 2^-8.
+    step = Transition(*(c[0] for c in STEP)) if zero_dim else STEP
+    low = [t.to(dtype) for t in normals(11, 4, 3, 1271).unbind()]
+    x, v, x_next, noise = low
+    dx, dv, dx_next, dnoise = (t.double() for t in low)
+    a, b, std = (c.double() if zero_dim else view(c.double(), x) for c in step)
+    residual = dx_next - (a * dx + b * dv)
+    terms = -(residual**2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
+    condition = ((dx_next.abs() + (a * dx).abs() + (b * dv).abs()) / std).max().item() * 4
+    expected = {
+        "mean": (mean(step, x, v), a * dx + b * dv, tolerance("mean", dtype, condition=8)),
+        "sample": (sample(step, x, v, noise), a * dx + b * dv + std * dnoise, tolerance("mean", dtype, condition=8)),
+        "log_prob": (
+            log_prob(step, x, v, x_next),
+            terms.mean(1),
+            tolerance("log_prob", dtype, condition=condition, reduced=1271),
+        ),
+        "unscaled": (
+            log_prob(step, x, v, x_next, form="unscaled", reduction="sum"),
+            -(residual**2).sum(1),
+            tolerance("log_prob", dtype, condition=16, reduced=1271),
+        ),
+        "kl": (
+            kl(step, v, x),
+            (b**2 * (dv - dx) ** 2 / (2 * std**2)).mean(1),
+            tolerance("log_prob", dtype, condition=16, reduced=1271),
+        ),
+    }
+    for name, (got, want, limit) in expected.items():
+        assert got.dtype == COMPUTE_DTYPE[dtype], name
+        assert_close(got.double(), want, **limit, msg=lambda message, name=name: f"{name}: {message}")
+
+
+def test_one_float64_argument_makes_the_result_float64() -> None:
+    x, v, x_next = normals(0, 3, 3, 5, dtype=torch.float32)
+    assert log_prob(double(STEP), x, v, x_next).dtype == torch.float64
+    assert log_prob(STEP, x, v.double(), x_next).dtype == torch.float64
+    assert mean(STEP, x.bfloat16(), v).dtype == torch.float32
+
+
+def test_gradients_arrive_in_the_dtype_of_the_model_output() -> None:
+    x, v, x_next = normals(0, 3, 3, 5, dtype=torch.bfloat16)
+    v.requires_grad_()
+    log_prob(STEP, x, v, x_next).sum().backward()
+    assert v.grad is not None
+    assert v.grad.dtype == torch.bfloat16
+    a, b, std = (view(c, x) for c in STEP)
+    want = (x_next.float() - a * x.float() - b * v.detach().float()) * b / (std**2 * 5)
+    assert_close(v.grad, want.bfloat16(), rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("event", [(41, 31), (1, 1), (3, 5)])
+def test_a_non_contiguous_input_is_the_same_input(event: tuple[int, int]) -> None:
+    x, v, x_next = (t.transpose(1, 2) for t in normals(2, 3, 3, *reversed(event), dtype=torch.float32).unbind())
+    strided = [torch.stack([t, t], dim=-1)[..., 0] for t in (x, v, x_next)]
+    expanded = [t[:1].expand(3, *event) for t in (x, v, x_next)]
+    for tensors in ([x, v, x_next], strided, expanded):
+        dense = [t.contiguous() for t in tensors]
+        # The order of the sum follows the layout; nothing else may.
+        limit = tolerance("log_prob", torch.float32, reduced=math.prod(event), condition=10)
+        assert_close(log_prob(STEP, *tensors), log_prob(STEP, *dense), **limit)
+        assert_close(kl(STEP, *tensors[:2]), kl(STEP, *dense[:2]), **limit)
+        assert torch.equal(sample(STEP, *tensors), sample(STEP, *dense))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_an_empty_batch_is_answered(event: tuple[int, ...]) -> None:
+    empty = torch.empty(0, *event)
+    for step in (dance_sde(torch.empty(0), torch.empty(0), eta=0.5), Transition(*(c[0] for c in STEP))):
+        assert sample(step, empty, empty, empty).shape == empty.shape
+        for got in (log_prob(step, empty, empty, empty), kl(step, empty, empty)):
+            assert got.shape == (0,)
+            assert got.dtype == torch.float32
+
+
+def test_no_intermediate_overflows_in_half_precision() -> None:
+    # 6e4 squared is far beyond float16, and so is the sum over the event.
+    x = torch.full((3, 41), 6e4, dtype=torch.float16)
+    got = log_prob(STEP, x, -x, x, form="unscaled", reduction="sum")
+    a, b, _ = (c.double() for c in STEP)
+    value = x[0, 0].double()
+    assert_close(got.double(), -41 * (value - a * value + b * value) ** 2, **tolerance("log_prob", torch.float16))
+
+
+def test_extreme_values_stay_ordered() -> None:
+    step = Transition(*(c[0] for c in STEP))
+    x = torch.zeros(4, 41)
+    far = torch.tensor([0.0, 1e6, 1e15, 1e30])[:, None].expand_as(x)
+    got = log_prob(step, x, x, far)
+    assert not bool(got.isnan().any())
+    assert bool((got[1:] < got[:-1]).all())
+    assert got[3] == -torch.inf  # 1e60 is beyond float32
+    assert bool(log_prob(step._replace(std=torch.tensor(1e-15)), x, x, x).isfinite().all())
+
+
+@pytest.mark.parametrize("form", ["density", "no_const"])
+def test_a_deterministic_step_has_no_density(form: Form) -> None:
+    x = torch.zeros(3, 5)
+    for step, where in (
+        (ode(torch.tensor([0.9, 0.5, 0.3]), 0.1), r"samples \[0, 1, 2\]"),
+        (STEP._replace(std=torch.tensor([0.1, 0.0, 0.1])), r"samples \[1\]"),
+        (STEP._replace(std=torch.tensor([0.1, 0.1, torch.nan])), r"samples \[2\]"),
+        (ode(torch.tensor(0.5), 0.1), "every sample"),
+    ):
+        with pytest.raises(ValueError, match=f"log_prob: std is not positive for {where}.*eta > 0.*unscaled"):
+            log_prob(step, x, x, x, form=form)
+        with pytest.raises(ValueError, match=f"kl: std is not positive for {where}.*eta > 0"):
+            kl(step, x, x)
+        assert log_prob(step, x, x, x, form="unscaled").tolist() == [0, 0, 0]
+
+
+def test_where_values_cannot_be_read_the_answer_is_nan() -> None:
+    x, v, x_next = normals(0, 3, 3, 5)
+    std = torch.tensor([0.1, 0.0, 0.2], dtype=torch.float64)
+
+    def one(std: Tensor, x: Tensor, v: Tensor, x_next: Tensor) -> tuple[Tensor, Tensor]:
+        step = Transition(torch.ones_like(std), torch.ones_like(std), std)
+        return log_prob(step, x[None], v[None], x_next[None])[0], kl(step, x[None], v[None])[0]
+
+    for got in torch.func.vmap(one)(std, x, v, x_next):
+        assert got.isnan().tolist() == [False, True, False]
+    # At residual 0 a division alone would give NaN; away from it an infinity, which would pass as a (bad) density.
+    step = Transition(torch.ones(3).double(), torch.ones(3).double(), std)
+    gradient = torch.func.grad(lambda v: log_prob(step, x, v, x_next)[1])(v)
+    assert bool(gradient[1].isnan().all())

@@ -1,0 +1,156 @@
+"""The clipped surrogate: its value, where it lets the gradient through, its symmetry, and its diagnostics."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import DTYPES, normals
+from tolerances import COMPUTE_DTYPE
+from torch import Tensor
+from torch.testing import assert_close
+
+from fluvial.core.policy import PolicyInfo, clipped_surrogate
+
+advantages = st.floats(-5, 5).filter(lambda a: abs(a) > 1e-3)
+clips = st.floats(1e-3, 0.9)
+log_ratios = st.floats(-3, 3)
+
+
+def surrogate(log_ratio: float, advantage: float, low: float, high: float) -> tuple[Tensor, Tensor, PolicyInfo]:
+    """Return (loss, its gradient in log_prob, info) of one pair, float64."""
+    log_prob_old = torch.tensor([-1.25], dtype=torch.float64)
+    log_prob = (log_prob_old + log_ratio).requires_grad_()
+    advantage_of_pair = torch.tensor([advantage], dtype=torch.float64)
+    loss, info = clipped_surrogate(log_prob, log_prob_old, advantage_of_pair, clip_low=low, clip_high=high)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
+    return loss.detach(), gradient, info
+
+
+@given(log_ratio=log_ratios, advantage=st.floats(-5, 5), low=clips, high=clips)
+def test_the_loss_is_the_formula(log_ratio: float, advantage: float, low: float, high: float) -> None:
+    loss, _, _ = surrogate(log_ratio, advantage, low, high)
+    rho = math.exp(log_ratio)
+    want = max(-advantage * rho, -advantage * min(max(rho, 1 - low), 1 + high))
+    assert loss.item() == pytest.approx(want, rel=1e-14, abs=1e-300)
+
+
+@given(advantage=advantages, low=clips, high=clips)
+def test_the_gradient_is_minus_the_advantage_on_policy(advantage: float, low: float, high: float) -> None:
+    loss, gradient, info = surrogate(0.0, advantage, low, high)
+    assert loss.item() == gradient.item() == -advantage
+    assert (info.ratio.item(), info.log_ratio.item(), info.clipped.item(), info.kl_old.item()) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 3.0])
+def test_a_clip_of_nothing_still_starts(advantage: float) -> None:
+    assert surrogate(0.0, advantage, 0.0, 0.0)[1].item() == -advantage
+
+
+@given(log_ratio=log_ratios, advantage=advantages, low=clips, high=clips)
+def test_the_gradient_vanishes_only_where_the_advantage_has_pushed_too_far(
+    log_ratio: float, advantage: float, low: float, high: float
+) -> None:
+    rho = math.exp(log_ratio)
+    if min(abs(rho - (1 - low)), abs(rho - (1 + high))) < 1e-9:
+        return  # the kink itself
+    _, gradient, info = surrogate(log_ratio, advantage, low, high)
+    held = rho > 1 + high if advantage > 0 else rho < 1 - low
+    assert gradient.item() == pytest.approx(0.0 if held else -advantage * rho, rel=1e-13)
+    assert info.clipped.item() == float(held)
+
+
+@given(log_ratio=log_ratios, advantage=advantages, low=clips, high=clips)
+def test_the_two_signs_of_an_advantage_are_held_on_two_sides(
+    log_ratio: float, advantage: float, low: float, high: float
+) -> None:
+    # max(-A rho, -A c) + max(A rho, A c) = |A| |rho - c|: each sign pays where the other is clipped.
+    plus, _, of_plus = surrogate(log_ratio, advantage, low, high)
+    minus, _, of_minus = surrogate(log_ratio, -advantage, low, high)
+    rho = math.exp(log_ratio)
+    gap = abs(rho - min(max(rho, 1 - low), 1 + high))
+    assert (plus + minus).item() == pytest.approx(abs(advantage) * gap, abs=1e-13 * abs(advantage) * max(rho, 1))
+    assert of_plus.clipped.item() * of_minus.clipped.item() == 0
+
+
+@given(log_ratio=log_ratios)
+def test_diagnostics(log_ratio: float) -> None:
+    _, _, info = surrogate(log_ratio, 1.0, 0.2, 0.2)
+    assert info.ratio.item() == pytest.approx(math.exp(log_ratio))
+    assert info.log_ratio.item() == pytest.approx(log_ratio, abs=1e-15)
+    assert info.kl_old.item() >= 0
+    assert info.kl_old.item() == pytest.approx(math.exp(log_ratio) - 1 - log_ratio, abs=1e-14)
+    assert not any(tensor.requires_grad for tensor in info)
+
+
+def test_kl_old_estimates_the_kl() -> None:
+    # Old N(0, 1), current N(0.3, 1): KL(old || current) = 0.3^2 / 2, an average over draws of the old policy.
+    x = normals(0, 400_000)
+    log_ratio = -((x - 0.3) ** 2) / 2 + x**2 / 2
+    _, info = clipped_surrogate(log_ratio, torch.zeros_like(x), torch.ones_like(x), clip_low=0.2, clip_high=0.2)
+    assert info.kl_old.mean().item() == pytest.approx(0.045, rel=0.02)
+
+
+def test_a_small_step_is_not_lost_in_rounding() -> None:
+    # In float32 exp(1e-4) - 1 - 1e-4 is rounding noise around 5e-9; expm1 keeps a quarter of its digits.
+    log_prob = torch.tensor([1e-3])
+    _, info = clipped_surrogate(log_prob, torch.zeros(1), torch.ones(1), clip_low=0.2, clip_high=0.2)
+    assert info.kl_old.item() == pytest.approx(5e-7, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    # Log-probs of a mean reduction differ by 1e-4 around 1: the difference must be taken after the upcast.
+    log_prob, old, advantage = (t.to(dtype) for t in normals(0, 3, 41))
+    loss, info = clipped_surrogate(log_prob, old, advantage, clip_low=1e-4, clip_high=2e-4)
+    rho = torch.exp(log_prob.double() - old.double())
+    clipped = rho.clamp(1 - 1e-4, 1 + 2e-4)
+    want = torch.maximum(-advantage.double() * rho, -advantage.double() * clipped)
+    compute = COMPUTE_DTYPE[dtype]
+    assert {t.dtype for t in (loss, *info)} == {compute}
+    # The exponential of a rounded difference of up to 5 in size.
+    assert_close(loss.double(), want, rtol=8 * torch.finfo(compute).eps, atol=8 * torch.finfo(compute).eps)
+
+
+@pytest.mark.parametrize("size", [0, 1, 41, 1271])
+def test_nothing_is_reduced(size: int) -> None:
+    log_prob, old, advantage = normals(0, 3, size)
+    loss, info = clipped_surrogate(log_prob, old, advantage, clip_low=0.2, clip_high=0.2)
+    assert all(tensor.shape == (size,) for tensor in (loss, *info))
+    for i in range(min(size, 3)):
+        one, _ = clipped_surrogate(log_prob[i : i + 1], old[i : i + 1], advantage[i : i + 1], clip_low=0.2, clip_high=0.2)
+        assert_close(loss[i], one[0], rtol=1e-15, atol=0)
+
+
+def test_gradients_reach_the_current_policy_alone() -> None:
+    log_prob, old, advantage = (t.requires_grad_() for t in normals(0, 3, 5).unbind())
+    loss, _ = clipped_surrogate(log_prob, old.detach(), advantage.detach(), clip_low=0.2, clip_high=0.2)
+    weight = normals(1, 5)
+    (gradient,) = torch.autograd.grad(loss, log_prob, weight)
+    (unit,) = torch.autograd.grad(
+        clipped_surrogate(log_prob, old.detach(), advantage.detach(), clip_low=0.2, clip_high=0.2)[0].sum(), log_prob
+    )
+    assert_close(gradient, weight * unit, rtol=1e-15, atol=0)
+
+
+def test_vmap_and_gradcheck() -> None:
+    log_prob, old, advantage = normals(0, 3, 6)
+
+    def loss(log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        return clipped_surrogate(log_prob, old, advantage, clip_low=0.2, clip_high=0.2)[0]
+
+    batch = loss(log_prob, old, advantage)
+    one = torch.func.vmap(lambda *t: loss(*(s[None] for s in t))[0])(log_prob, old, advantage)
+    assert_close(one, batch, rtol=1e-15, atol=0)
+    assert torch.autograd.gradcheck(lambda p: loss(p, old, advantage), (log_prob.requires_grad_(),))
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_an_overflowing_ratio_is_held_without_nan(advantage: float) -> None:
+    # exp(200) is beyond float32. A sample clipped that far, or without advantage, has a gradient of 0, not 0 * inf.
+    log_prob = torch.tensor([200.0], requires_grad=True)
+    loss, _ = clipped_surrogate(log_prob, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2)
+    assert loss.item() == pytest.approx(-advantage * 1.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
+    assert gradient.item() == 0

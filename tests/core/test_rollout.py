@@ -1,0 +1,351 @@
+"""Rollouts: what is walked, what is recorded, and that the record answers an update exactly."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import EVENTS, SAMPLERS, SIGMA_MAX, STOCHASTIC, SamplerRow, normals
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
+from fluvial.core.policy import clipped_surrogate
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.rollout import Trajectory, check_density, rollout, sampler_name
+from fluvial.core.sigmas import from_scheduler, linear
+from fluvial.core.transitions import cps, dance_sde, flow_sde, ode
+
+every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
+every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
+FLOW = partial(flow_sde, eta=0.7, sigma_max=SIGMA_MAX)
+
+
+def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+    """An elementwise velocity of products and sums alone, whose bits do not depend on an element's place in a vector."""
+    return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+
+
+def recompute(
+    row: SamplerRow, trajectory: Trajectory, grid: Tensor, *, form: Form = "density", reduction: Reduction = "mean"
+) -> Tensor:
+    """Score the stored tensors as an update does, all (sample, step) pairs in one batch: `[B, S]`."""
+    B, S = trajectory.log_prob.shape
+    level, level_next = grid[trajectory.steps].repeat(B), grid[trajectory.steps + 1].repeat(B)
+    x, x_next = trajectory.x.flatten(0, 1), trajectory.x_next.flatten(0, 1)
+    v = velocity(x.to(torch.promote_types(x.dtype, torch.float32)), level, 0)
+    transition = row.bind(0.6)(level, level_next)
+    return gaussian.log_prob(transition, x, v, x_next, form=form, reduction=reduction).reshape(B, S)
+
+
+@every_stochastic_sampler
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("event", [(), (41,), (4, 9, 9)], ids=str)
+def test_the_on_policy_ratio_is_exactly_one(row: SamplerRow, stored: torch.dtype, event: tuple[int, ...]) -> None:
+    grid = row.grid(6)
+    for form in FORMS:
+        for reduction in REDUCTIONS:
+            trajectory = rollout(
+                velocity,
+                normals(0, 5, *event, dtype=torch.float32),
+                grid,
+                transition=row.bind(0.6),
+                key=key(1),
+                record=range(5),
+                form=form,
+                reduction=reduction,
+                dtype=stored,
+            )
+            assert trajectory.x.dtype == trajectory.x_next.dtype == stored
+            log_prob = recompute(row, trajectory, grid, form=form, reduction=reduction)
+            assert torch.equal(log_prob, trajectory.log_prob)
+            flat = log_prob.flatten()
+            _, info = clipped_surrogate(
+                flat, trajectory.log_prob.flatten(), torch.ones_like(flat), clip_low=1e-4, clip_high=1e-4
+            )
+            assert torch.equal(info.ratio, torch.ones_like(flat))
+
+
+@every_stochastic_sampler
+def test_in_float64_too(row: SamplerRow) -> None:
+    grid = row.grid(4).double()
+    x = normals(0, 3, 41)
+    trajectory = rollout(velocity, x, grid, transition=row.bind(0.6), key=key(1), record=[0, 1], dtype=torch.float64)
+    assert {t.dtype for t in (trajectory.x, trajectory.x_next, trajectory.log_prob, trajectory.final)} == {torch.float64}
+    assert torch.equal(recompute(row, trajectory, grid), trajectory.log_prob)
+
+
+@every_sampler
+def test_it_is_the_loop_one_would_write(row: SamplerRow) -> None:
+    grid, sampler = row.grid(5), row.bind(0.6)
+    x = start = normals(0, 3, 41, dtype=torch.float32)
+    keys = fold_in(key(8), torch.arange(3))
+    path = [x]
+    for step in range(5):
+        sigma, sigma_next = grid[step].repeat(3), grid[step + 1].repeat(3)
+        noise = normal(fold_in(keys, step), (3, 41))
+        x = gaussian.sample(sampler(sigma, sigma_next), x, velocity(x, sigma, step), noise)
+        path.append(x)
+    trajectory = rollout(velocity, start, grid, transition=sampler, key=key(8), record=range(5), form="unscaled")
+    assert trajectory.steps.tolist() == [0, 1, 2, 3, 4]
+    assert trajectory.debug is None
+    assert torch.equal(trajectory.x, torch.stack(path[:-1], dim=1))
+    assert torch.equal(trajectory.x_next, torch.stack(path[1:], dim=1))
+    assert torch.equal(trajectory.final, path[-1])
+
+
+@pytest.mark.parametrize("config", [{}, {"shift": 3.0}, {"use_dynamic_shifting": True}], ids=str)
+def test_the_ode_is_the_steps_of_diffusers_bit_for_bit(config: dict[str, bool | float]) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    sigmas = np.linspace(1.0, 0.1, 10).tolist()
+    scheduler.set_timesteps(sigmas=sigmas, mu=0.7 if config.get("use_dynamic_shifting") else None)
+    grid = from_scheduler(scheduler)
+
+    def model(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+        return torch.sin(3 * x) + sigma[:, None, None]
+
+    x = start = normals(0, 3, 7, 41, dtype=torch.float32)
+    path = [x]
+    for step, t in enumerate(scheduler.timesteps):
+        x = scheduler.step(model(x, grid[step].repeat(3), step), t, x, return_dict=False)[0]
+        path.append(x)
+    trajectory = rollout(model, start, grid, transition=ode, key=key(0), record=range(10), form="unscaled")
+    assert torch.equal(trajectory.final, x)
+    assert torch.equal(trajectory.x_next, torch.stack(path[1:], dim=1))
+
+
+@every_sampler
+def test_the_velocity_is_given_the_schedule(row: SamplerRow) -> None:
+    seen = []
+
+    def watch(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+        assert (x.dtype, sigma.dtype) == (torch.float32, torch.float32)
+        seen.append((sigma.tolist(), step))
+        return velocity(x, sigma, step)
+
+    grid = row.grid(3)
+    rollout(watch, torch.zeros(2, 4), grid, transition=row.bind(0.5), key=key(0), record=[])
+    assert seen == [([grid[step].item()] * 2, step) for step in range(3)]
+
+
+@every_stochastic_sampler
+@given(data=st.data())
+@settings(max_examples=10)
+def test_a_sample_does_not_depend_on_its_batch(row: SamplerRow, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=5, unique=True))
+    chosen = data.draw(st.lists(st.sampled_from(range(len(ids))), min_size=1, max_size=5, unique=True))
+    event = data.draw(st.sampled_from([(), (1,), (41,), (3, 5)]))
+    x = normals(0, len(ids), *event, dtype=torch.float32)
+
+    def walk(places: list[int]) -> Trajectory:
+        keys = fold_in(key(5), torch.tensor([ids[place] for place in places]))
+        return rollout(velocity, x[places], row.grid(4), transition=row.bind(0.6), key=keys, record=[0, 2], debug=True)
+
+    whole, part = walk(list(range(len(ids)))), walk(chosen)
+    assert whole.debug is not None
+    assert part.debug is not None
+    for of_whole, of_part in (
+        *((getattr(whole, name), getattr(part, name)) for name in ("x", "x_next", "log_prob", "final")),
+        *zip(whole.debug, part.debug, strict=True),
+    ):
+        assert torch.equal(of_whole[chosen], of_part)
+
+
+def test_one_key_is_a_key_a_place() -> None:
+    x = normals(0, 5, 41, dtype=torch.float32)
+    arguments = {"sigmas": linear(4), "transition": FLOW}
+    whole = rollout(velocity, x, **arguments, key=key(2))
+    assert torch.equal(rollout(velocity, x[:2], **arguments, key=key(2)).final, whole.final[:2])
+    keys = fold_in(key(2), torch.arange(5))
+    assert torch.equal(rollout(velocity, x, **arguments, key=keys).final, whole.final)
+    assert not torch.equal(rollout(velocity, x, **arguments, key=key(3)).final, whole.final)
+
+
+def test_noise_differs_between_steps_and_samples() -> None:
+    trajectory = rollout(velocity, torch.zeros(3, 41), linear(4), transition=FLOW, key=key(0), debug=True)
+    assert trajectory.debug is not None
+    noises = trajectory.debug.noise.flatten(0, 1)
+    assert len({tuple(noise.tolist()) for noise in noises}) == 3 * 4
+
+
+@every_sampler
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stored: torch.dtype) -> None:
+    grid, steps = row.grid(5), [1, 3]
+    trajectory = rollout(
+        velocity,
+        normals(0, 3, 41, dtype=torch.float32),
+        grid,
+        transition=row.bind(0.6),
+        key=key(1),
+        record=steps,
+        form="unscaled",
+        dtype=stored,
+        debug=True,
+    )
+    debug = trajectory.debug
+    assert debug is not None
+    assert debug.noise.shape == debug.mean.shape == debug.velocity.shape == trajectory.x.shape == (3, 2, 41)
+    assert debug.std.shape == (3, 2)
+    assert torch.equal((debug.mean + debug.std[..., None] * debug.noise).to(stored), trajectory.x_next)
+    for place, step in enumerate(steps):
+        x = trajectory.x[:, place].float()
+        sigma, sigma_next = grid[step].repeat(3), grid[step + 1].repeat(3)
+        transition = row.bind(0.6)(sigma, sigma_next)
+        assert torch.equal(debug.std[:, place], transition.std)
+        assert torch.equal(debug.velocity[:, place], velocity(x, sigma, step))
+        assert torch.equal(debug.mean[:, place], gaussian.mean(transition, x, debug.velocity[:, place]))
+        if row.stochastic:
+            assert torch.equal(debug.noise[:, place], normal(fold_in(fold_in(key(1), torch.arange(3)), step), (3, 41)))
+
+
+def test_steps_outside_the_window_are_the_ode() -> None:
+    grid = linear(6)
+    trajectory = rollout(
+        velocity,
+        normals(0, 3, 41, dtype=torch.float32),
+        grid,
+        transition=FLOW,
+        key=key(1),
+        window=[2, 3],
+        record=range(6),
+        form="unscaled",
+        debug=True,
+    )
+    assert trajectory.debug is not None
+    assert (trajectory.debug.std > 0).all(0).tolist() == [False, False, True, True, False, False]
+    for step in (0, 1, 4, 5):
+        x, sigma = trajectory.x[:, step], grid[step].repeat(3)
+        euler = x + (grid[step + 1] - grid[step]) * velocity(x, sigma, step)
+        assert torch.equal(trajectory.x_next[:, step], euler)
+        assert not bool(trajectory.debug.noise[:, step].any())
+    # A stochastic step draws the same noise whichever window it is in.
+    everywhere = rollout(velocity, torch.zeros(3, 41), grid, transition=FLOW, key=key(1), debug=True)
+    assert everywhere.debug is not None
+    assert torch.equal(everywhere.debug.noise[:, 2:4], trajectory.debug.noise[:, 2:4])
+
+
+@pytest.mark.parametrize("window", [None, [1, 2], range(2, 4), {3}], ids=str)
+def test_by_default_the_stochastic_steps_of_the_window_are_recorded(window: list[int] | None) -> None:
+    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "key": key(0), "window": window}
+    inside = list(range(4)) if window is None else sorted(window)
+    assert rollout(velocity, **arguments, transition=FLOW).steps.tolist() == inside
+    # The last step of cps has no noise.
+    without_last = [step for step in inside if step < 3]
+    if without_last:
+        assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5)).steps.tolist() == without_last
+    assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5), form="unscaled").steps.tolist() == inside
+
+
+def test_what_is_recorded_does_not_change_what_is_walked() -> None:
+    x = normals(0, 3, 41, dtype=torch.float32)
+    whole = rollout(velocity, x, linear(6), transition=FLOW, key=key(1))
+    some = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=[4, 1, 1])
+    assert some.steps.tolist() == [1, 4]
+    for name in ("x", "x_next", "log_prob"):
+        assert torch.equal(getattr(some, name), getattr(whole, name)[:, [1, 4]])
+    assert torch.equal(some.final, whole.final)
+    assert torch.equal(whole.x[:, 1:], whole.x_next[:, :-1])
+    assert torch.equal(whole.x[:, 0], x)
+    assert torch.equal(whole.x_next[:, -1], whole.final)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_shapes(event: tuple[int, ...], batch: int) -> None:
+    x = torch.zeros(batch, *event)
+    for steps in ([0, 2], []):
+        got = rollout(velocity, x, linear(3), transition=FLOW, key=key(0), record=steps, dtype=torch.bfloat16)
+        S = len(steps)
+        assert got.x.shape == got.x_next.shape == (batch, S, *event)
+        assert got.log_prob.shape == (batch, S)
+        assert got.steps.shape == (S,)
+        assert got.final.shape == x.shape
+        assert got.steps.dtype == torch.int64
+        assert got.x.dtype == got.x_next.dtype == torch.bfloat16
+        assert got.log_prob.dtype == torch.float32
+
+
+def test_debug_is_there_when_asked_for() -> None:
+    # Also where nothing is recorded: an answer of another type would surprise the code that reads it.
+    got = rollout(velocity, torch.zeros(2, 5), linear(3), transition=FLOW, key=key(0), record=[], debug=True)
+    assert got.debug is not None
+    assert got.debug.noise.shape == got.debug.mean.shape == got.debug.velocity.shape == (2, 0, 5)
+    assert got.debug.std.shape == (2, 0)
+
+
+def test_a_lower_precision_is_walked_and_not_only_stored() -> None:
+    x = normals(0, 3, 41, dtype=torch.float32)
+    low = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), dtype=torch.bfloat16)
+    assert torch.equal(low.x[:, 0], x.bfloat16())
+    assert torch.equal(low.final.bfloat16().to(low.final.dtype), low.final)
+    assert torch.equal(low.x[:, 1:], low.x_next[:, :-1])
+
+
+def test_a_model_in_low_precision_is_stepped_in_float32() -> None:
+    def low(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+        return velocity(x, sigma, step).bfloat16()
+
+    def upcast(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+        return low(x, sigma, step).float()
+
+    x = normals(0, 3, 41, dtype=torch.float32)
+    one, other = (rollout(model, x, linear(5), transition=FLOW, key=key(1)) for model in (low, upcast))
+    assert one.final.dtype == torch.float32
+    assert torch.equal(one.final, other.final)
+    assert torch.equal(one.log_prob, other.log_prob)
+
+
+def test_noise_of_a_non_contiguous_start() -> None:
+    x = normals(0, 41, 3, dtype=torch.float32)
+    one, other = (rollout(velocity, start, linear(4), transition=FLOW, key=key(1)) for start in (x.T, x.T.contiguous()))
+    assert torch.equal(one.final, other.final)
+
+
+@pytest.mark.parametrize(
+    ("transition", "record", "window", "message"),
+    [
+        (partial(cps, eta=0.5), [0, 3], None, r"cps has std 0 at step 3 \(sigma 0.25 to 0\)"),
+        (partial(cps, eta=0), [1], None, r"cps has std 0 at step 1 \(sigma 0.75 to 0.5\)"),
+        (partial(flow_sde, eta=0, sigma_max=0.75), [0], None, "flow_sde has std 0 at step 0"),
+        (ode, [2], None, "ode has std 0 at step 2"),
+        (partial(dance_sde, eta=0.5), [0], [1, 2], "ode has std 0 at step 0"),
+        (ode, None, None, "ode takes no stochastic step"),
+        (partial(cps, eta=0.5), None, [3], "cps takes no stochastic step"),
+    ],
+)
+def test_a_recorded_step_needs_a_density(
+    transition: partial, record: list[int] | None, window: list[int] | None, message: str
+) -> None:
+    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": transition, "key": key(0)}
+    for form in ("density", "no_const"):
+        with pytest.raises(ValueError, match=message) as error:
+            rollout(velocity, **arguments, record=record, window=window, form=form)
+        assert "\n" not in str(error.value)
+        assert "eta > 0" in str(error.value)
+        assert "unscaled" in str(error.value)
+    assert rollout(velocity, **arguments, record=record, window=window, form="unscaled").log_prob.isfinite().all()
+
+
+def test_check_density_accepts_what_has_one() -> None:
+    for form, record in (("density", [0, 1]), ("unscaled", [0, 1, 2, 3])):
+        check_density(partial(cps, eta=0.5), linear(4), record=record, window=range(4), form=form)
+
+
+@pytest.mark.parametrize("name", ["window", "record"])
+@pytest.mark.parametrize("steps", [[-1], [4], [0, 9]], ids=str)
+def test_a_step_out_of_range(name: str, steps: list[int]) -> None:
+    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": FLOW, "key": key(0), name: steps}
+    with pytest.raises(ValueError, match=f"rollout: {name} holds steps .*expected 0 to 3"):
+        rollout(velocity, **arguments)
+
+
+def test_names_for_messages() -> None:
+    class Custom:
+        def __call__(self, sigma: Tensor, sigma_next: Tensor) -> gaussian.Transition:
+            return ode(sigma, sigma_next)
+
+    assert [sampler_name(s) for s in (ode, FLOW, partial(FLOW, eta=0.1), Custom())] == ["ode", "flow_sde", "flow_sde", "Custom"]

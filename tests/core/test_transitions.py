@@ -1,0 +1,231 @@
+"""The samplers' coefficients, every sampler at once: formulas, limits, the path they keep, the marginals they carry."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import (
+    DTYPES,
+    ETA_CONDITION,
+    SAMPLERS,
+    SIGMA_MAX,
+    STOCHASTIC,
+    SamplerRow,
+    etas,
+    normals,
+    reference_coefficients,
+)
+from tolerances import COMPUTE_DTYPE, tolerance
+from torch.testing import assert_close
+
+from fluvial.core import gaussian
+from fluvial.core.transitions import Sampler, Transition, cps, dance_sde, ddim, flow_sde, ode
+
+every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
+every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
+
+
+@every_sampler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data(), eta=etas)
+def test_coefficients_are_the_formulas(row: SamplerRow, dtype: torch.dtype, data: st.DataObject, eta: float) -> None:
+    # bfloat16 rounds a level near 1 to 1 exactly: it is then another level, and ddim has none there.
+    levels = [level.to(dtype).clamp(max=0.99 if row.name == "ddim" else 1) for level in data.draw(row.levels)]
+    if row.name == "ddim" and not bool((levels[1] > levels[0]).all()):
+        levels[1] = (levels[0] + 1) / 2
+    expected = reference_coefficients(row, *levels, eta)
+    result = row.bind(eta)(*levels)
+    for got, want in zip(result, expected, strict=True):
+        assert got.dtype == COMPUTE_DTYPE[dtype]
+        # 1 / (1 - level) is at most 50 in float64 and float32; a rounded level is an exact input all the same.
+        assert_close(got.double(), want, **tolerance("coefficients", dtype, condition=ETA_CONDITION))
+
+
+@every_sampler
+@pytest.mark.parametrize("T", [1, 2, 7])
+def test_coefficients_on_a_whole_schedule(row: SamplerRow, T: int) -> None:
+    grid = row.grid(T).double()
+    expected = reference_coefficients(row, grid[:-1], grid[1:], 0.7)
+    for got, want in zip(row.bind(0.7)(grid[:-1], grid[1:]), expected, strict=True):
+        assert_close(got, want, **tolerance("coefficients", torch.float64, condition=1 / (1 - SIGMA_MAX)))
+
+
+@every_sampler
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_eta_zero_is_the_ode(row: SamplerRow, data: st.DataObject, seed: int) -> None:
+    level, level_next = data.draw(row.levels)
+    transition = row.bind(0.0)(level, level_next)
+    x, v, noise = normals(seed, 3, len(level), 41)
+    want = row.ode_step(level, level_next, x, v)
+    assert torch.equal(transition.std, torch.zeros_like(level))
+    exact = {"rtol": 0.0, "atol": 0.0} if row.ode_step is SAMPLERS[0].ode_step else tolerance("coefficients", torch.float64)
+    condition = 1 / level.min().item() + 1
+    for got in (gaussian.mean(transition, x, v), gaussian.sample(transition, x, v, noise)):
+        assert_close(got, want, **{name: bound * condition for name, bound in exact.items()})
+
+
+@every_sampler
+@given(data=st.data(), eta=etas)
+def test_eta_to_zero_is_continuous(row: SamplerRow, data: st.DataObject, eta: float) -> None:
+    level, level_next = data.draw(row.levels)
+    limit = row.bind(0.0)(level, level_next)
+    small = row.bind(eta * 1e-6)(level, level_next)
+    # a and b move with eta^2, std with eta; the constants are those of 1 / (1 - level) and 1 / level below 50.
+    assert_close(small.a, limit.a, rtol=0, atol=1e-12 * 50**2)
+    assert_close(small.b, limit.b, rtol=0, atol=1e-12 * 50**2)
+    assert_close(small.std, limit.std, rtol=0, atol=1e-6 * 50)
+
+
+@every_sampler
+@given(data=st.data(), eta=etas)
+def test_a_float_a_scalar_and_a_batch_agree(row: SamplerRow, data: st.DataObject, eta: float) -> None:
+    level, level_next = data.draw(row.levels)
+    sampler = row.bind(eta)
+    batch = sampler(level, level_next)
+    assert all(coefficient.shape == level.shape for coefficient in batch)
+    scalars = sampler(level[0], level_next[0])
+    assert all(coefficient.shape == () for coefficient in scalars)
+    floats = sampler(level[0].item(), level_next[0].item())  # type: ignore[arg-type]
+    mixed = sampler(level[0], level_next[:1])
+    for one, of_batch, of_floats, of_mixed in zip(scalars, batch, floats, mixed, strict=True):
+        assert_close(one, of_batch[0], rtol=0, atol=0)
+        assert of_floats.dtype == torch.float32  # Python floats are float32 numbers, as everywhere in torch
+        assert of_mixed.shape == (1,)
+        assert_close(of_mixed[0], one, rtol=0, atol=0)
+
+
+@every_sampler
+def test_an_empty_batch(row: SamplerRow) -> None:
+    empty = torch.empty(0)
+    assert all(coefficient.shape == (0,) for coefficient in row.bind(0.5)(empty, empty))
+
+
+@every_stochastic_sampler
+@given(data=st.data(), eta=etas)
+def test_std_is_positive_between_interior_levels(row: SamplerRow, data: st.DataObject, eta: float) -> None:
+    assert bool((row.bind(eta)(*data.draw(row.levels)).std > 0).all())
+
+
+def _variance_defect(row: SamplerRow, transition: Transition, level: torch.Tensor, level_next: torch.Tensor) -> torch.Tensor:
+    (signal, noise), (_, noise_next) = row.path(level), row.path(level_next)
+    from_eps = transition.a * noise + transition.b * row.output[1]
+    return from_eps**2 + transition.std**2 - noise_next**2
+
+
+@every_sampler
+@given(data=st.data(), eta=etas)
+def test_a_step_keeps_the_signal_and_the_noise_power(row: SamplerRow, data: st.DataObject, eta: float) -> None:
+    # For x = signal x0 + noise eps and the exact model output, x_next = signal' x0 + (noise of power noise'^2).
+    level, level_next = data.draw(row.levels)
+    transition = row.bind(eta)(level, level_next)
+    (signal, _), (signal_next, _) = row.path(level), row.path(level_next)
+    limit = tolerance("coefficients", torch.float64, condition=50 * ETA_CONDITION)
+    assert_close(transition.a * signal + transition.b * row.output[0], signal_next, **limit)
+    if row.keeps_variance:
+        assert_close(_variance_defect(row, transition, level, level_next), torch.zeros_like(level), **limit)
+
+
+@every_stochastic_sampler
+def test_the_noise_power_is_kept_to_second_order(row: SamplerRow) -> None:
+    level = torch.tensor([0.3, 0.6, 0.8], dtype=torch.float64)
+    defects = []
+    for step in (1e-2, 5e-3):
+        level_next = level + step if row.name == "ddim" else level - step
+        defects.append(_variance_defect(row, row.bind(0.7)(level, level_next), level, level_next))
+    if row.keeps_variance:
+        assert_close(defects[0], torch.zeros_like(level), **tolerance("coefficients", torch.float64, condition=10))
+    else:
+        assert_close(defects[0] / defects[1], torch.full_like(level, 4), rtol=0.05, atol=0)
+
+
+def _final_moments(sampler: Sampler, T: int, *, start: float, end: float, m: float, c: float) -> tuple[float, float]:
+    """Carry N(m, c^2)'s noised marginal through T steps exactly: v = E[eps - x0 | x] is affine, so all stays Gaussian."""
+    sigmas = torch.linspace(start, end, T + 1, dtype=torch.float64)
+    mean, variance = (1 - start) * m, ((1 - start) * c) ** 2 + start**2
+    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+        a, b, std = (coefficient.item() for coefficient in sampler(sigma, sigma_next))
+        s = sigma.item()
+        slope = (s - (1 - s) * c**2) / (((1 - s) * c) ** 2 + s**2)
+        mean = a * mean + b * (-m + slope * (mean - (1 - s) * m))
+        variance = (a + b * slope) ** 2 * variance + std**2
+    return mean, variance
+
+
+@pytest.mark.parametrize(
+    "sampler", [ode, partial(flow_sde, eta=0.7, sigma_max=SIGMA_MAX), partial(dance_sde, eta=0.5)], ids=["ode", "flow", "dance"]
+)
+@pytest.mark.parametrize("end", [0.0, 0.2])
+def test_marginals_are_carried_to_first_order(sampler: Sampler, end: float) -> None:
+    # Not from sigma = 1: there Flow-SDE's rate is cut off at a level that depends on T, which has no order in dt.
+    start, m, c = 0.9, 1.5, 0.6
+    want = ((1 - end) * m, ((1 - end) * c) ** 2 + end**2)
+    errors = []
+    for T in (100, 200, 400):
+        got = _final_moments(sampler, T, start=start, end=end, m=m, c=c)
+        errors.append([abs(g - w) for g, w in zip(got, want, strict=True)])
+    (mean_error, variance_error), *_ = errors
+    assert mean_error < 0.02
+    assert 1e-4 < variance_error < 0.02
+    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+        # The variance error halves; the mean's drift is integrated exactly when v's constant part is (it may be 0).
+        assert coarse[1] / fine[1] == pytest.approx(2, rel=0.1)
+        assert fine[0] <= coarse[0] * 0.55 + 1e-12
+
+
+def test_flow_sde_and_dance_sde_differ_only_in_the_rate() -> None:
+    for sigma in (0.1, 0.5, 0.9):
+        flow = flow_sde(torch.tensor(sigma).double(), sigma / 2, eta=0.4, sigma_max=SIGMA_MAX)
+        dance = dance_sde(torch.tensor(sigma).double(), sigma / 2, eta=0.4 * math.sqrt(sigma / (1 - sigma)))
+        assert_close(tuple(flow), tuple(dance), **tolerance("coefficients", torch.float32))
+
+
+def test_sigma_max_replaces_sigma_only_at_one() -> None:
+    sigma = torch.tensor([1.0, 1 - 5e-7, 1 - 1e-5, 0.9], dtype=torch.float64)
+    first = flow_sde(sigma, 0.5, eta=0.7, sigma_max=0.8)
+    second = flow_sde(sigma, 0.5, eta=0.7, sigma_max=0.9)
+    assert (first.std != second.std).tolist() == [True, True, False, False]
+
+
+def test_sigma_max_may_differ_by_sample() -> None:
+    levels = torch.tensor([0.8, 0.9], dtype=torch.float64)
+    batch = flow_sde(torch.ones(2).double(), 0.5, eta=0.7, sigma_max=levels)
+    for sample, level in enumerate(levels):
+        one = flow_sde(torch.tensor(1.0).double(), 0.5, eta=0.7, sigma_max=level)
+        assert [c[sample].item() for c in batch] == [c.item() for c in one]
+
+
+def test_cps_with_eta_one_replaces_all_noise() -> None:
+    sigma = torch.tensor([1.0, 0.6, 0.05], dtype=torch.float64)
+    transition = cps(sigma, sigma / 2, eta=1)
+    limit = tolerance("coefficients", torch.float64)
+    assert_close(transition.std, sigma / 2, **limit)
+    assert_close(transition.a, 1 - sigma / 2, **limit)
+    assert_close(transition.a * sigma + transition.b, torch.zeros_like(sigma), **limit)  # nothing of eps is left
+
+
+def test_the_last_step_of_cps_is_the_prediction_of_x0() -> None:
+    transition = cps(torch.tensor(0.3), 0.0, eta=0.7)
+    assert (transition.a.item(), transition.std.item()) == (1, 0)
+    assert transition.b.item() == -torch.tensor(0.3).item()
+
+
+def test_ddim_with_eta_one_is_the_ancestral_step_of_ddpm() -> None:
+    # The posterior q(x_{t-1} | x_t, x0) of arXiv 2006.11239, eq. 7, with x0 read off x_t and epsilon.
+    ab, abn = torch.tensor([0.05, 0.4, 0.9], dtype=torch.float64), torch.tensor([0.1, 0.45, 0.99], dtype=torch.float64)
+    x, eps = normals(0, 2, 3)
+    alpha = ab / abn
+    beta = 1 - alpha
+    x0 = (x - (1 - ab).sqrt() * eps) / ab.sqrt()
+    want = (abn.sqrt() * beta * x0 + alpha.sqrt() * (1 - abn) * x) / (1 - ab)
+    transition = ddim(ab, abn, eta=1)
+    limit = tolerance("coefficients", torch.float64, condition=20)
+    assert_close(gaussian.mean(transition, x, eps), want, **limit)
+    assert_close(transition.std**2, beta * (1 - abn) / (1 - ab), **limit)
+
+
+def test_ddim_near_the_data_does_not_round_below_zero() -> None:
+    ab = 1 - torch.logspace(-6, -1, 200)
+    assert not bool(ddim(ab[:-1].flip(0), ab[1:].flip(0) * 0 + ab[0], eta=1).b.isnan().any())

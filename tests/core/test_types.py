@@ -1,0 +1,37 @@
+"""The session's run-time type checks are really there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+import fluvial.core
+from fluvial.core.flow_matching import velocity_error
+from fluvial.core.transitions import ode
+
+MODULES = sorted(path.stem for path in Path(fluvial.core.__path__[0]).glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_is_instrumented(name: str) -> None:
+    # The hook finds modules through PathFinder only; an editable install that answers first would bypass it silently.
+    module = sys.modules[f"fluvial.core.{name}"]
+    assert module.__spec__ is not None
+    assert type(module.__spec__.loader).__name__ == "_JaxtypingLoader"
+
+
+def test_hook_catches_a_wrong_shape() -> None:
+    # Without the hook this is the library's own ValueError.
+    with pytest.raises(TypeCheckError, match="velocity_error"):
+        velocity_error(torch.zeros(3, 2), torch.zeros(4, 2))
+
+
+def test_hook_catches_a_wrong_type() -> None:
+    with pytest.raises(TypeCheckError, match="sigma"):
+        ode(torch.tensor([1, 2]), 0.5)
+
+
+def test_hook_accepts_an_int_as_a_float() -> None:
+    assert ode(1, 0).b == -1

@@ -1,0 +1,141 @@
+"""What a person types wrongly ends in one line that says what and where, with exit code 2, and nothing is written."""
+
+import re
+from pathlib import Path
+
+import pytest
+import small
+
+from fluvial.engines import cli
+
+PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "427\n", "unicode.txt": "１２３４\n"}
+
+# (arguments, what the line must say); {tmp} is the test's folder.
+WRONG: list[tuple[str, str]] = [
+    ("frobnicate", "unknown command 'frobnicate'"),
+    ("train", "needs the name of a job"),
+    ("train handwritten", "got 'handwritten', expected handwriting"),
+    ("train handwriting --bogus 3", "Unrecognized options: --bogus"),
+    ("train handwriting --updtes 3", "did you mean --updates?"),
+    ("train handwriting --rollout.etaa 3", "did you mean --rollout.eta?"),
+    ("train handwriting --updates many", "--updates"),
+    ("train handwriting --updates 0", "updates is 0"),
+    ("train handwriting --train half", "'half'"),
+    ("train handwriting --rollout.eta -0.1", "eta is -0.1"),
+    ("train handwriting --rollout.eta nan", "eta is nan"),
+    ("train handwriting --rollout.eta inf", "eta is inf"),
+    ("train handwriting --rollout.eta 0", "eta is 0, so every step is deterministic"),
+    ("train handwriting --rollout.group 1", "group is 1, expected at least 2"),
+    ("train handwriting --rollout.window 11", "a window of 11 steps does not fit steps 0 to 10"),
+    ("train handwriting --rollout.window 0", "a window of 0 steps"),
+    ("train handwriting --rollout.window-low 9 --rollout.window 2", "a window of 2 steps does not fit steps 9 to 10"),
+    ("train handwriting --rollout.sampler cps --rollout.window 1", "the last step of cps is deterministic"),
+    ("train handwriting --rollout.sampler cps --rollout.eta 1.5", "expected at most 1 for cps"),
+    ("train handwriting --rollout.sampler ode", "'ode'"),
+    ("train handwriting --policy.clip-low nan", "clip_low is nan"),
+    ("train handwriting --policy.kl-coef -1", "kl_coef is -1"),
+    ("train handwriting --optimizer.lr -1", "lr is -1"),
+    ("train handwriting --lora.rank 0", "lora.rank is 0"),
+    ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),
+    ("train handwriting --prompts {tmp}/empty.txt", "empty.txt is empty"),
+    ("train handwriting --prompts {tmp}/letters.txt", "letters.txt, line 2: prompt '12a4' is not a code of 4 digits"),
+    ("train handwriting --prompts {tmp}/short.txt", "short.txt, line 1: prompt '427'"),
+    ("train handwriting --prompts {tmp}/unicode.txt", "unicode.txt, line 1"),
+    ("train handwriting --prompts {tmp}", "cannot be read: Is a directory"),
+    ("train handwriting --out {tmp}/held", "held already holds a run"),
+    ("train handwriting --out {tmp}/new --resume", "new holds no run to resume"),
+    ("train handwriting --out {tmp}/held --resume", "there is no checkpoint in"),
+    ("train handwriting --out {tmp}/held --resume-from {tmp}/held/checkpoints/000009", "000009 is not a checkpoint"),
+    ("train handwriting --out {tmp}/empty.txt/run", "cannot be made: Not a directory"),
+    ("train handwriting --out {tmp}/new --weights {tmp}", "holds no model: config.json is missing"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/foreign", "is not of the handwriting model: num_layers"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/cut", "cannot be loaded"),
+    ("pretrain handwriting --out {tmp}/foreign", "already holds a model"),
+    ("pretrain handwriting --batch 0", "batch is 0"),
+    ("eval handwriting --weights {tmp}/nowhere", "config.json is missing"),
+    ("eval handwriting --samples 0", "samples is 0"),
+    ("sample handwriting --prompts 12a4", "--prompts: prompt '12a4'"),
+    ("sample handwriting --prompts", "--prompts"),
+    ("sample handwriting --out {tmp}/empty.txt/x.png", "cannot be written"),
+    ("sample handwriting --out {tmp}/x.nonsense", "cannot be written"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompt files, a folder that holds a run, weights of another model and weights cut short."""
+    from fluvial.models.handwriting import BASE
+
+    tmp = tmp_path_factory.mktemp("wrong")
+    for name, text in PROMPTS.items():
+        (tmp / name).write_text(text)
+    (tmp / "held").mkdir()
+    (tmp / "held" / "config.json").write_text("{}")
+    config = (BASE / "config.json").read_text()
+    for name in ("foreign", "cut"):
+        (tmp / name).mkdir()
+        data = (BASE / "diffusion_pytorch_model.safetensors").read_bytes()
+        (tmp / name / "diffusion_pytorch_model.safetensors").write_bytes(data[: len(data) // 2])
+    (tmp / "foreign" / "config.json").write_text(config.replace('"num_layers": 4', '"num_layers": 5'))
+    (tmp / "cut" / "config.json").write_text(config)
+    return tmp
+
+
+@pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
+def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2; the line starts with the program's name."""
+    code = cli.run([word.format(tmp=folder) for word in typed.split()])
+    captured = capfd.readouterr()
+    assert code == 2, captured
+    line = small.one_line(captured.err)
+    assert line.startswith("fluvial: ")
+    assert says in line
+    assert not (folder / "new" / "config.json").exists()
+
+
+@pytest.mark.parametrize("typed", ["", "--help", "train --help"])
+def test_help_says_what_there_is(typed: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every command, in a few lines."""
+    assert cli.run(typed.split()) == 0
+    text = capfd.readouterr().out
+    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "torchrun"))
+
+
+@pytest.mark.parametrize("command", ["train", "pretrain", "eval", "sample"])
+def test_help_of_a_command_explains_every_field(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every flag has a text; nothing is listed bare."""
+    assert cli.run([command, "handwriting", "--help"]) == 0
+    text = capfd.readouterr().out
+    assert "(default:" in text
+    for flag in re.split(r"\n│ (?=--)", text)[1:]:
+        words = [word for word in flag.split() if word[0] not in "-│{(" and not word.isupper()]
+        assert len(words) > 2, flag
+
+
+def test_training_help_names_the_papers(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the recipe is and where it comes from."""
+    cli.run(["train", "handwriting", "--help"])
+    text = capfd.readouterr().out
+    assert "Flow-GRPO" in text
+    assert "2505.05470" in text
+
+
+def test_a_sample_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The picture holds a cell for every prompt and repetition."""
+    from PIL import Image
+
+    out = tmp_path / "deep" / "sample.png"
+    assert cli.run(f"sample handwriting --prompts 0427 1999 --each 2 --steps 3 --out {out}".split()) == 0
+    assert str(out) in capfd.readouterr().out.replace("\n", "")
+    with Image.open(out) as image:
+        assert image.width > 2 * 256
+        assert image.height > 2 * 64
+
+
+def test_weights_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both judges, in a table."""
+    assert cli.run("eval handwriting --samples 6 --steps 2 --micro-batch 3".split()) == 0
+    text = capfd.readouterr().out
+    assert "heldout" in text
+    assert "reward" in text
+    assert "6 samples of the shipped base" in " ".join(text.split())

@@ -1,0 +1,377 @@
+"""Training runs: what they leave behind, how they stop and go on, and what makes them fail."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fluvial.core.advantages import SCALES
+from fluvial.engines import jobs
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp import OptimizerConfig
+from fluvial.engines.recipes import PolicyConfig, RolloutConfig, TrainConfig
+from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.trainer import train
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    """A run of two updates of eight samples."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
+    run = TrainConfig(
+        out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+    )
+    return replace(run, **changes)
+
+
+def alternating(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that differs within every group."""
+    return torch.arange(len(prompts)).float() % 2
+
+
+def job(**changes: Any) -> jobs.Job:
+    """The built-in job with another reward."""
+    return replace(jobs.handwriting(), **{"reward": alternating, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with evaluations, a moving average and a KL term."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "policy": PolicyConfig(kl_coef=0.1)}
+    train(config(out, **changes), job())
+    return out
+
+
+def test_the_run_folder(run: Path) -> None:
+    """Everything a person looks for is there."""
+    names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "tensorboard" not in str(path)}
+    assert names == {
+        *("config.json", "metrics.jsonl", "summary.json", "curves.png"),
+        *(f"samples/{name}.png" for name in ("before", "update-0001", "after", "before-after")),
+        *("checkpoints/000002/manifest.json", "checkpoints/000002/shard-00001-model-00001-of-00001.safetensors"),
+        *("weights/config.json", "weights/diffusion_pytorch_model.safetensors"),
+    }
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_summary(run: Path) -> None:
+    """The promised fields, with the values of the run."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["updates"] == 2
+    assert summary["train_samples"] == 16
+    assert summary["skipped_steps"] == 0
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    assert 0 <= summary["heldout_exact_before"] <= 1
+    assert 0 <= summary["heldout_exact_after"] <= 1
+    assert 0 < summary["train_seconds"] < 60
+    assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_the_records(run: Path) -> None:
+    """One a update, with an on-policy ratio of exactly 1, and one an evaluation."""
+    records = small.records(run)
+    assert [(record["update"], "exact" in record) for record in records] == [
+        (0, True),
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
+    ]
+    for record in records:
+        if "policy" in record:
+            assert record["policy"]["ratio"] == 1.0
+            assert record["first_pass_max_abs_log_ratio"] == 0.0
+            assert set(record["seconds"]) == {"rollout", "reward", "update"}
+            assert record["reward"]["mean"] == 0.5
+    updates = [record for record in records if "policy" in record]
+    assert updates[0]["policy"]["kl_ref"] == 0.0  # the policy is still the reference
+    assert updates[1]["policy"]["kl_ref"] > 0.0
+
+
+def test_the_weights_moved_and_evaluate_alike(run: Path) -> None:
+    """The exported folder is a model of diffusers, and holds the averaged weights that were evaluated."""
+    from fluvial.models.handwriting import BASE, Handwriting
+
+    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    trained = load_file(run / "weights" / "diffusion_pytorch_model.safetensors")
+    assert set(base) == set(trained)
+    moved = [name for name in base if not torch.equal(base[name], trained[name])]
+    # The last block drops its text stream, and with it two of its parameters; the table of positions is fixed.
+    unused = {f"transformer_blocks.3.attn.add_q_proj.{kind}" for kind in ("weight", "bias")} | {"pos_embed.pos_embed"}
+    assert set(base) - set(moved) <= unused
+    Handwriting(run / "weights").build()
+
+
+def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
+    """The same one twice gives the same weights; another one gives others."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(config(tmp_path / name, updates=1, seed=seed), job())
+    assert small.weights(tmp_path / "a") == small.weights(tmp_path / "b")
+    assert small.weights(tmp_path / "a") != small.weights(tmp_path / "c")
+
+
+@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
+    """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, window=None, sampler=sampler, eta=0.7)
+    summary = train(config(tmp_path / "run", rollout=rollout, train=kind, updates=1), job())
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    assert summary["skipped_steps"] == 0
+    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    assert record["grad_norm"] > 0
+    # The last step of CPS is deterministic, and not trained on.
+    assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
+
+
+def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> None:
+    """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
+    from fluvial.models.handwriting import BASE
+
+    train(config(tmp_path / "run", train="lora", policy=PolicyConfig(kl_coef=0.1)), job())
+    checkpoint = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
+    assert checkpoint
+    assert all("lora_" in name for name in checkpoint)
+    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    merged = load_file(tmp_path / "run" / "weights" / "diffusion_pytorch_model.safetensors")
+    assert set(base) == set(merged)
+    moved = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert moved
+    assert all(name.endswith(".weight") for name in moved)
+    assert small.records(tmp_path / "run")[-2]["policy"]["kl_ref"] > 0
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
+    """Pairs without advantage are not computed; one is left, of weight 0, and the weights stay."""
+    constant = job(reward=lambda pictures, prompts: torch.ones(len(prompts)))
+    train(config(tmp_path / "run", updates=1, policy=PolicyConfig(advantage=scale)), constant)
+    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    assert record["pairs"] == 1
+    assert record["grad_norm"] == 0.0
+
+
+def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
+    """One of two groups differs: half of the pairs, and the same gradient as with all of them (a KL of weight ~0)."""
+
+    def half(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        half.calls += 1  # type: ignore[attr-defined]
+        return torch.arange(4.0) if half.calls % 2 else torch.ones(4)  # type: ignore[attr-defined]
+
+    norms = []
+    for name, policy, expected in (("a", PolicyConfig(), 8), ("b", PolicyConfig(kl_coef=1e-30), 16)):
+        half.calls = 0  # type: ignore[attr-defined]
+        train(config(tmp_path / name, updates=1, policy=policy), job(reward=half))
+        record = next(record for record in small.records(tmp_path / name) if "policy" in record)
+        assert record["pairs"] == expected
+        norms.append(record["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not the same in the update as in the rollout stops the run, saying so."""
+    broken = job()
+    real = type(broken.model).velocity
+
+    def velocity(self: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return real(self, module, *args, **kwargs) * (1.01 if torch.is_grad_enabled() else 1.0)
+
+    monkeypatch.setattr(type(broken.model), "velocity", velocity)
+    with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
+        train(config(tmp_path / "run", policy=PolicyConfig(max_log_ratio=1e-7)), broken)
+
+
+def nan(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that is NaN for its second picture."""
+    rewards = torch.ones(len(prompts))
+    rewards[1] = torch.nan
+    return rewards
+
+
+def short(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward of the wrong length."""
+    return torch.ones(len(prompts) - 1)
+
+
+def raising(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that raises."""
+    raise KeyError("no such model")
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (nan, r"the reward is nan for prompt '\d{4}', expected a finite number"),
+        (short, r"the reward returned shape \[3\] for 4 pictures, expected \[4\] \(prompt"),
+        (raising, r"the reward raised KeyError \('no such model'\) for prompt '\d{4}'"),
+    ],
+)
+def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> None:
+    """In one line that names the prompt, and what was saved before stays."""
+    train(config(tmp_path / "run"), job())
+    with pytest.raises(RunError, match=says) as error:
+        train(config(tmp_path / "run", updates=4, resume=True), job(reward=reward))
+    assert "\n" not in str(error.value)
+    assert (tmp_path / "run" / "checkpoints" / "000002" / "manifest.json").exists()
+
+
+def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
+    """After its time is over."""
+    runner = RewardRunner(lambda pictures, prompts: time.sleep(5) or torch.ones(1), timeout=0.1)
+    runner.submit(torch.zeros(1, 1, 8, 32), ["0427"])
+    with pytest.raises(RunError, match=r"the reward took over 0.1 s for prompt '0427'"):
+        runner.collect()
+    runner.close()
+
+
+def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
+    """Not just the chunk that it was in."""
+
+    def picky(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        if "1999" in prompts:
+            raise ValueError("cannot score a party")
+        return torch.ones(len(prompts))
+
+    runner = RewardRunner(picky)
+    runner.submit(torch.zeros(3, 1, 8, 32), ["0427", "1999", "3141"])
+    with pytest.raises(RunError, match=r"raised ValueError \(cannot score a party\) for prompt '1999'"):
+        runner.collect()
+    runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
+    """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
+    flags = [
+        *("--updates", "7", "--train", kind, "--optimizer.ema-decay", "0.9", "--policy.kl-coef", "0.1"),
+        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
+    ]
+    small.train(tmp_path / "straight", *flags)
+    killed = tmp_path / "killed"
+    with subprocess.Popen(
+        small.command("train", "handwriting", "--out", str(killed), *small.SMALL, *flags), env=small.environment()
+    ) as process:
+        wait_for_update(killed, 5, process)
+        process.kill()
+    assert not (killed / "summary.json").exists()
+    small.train(killed, *flags, "--resume")
+    assert small.weights(killed) == small.weights(tmp_path / "straight")
+    timeless = [
+        [{key: value for key, value in record.items() if key != "seconds"} for record in small.records(out)]
+        for out in (tmp_path / "straight", killed)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def wait_for_update(out: Path, update: int, process: subprocess.Popen[Any]) -> None:
+    """Wait until a run has recorded an update."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended too early"
+        metrics = out / "metrics.jsonl"
+        if metrics.exists() and f'"update": {update}' in metrics.read_text():
+            return
+        time.sleep(0.02)
+    pytest.fail("the run is too slow")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
+    out = tmp_path / "run"
+    flags = ["--updates", "500", "--checkpoint-every", "500"]
+    with subprocess.Popen(
+        small.command("train", "handwriting", "--out", str(out), *small.SMALL, *flags),
+        env=small.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_for_update(out, 2, process)
+        process.send_signal(number)
+        text, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    saved = [path.name for path in (out / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert f"{number.name}: stopped after update {int(saved[0])}, all saved; go on with --resume --out {out}" in text
+    assert errors == ""
+    done = small.fluvial("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", str(int(saved[0]) + 1), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"after update {int(saved[0])}" in done.stdout
+
+
+def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
+    """Whatever is being done."""
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        small.command("train", "handwriting", "--out", str(out), "--micro-batch", "64"),
+        env=small.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        wait_for_update(out, 0, process)  # a full-size update takes seconds from here
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) != 0
+
+
+def test_resuming_a_damaged_run_names_the_whole_checkpoint(tmp_path: Path) -> None:
+    """--resume refuses the damaged newest one and offers an older one, with which the run goes on."""
+    out = tmp_path / "run"
+    small.train(out, "--updates", "4")
+    file = next((out / "checkpoints" / "000004").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:1000])
+    done = small.fluvial("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "5", "--resume")
+    assert done.returncode == 1
+    line = small.one_line(done.stderr)
+    older = out / "checkpoints" / "000002"
+    assert "000004 is damaged" in line
+    assert f"use --resume-from {older}" in line
+    small.train(out, "--updates", "5", "--resume-from", str(older))
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    """It would be another run."""
+    out = tmp_path / "run"
+    small.train(out, "--updates", "2")
+    done = small.fluvial(
+        "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "4", "--seed", "5", "--resume"
+    )
+    assert done.returncode == 1
+    assert "is of another run: seed 0 there, 5 here" in small.one_line(done.stderr)
+
+
+def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
+    out = tmp_path / "run"
+    small.train(out, "--updates", "2")
+    script = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+        "from fluvial.engines.cli import main\nmain(sys.argv[1:])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "4", "--resume"],
+        env=small.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "earlier checkpoints are as they were" in small.one_line(done.stderr)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]
+    small.train(out, "--updates", "3", "--resume")

@@ -1,0 +1,78 @@
+"""Run by torchrun: counts the engine's collectives and writes the weights of an update as JSON, for test_two_ranks.py."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from nets import Net, data, squared
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.engines.distributed import world
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp import Engine, OptimizerConfig
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Write {counts: {comm: {n: {...}}}, weights: {...}, skipped, items}."""
+    result: dict[str, Any] = {"counts": {}, "weights": {}}
+    with world() as processes:
+        for comm in ("keep", "reshard"):
+            result["counts"][comm] = {}
+            for n in (1, 2, 8):
+                net = Net()
+                engine = Engine(net, list(net.blocks), OptimizerConfig(), processes, updates=1, comm=comm)  # type: ignore[arg-type]
+                items, weight = data(3 * n)
+                with Collectives() as counter:
+                    engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)
+                result["counts"][comm][n] = dict(counter.counts)
+
+        # Uneven ranks: 5 items here, 2 there.
+        items, weight = data(7)
+        mine = slice(0, 5) if processes.rank == 0 else slice(5, 7)
+        for comm in ("keep", "reshard"):
+            net = Net()
+            engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), processes, updates=1, comm=comm)  # type: ignore[arg-type]
+            share = {name: tensor[mine] for name, tensor in items.items()}
+            info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
+            result["weights"][comm] = {name: tensor.tolist() for name, tensor in engine.weights(average=False)}
+            result["info"] = info._asdict()
+
+        # A gradient that is not finite on one rank skips the step on both.
+        before = [tensor for _, tensor in engine.weights(average=False)]
+        if processes.rank == 1:
+            share["y"][0] = torch.nan
+        info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
+        after = [tensor for _, tensor in engine.weights(average=False)]
+        result["skipped"] = info.skipped and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+        # A rank that gives up takes the other with it.
+        try:
+            with processes.agreed():
+                if processes.rank == 1:
+                    raise RunError("out of paper")
+        except RunError as error:
+            messages = [None, None]
+            torch.distributed.all_gather_object(messages, f"{type(error).__name__}: {error}")
+            result["messages"] = messages
+    if processes.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

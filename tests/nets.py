@@ -1,0 +1,44 @@
+"""A net with two blocks, data for it and a loss: what the engine's tests train, in one process and in several."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Info(NamedTuple):
+    """Diagnostics of the test's loss."""
+
+    error: Tensor
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum(-1)
+
+
+def data(count: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs, targets and weights."""
+    generator = torch.Generator().manual_seed(count)
+    items = {"x": torch.randn(count, 3, generator=generator), "y": torch.randn(count, generator=generator)}
+    return items, torch.rand(count, generator=generator)
+
+
+def squared(module: nn.Module) -> Any:
+    """The test's loss of a module."""
+
+    def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        error = (module(items["x"]) - items["y"]) ** 2
+        return error, Info(error.detach())
+
+    return loss
