@@ -83,7 +83,7 @@ def _check(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
 def _group_moments(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Return each sample's distance to its group's mean, and its group's standard deviation, both `[B]`."""
     # A group's first place in sorted order names it: an id below B, found without counting the groups on the host.
-    ids = torch.searchsorted(torch.sort(group).values, group)
+    ids = torch.searchsorted(torch.sort(group).values, group.contiguous())
     zeros = torch.zeros_like(reward)
     count = zeros.index_add(0, ids, torch.ones_like(reward))[ids]
     centred = reward - zeros.index_add(0, ids, reward)[ids] / count

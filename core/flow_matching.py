@@ -11,8 +11,9 @@ def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
     """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`."""
     check_same_shape("interpolate", x0=x0, noise=noise)
     dtype = compute_dtype("interpolate", x0=x0, noise=noise)
-    level = per_sample(torch.as_tensor(sigma, dtype=dtype, device=x0.device), x0)
-    check_per_sample("interpolate", x0.shape[0], sigma=level.flatten() if level.ndim else level)
+    level = torch.as_tensor(sigma, dtype=dtype, device=x0.device)
+    check_per_sample("interpolate", x0.shape[0], sigma=level)
+    level = per_sample(level, x0)
     return (1 - level) * x0.to(dtype) + level * noise.to(dtype)
 
 

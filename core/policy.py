@@ -39,7 +39,8 @@ def clipped_surrogate(
     dtype = compute_dtype("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
     advantage = advantage.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
-    ratio = torch.exp(log_ratio)
+    # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside of any clip.
+    ratio = torch.exp(log_ratio.clamp(max=80))
     free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
 

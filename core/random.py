@@ -52,6 +52,9 @@ def fold_in(key: Key, data: int | Ids) -> Key:
     if isinstance(data, Tensor):
         if data.dtype.is_floating_point or data.dtype == torch.bool:
             raise TypeError(f"fold_in: data is {data.dtype}, expected an integer dtype")
+        batch = list(key.low.shape) if isinstance(key.low, Tensor) else None
+        if data.ndim != 1 or batch not in (None, list(data.shape)):
+            raise ValueError(f"fold_in: data has shape {list(data.shape)}, expected {batch or '[B]'}")
         data = data.to(torch.int64)
     elif isinstance(data, bool) or not isinstance(data, int):
         raise TypeError(f"fold_in: data is a {type(data).__name__}, expected an int or an integer tensor")
@@ -78,11 +81,11 @@ def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None 
 
     Args:
         key: one key for the whole draw, or a key a sample `[B]`.
-        shape: of the result. With a key a sample that is `[B, *event]`; the leading B may be left out.
+        shape: of the result; with a key a sample, `[B, *event]`.
         device: for one key; a key a sample draws on its own device.
     """
     batch, event = _layout(key, shape)
-    return _words(key, math.prod(event), device=device).reshape(*batch, *event)
+    return _words(key, math.prod(event), device=device).reshape((*batch, *event))
 
 
 def uniform(
@@ -117,13 +120,15 @@ def normal(
     radius = torch.sqrt(-2 * torch.log((first + 1).to(torch.float64) * 2.0**-32))
     angle = second.to(torch.float64) * (2 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
-    return pairs.flatten(-2)[..., :count].reshape(*batch, *event).to(torch.float32).to(dtype)
+    return pairs.flatten(-2)[..., :count].reshape((*batch, *event)).to(torch.float32).to(dtype)
 
 
 def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for a key a sample."""
     batch = tuple(key.low.shape) if isinstance(key.low, Tensor) else ()
-    return batch, tuple(shape[1:] if batch and tuple(shape[:1]) == batch else shape)
+    if tuple(shape[: len(batch)]) != batch:
+        raise ValueError(f"random: shape is {list(shape)}, expected to begin with the keys' {list(batch)}")
+    return batch, tuple(shape[len(batch) :])
 
 
 def _words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Rollout: a transition folded over a schedule, recording what a policy update needs."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from fluvial.core import gaussian, transitions
 from fluvial.core.checks import FLOATING, compute_dtype
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import Grid, Samples
 
@@ -34,7 +35,7 @@ class Trajectory(NamedTuple):
     x_next: Tensor  # [B, S, *event] after it
     steps: Tensor  # [S] int64, indices into the schedule
     log_prob: Tensor  # [B, S] under the policy that made the rollout
-    final: Tensor  # [B, *event]
+    final: Tensor  # [B, *event], in the dtype of the computation
     debug: Debug | None
 
 
@@ -46,6 +47,7 @@ def rollout(
     transition: Sampler,
     key: Key,
     window: Collection[int] | None = None,
+    deterministic: Sampler = transitions.ode,
     record: Collection[int] | None = None,
     form: Form = "density",
     reduction: Reduction = "mean",
@@ -64,7 +66,8 @@ def rollout(
         transition: a sampler with its hyper-parameters bound, e.g. partial(flow_sde, eta=0.7, sigma_max=sigmas[1]).
         key: one key, into which each sample's place in the batch is folded, or a key a sample `[B]`. Step i draws
             from fold_in(key, i).
-        window: the steps taken with `transition`, all by default; the others are steps of the ODE.
+        window: the steps taken with `transition`, all by default.
+        deterministic: the sampler of the other steps, which draws no noise; partial(ddim, eta=0) beside `ddim`.
         record: the steps to record, by default those of the window that are stochastic.
         form, reduction: of the log-probs, as in `gaussian.log_prob`.
         dtype: in which the trajectory is stored. Where it is lower than that of the computation, each sample is
@@ -77,12 +80,20 @@ def rollout(
     """
     T = len(sigmas) - 1
     window = range(T) if window is None else window
+    if deterministic is transitions.ode and set(window) != set(range(T)):
+        try:
+            check_sigmas(sigmas)
+        except ValueError as error:
+            way_out = (
+                "steps outside the window are the ODE's, over noise levels; pass deterministic=partial(ddim, eta=0) for DDIM"
+            )
+            raise ValueError(f"rollout: {error}: {way_out}") from error
     if dtype not in FLOATING:
         raise TypeError(f"rollout: dtype is {dtype}, expected a floating-point dtype")
     for name, steps in (("window", window), ("record", record or ())):
         if out := [step for step in steps if not 0 <= step < T]:
             raise ValueError(f"rollout: {name} holds steps {out}, expected 0 to {T - 1}")
-    samplers = [transition if step in window else transitions.ode for step in range(T)]
+    samplers = [transition if step in window else deterministic for step in range(T)]
     if record is None:
         record = [step for step in window if form == "unscaled" or not _is_deterministic(samplers[step], sigmas, step)]
         if not record and form != "unscaled":
@@ -90,7 +101,7 @@ def rollout(
                 f"rollout: {sampler_name(transition)} takes no stochastic step in {list(window)}, so form={form!r} has "
                 "no answer: use eta > 0, or form='unscaled'"
             )
-    check_density(transition, sigmas, record=record, window=window, form=form)
+    check_density(samplers, sigmas, record=record, form=form)
 
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
@@ -101,50 +112,54 @@ def rollout(
         sigma, sigma_next = (level.expand(batch).contiguous() for level in levels[step : step + 2])
         coefficients: Transition = sampler(sigma, sigma_next)
         v = velocity(x, sigma, step)
-        if sampler is transitions.ode:
-            noise = None
-            x_next = gaussian.mean(coefficients, x, v)
-        else:
+        if step in window:
             noise = normal(fold_in(keys, step), x.shape, dtype=compute)
             x_next = gaussian.sample(coefficients, x, v, noise)
+        else:
+            noise = torch.zeros_like(x)
+            x_next = gaussian.mean(coefficients, x, v)
         x_next = x_next.to(dtype).to(compute)
         if step in record:
             before.append(x.to(dtype))
             after.append(x_next.to(dtype))
             log_probs.append(gaussian.log_prob(coefficients, x, v, x_next, form=form, reduction=reduction))
             if debug:
-                noise = torch.zeros_like(x) if noise is None else noise
                 details.append(Debug(noise, gaussian.mean(coefficients, x, v), coefficients.std, v))
         x = x_next
 
-    def stack(tensors: list[Tensor], *event: int) -> Tensor:
-        return torch.stack(tensors, dim=1) if tensors else x.new_empty((batch, 0, *event))
+    def stack(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype = compute) -> Tensor:
+        return torch.stack(list(tensors), dim=1) if tensors else x.new_empty((batch, 0, *event), dtype=dtype)
 
+    event = x.shape[1:]
+    noises, means, stds, velocities = zip(*details, strict=True) if details else ((), (), (), ())
     return Trajectory(
-        x=stack(before, *x.shape[1:]),
-        x_next=stack(after, *x.shape[1:]),
+        x=stack(before, *event, dtype=dtype),
+        x_next=stack(after, *event, dtype=dtype),
         steps=torch.tensor([step for step in range(T) if step in record], dtype=torch.int64, device=x.device),
         log_prob=stack(log_probs),
         final=x,
-        debug=Debug(*(stack(list(tensors)) for tensors in zip(*details, strict=True))) if details else None,
+        debug=Debug(stack(noises, *event), stack(means, *event), stack(stds), stack(velocities, *event)) if debug else None,
     )
 
 
-def check_density(
-    transition: Sampler, sigmas: Grid, *, record: Collection[int], window: Collection[int], form: Form
-) -> None:
+def check_density(samplers: Sequence[Sampler], sigmas: Grid, *, record: Collection[int], form: Form) -> None:
     """Raise ValueError, naming sampler and step, if a recorded step is deterministic and `form` divides by its std.
 
     Call it once, when a schedule is built: it looks at values only where that is free.
+
+    Args:
+        samplers: of each step.
+        sigmas: the schedule.
+        record: the steps to record.
+        form: of the log-prob.
     """
     if form == "unscaled":
         return
     for step in record:
-        sampler = transition if step in window else transitions.ode
-        if _is_deterministic(sampler, sigmas, step):
+        if _is_deterministic(samplers[step], sigmas, step):
             raise ValueError(
-                f"{sampler_name(sampler)} has std 0 at step {step} (sigma {sigmas[step]:g} to {sigmas[step + 1]:g}), so "
-                f"form={form!r} has no answer: use eta > 0 and record only stochastic steps, or form='unscaled'"
+                f"{sampler_name(samplers[step])} has std 0 at step {step} (sigma {sigmas[step]:g} to {sigmas[step + 1]:g}), "
+                f"so form={form!r} has no answer: use eta > 0 and record only stochastic steps, or form='unscaled'"
             )
 
 

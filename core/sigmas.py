@@ -18,7 +18,7 @@ def linear(T: int) -> Grid:
 
 def shifted(T: int, shift: float) -> Grid:
     """Return the linear schedule moved towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206)."""
-    check_number("shifted", "shift", shift, low=0)
+    check_number("shifted", "shift", shift, low=1e-9)
     s = _unshifted(T)
     return (shift * s / (1 + (shift - 1) * s)).to(torch.float32)
 

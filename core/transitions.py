@@ -85,7 +85,7 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
         eta: share of fresh noise, 0 (the ODE) to 1 (all of it).
     """
     sigma, sigma_next = _scalars("cps", sigma=sigma, sigma_next=sigma_next)
-    check_number("cps", "eta", eta, low=0)
+    check_number("cps", "eta", eta, low=0, high=1)
     angle = eta * math.pi / 2
     drop = sigma_next * (1 - abs(math.cos(angle)))
     return Transition(

@@ -1,10 +1,10 @@
 """Shape aliases, written once: `b` is the batch, `*event` the shape of one sample."""
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 PerSample = Float[Tensor, " b"]  # one number a sample
 Samples = Float[Tensor, "b *event"]  # a batch of samples, noises or velocities
 Scalar = Float[Tensor, " b"] | Float[Tensor, ""] | float  # a number a sample, or one for all of them
 Grid = Float[Tensor, " t_plus_1"]  # a schedule: T+1 noise levels, T steps
-Ids = Int[Tensor, " b"]  # an integer a sample
+Ids = Integer[Tensor, " b"]  # an integer a sample

@@ -74,15 +74,22 @@ class SampleConfig:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done (or stopped as asked), 1 failed, 2 asked for wrongly."""
+    exit_with(_command, list(sys.argv[1:] if args is None else args))
+
+
+def exit_with(command: Callable[[list[str]], int], args: list[str]) -> None:
+    """Run a command line and leave the process with its exit code."""
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
-    sys.exit(run(list(sys.argv[1:] if args is None else args)))
+    sys.exit(run(args, command))
 
 
-def run(args: list[str]) -> int:
-    """Run a command and return its exit code; errors that a person can mend are printed in one line."""
+def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:
+    """Run a command line and return its exit code; errors that a person can mend are printed in one line."""
     try:
-        return _command(args)
+        return (command or _command)(args)
+    except SystemExit as done:  # help was printed
+        return int(done.code or 0)
     except ElsewhereError:
         return 1
     except UsageError as error:
@@ -90,7 +97,7 @@ def run(args: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             _complain(error)
         return 2
-    except FluvialError as error:
+    except (FluvialError, OSError) as error:  # OSError: a full disk or a lost one, wherever it was noticed
         _complain(error)
         return 1
     except KeyboardInterrupt:
@@ -98,7 +105,7 @@ def run(args: list[str]) -> int:
         return 130
 
 
-def _complain(error: FluvialError) -> None:
+def _complain(error: Exception) -> None:
     print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
 
 
@@ -125,10 +132,7 @@ def _command(args: list[str]) -> int:
     if len(args) < 2 or args[1] != "handwriting":
         given = repr(args[1]) if len(args) > 1 else "nothing"
         raise UsageError(f"{args[0]} needs the name of a job, got {given}, expected handwriting (fluvial --help)")
-    try:
-        commands[args[0]](f"fluvial {args[0]} {args[1]}", args[2:])
-    except SystemExit as done:  # --help was printed
-        return int(done.code or 0)
+    commands[args[0]](f"fluvial {args[0]} {args[1]}", args[2:])
     return 0
 
 
@@ -136,19 +140,19 @@ def _train(program: str, args: list[str]) -> None:
     from fluvial.engines import recipes
     from fluvial.engines.trainer import train
 
-    train(_parsed(recipes.TrainConfig, recipes.handwriting, program, args), console=_console())
+    train(parsed(recipes.TrainConfig, recipes.handwriting, program, args), console=_console())
 
 
 def _pretrain(program: str, args: list[str]) -> None:
     from fluvial.engines import recipes
     from fluvial.engines.pretrain import pretrain
 
-    config = _parsed(recipes.PretrainConfig, recipes.handwriting_pretraining, program, args)
+    config = parsed(recipes.PretrainConfig, recipes.handwriting_pretraining, program, args)
     pretrain(config, console=_console())
 
 
 def _eval(program: str, args: list[str]) -> None:
-    config = _parsed(EvalConfig, EvalConfig, program, args)
+    config = parsed(EvalConfig, EvalConfig, program, args)
     from fluvial.engines import jobs
     from fluvial.engines.distributed import world
     from fluvial.engines.evaluate import evaluate
@@ -169,7 +173,7 @@ def _eval(program: str, args: list[str]) -> None:
 
 
 def _sample(program: str, args: list[str]) -> None:
-    config = _parsed(SampleConfig, SampleConfig, program, args)
+    config = parsed(SampleConfig, SampleConfig, program, args)
     import torch
 
     from fluvial.core.random import key
@@ -202,7 +206,7 @@ def _sample(program: str, args: list[str]) -> None:
     _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
 
 
-def _parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]) -> Any:
+def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]) -> Any:
     """Return the configuration that the arguments ask for.
 
     Raises:

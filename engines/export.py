@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
 from fluvial.engines.distributed import World
@@ -35,5 +36,5 @@ def export(engine: Engine, out: Path, *, build: Callable[[], nn.Module], merge: 
                 merge_lora(module)
             try:
                 module.save_pretrained(out, safe_serialization=True)  # type: ignore[operator]
-            except OSError as error:
-                raise RunError(f"weights cannot be written to {out}: {error.strerror or error}") from error
+            except (OSError, SafetensorError) as error:
+                raise RunError(f"weights cannot be written to {out}: {error}") from error

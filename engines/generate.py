@@ -66,6 +66,7 @@ def generate(
     prompts: Sequence[str],
     ids: Sequence[int],
     *,
+    initial: Sequence[int] | None = None,
     grid: Grid,
     key: Key,
     micro_batch: int,
@@ -79,6 +80,8 @@ def generate(
     Args:
         model, module: the adapter, and the network to sample from.
         prompts, ids: of this rank, in whole chunks.
+        initial: the numbers that the initial noise is drawn by, where they are not the samples' own: samples that share one
+            begin alike.
         grid: the schedule.
         key: one key, into which a sample's number is folded.
         micro_batch: samples a chunk.
@@ -89,7 +92,8 @@ def generate(
     device = grid.timesteps.device
     for start in range(0, len(ids), micro_batch):
         chunk = prompts[start : start + micro_batch]
-        keys = fold_in(key, torch.tensor(list(ids[start : start + micro_batch]), device=device))
+        rows = slice(start, start + micro_batch)
+        own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, initial or ids))
         cond = optree.tree_map(lambda tensor: tensor.to(device), model.encode(chunk))
 
         def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
@@ -98,10 +102,10 @@ def generate(
         with torch.no_grad():
             trajectory = rollout(
                 velocity,
-                normal(fold_in(keys, INITIAL), (len(chunk), *model.latent_shape)),
+                normal(fold_in(first, INITIAL), (len(chunk), *model.latent_shape)),
                 grid.sigmas,
                 transition=transition,
-                key=fold_in(keys, STEPS),
+                key=fold_in(own, STEPS),
                 window=window,
                 record=None if window else (),
                 form=form,

@@ -23,6 +23,8 @@ class RolloutConfig:
     Args:
         prompts: prompts an update.
         group: samples a prompt, at least 2: a sample is judged against the others of its group.
+        shared_noise: the samples of a group begin with the same noise, as DanceGRPO's do (arXiv 2505.07818), so that they
+            differ by the steps that are trained on and by nothing else.
         steps: of the schedule, in training and in evaluation.
         sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818) or cps (Flow-CPS, 2509.05952).
         eta: scale of the sampler's noise, > 0.
@@ -36,6 +38,7 @@ class RolloutConfig:
 
     prompts: int = 8
     group: int = 16
+    shared_noise: bool = False
     steps: int = 10
     sampler: Literal["flow_sde", "dance_sde", "cps"] = "flow_sde"
     eta: float = 0.8

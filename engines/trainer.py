@@ -118,7 +118,7 @@ class Trainer:
                     self.before = {"score": evaluation.score, "exact": evaluation.exact}
                     progress.say(_line("before training", evaluation))
                 while self.engine.updates < config.updates:
-                    record, stopping = self._update(runner, stop)
+                    record, stopping = self.update(runner, stop)
                     if folder:
                         folder.log(record)
                     progress.advance(
@@ -179,7 +179,7 @@ class Trainer:
         if self.console:
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
 
-    def _update(self, runner: RewardRunner, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+    def update(self, runner: RewardRunner, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """Make one rollout and one optimizer update of it: (its record, whether any rank was asked to stop)."""
         config, rollout = self.config, self.config.rollout
         root = fold_in(self.key, self.engine.updates)
@@ -192,7 +192,9 @@ class Trainer:
         with _timed(seconds, "rollout"), self.engine.inference() as module:
             chunks = []
             for chunk in generate(
-                self.job.model, module, prompts, ids, grid=self.grid, key=fold_in(root, SAMPLES),
+                self.job.model, module, prompts, ids,
+                initial=[i // rollout.group for i in ids] if rollout.shared_noise else None,
+                grid=self.grid, key=fold_in(root, SAMPLES),
                 micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
                 reduction=rollout.reduction,
             ):  # fmt: skip

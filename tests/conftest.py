@@ -9,6 +9,8 @@ from jaxtyping import install_import_hook
 # No deadline and no slowness check: torch's first call of an operation is slow, and the machine may be shared.
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+# pytest --hypothesis-profile=thorough
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # The hook breaks torch.compile(fullgraph=True) and answers a wrong type before the library's own message does, so

@@ -1,15 +1,17 @@
 """A run of the built-in job that is small enough for a test, and ways to start it."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 # Eight samples of four steps an update: a fraction of a second each.
-SMALL = (
-    "--rollout.prompts 2 --rollout.group 4 --rollout.steps 4 --rollout.window 2 --micro-batch 4 "
-    "--eval-every 0 --final-samples 8 --eval-samples 8 --checkpoint-every 2"
-).split()
+SMALL = [
+    *("--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4", "--rollout.window", "2"),
+    *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
+]
 
 
 def fluvial(*args: str, ranks: int = 1, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -34,8 +36,6 @@ def command(*args: str, ranks: int = 1) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return an environment in which one and several ranks use the same number of threads, and so the same kernels."""
-    import os
-
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
@@ -54,6 +54,4 @@ def weights(out: Path) -> bytes:
 
 def records(out: Path) -> Sequence[dict]:
     """Return the records of a run's metrics."""
-    import json
-
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

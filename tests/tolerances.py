@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +24,17 @@ OPERATIONS = {
 }
 
 
-def tolerance(operation: str, dtype: torch.dtype, *, condition: float = 1.0, reduced: int = 1) -> dict[str, float]:
+class Tolerance(TypedDict):
+    """What `torch.testing.assert_close` is given."""
+
+    rtol: float
+    atol: float
+
+
+EXACT: Tolerance = {"rtol": 0.0, "atol": 0.0}
+
+
+def tolerance(operation: str, dtype: torch.dtype, *, condition: float = 1.0, reduced: int = 1) -> Tolerance:
     """Return rtol and atol for `torch.testing.assert_close`: eps of the dtype that computes * roundings * condition.
 
     Args:
@@ -37,16 +48,14 @@ def tolerance(operation: str, dtype: torch.dtype, *, condition: float = 1.0, red
     return {"rtol": bound, "atol": bound}
 
 
-def log_prob_tolerance(
-    dtype: torch.dtype, *, residual: Tensor, std: Tensor, magnitude: Tensor, reduction: str
-) -> dict[str, float]:
+def log_prob_tolerance(dtype: torch.dtype, *, residual: Tensor, std: Tensor, magnitude: Tensor, reduction: str) -> Tolerance:
     """Return rtol and atol for a log-probability.
 
     The residual r = x_next - mean is a difference of terms as large as `magnitude`, known to eps * magnitude; r^2 / 2 std^2
     turns that into eps * (magnitude / std) * (|r| / std), on top of the rounding of r^2 / 2 std^2 itself.
     """
     if residual.numel() == 0:
-        return {"rtol": 0.0, "atol": 0.0}
+        return EXACT
     per_sample_std = std.reshape(-1, *[1] * (residual.ndim - 1))
     z = (residual.abs() / per_sample_std).max().item()
     condition = (magnitude / per_sample_std).max().item() * z + z**2 + std.log().abs().max().item()

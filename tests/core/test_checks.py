@@ -29,8 +29,16 @@ walk = partial(rollout.rollout, lambda x, sigma, step: x, X, sigmas.linear(4), k
 Case = tuple[Callable[[], object], type[Exception], str]
 CASES: dict[str, Case] = {
     # A shape that would broadcast silently is the reason these checks exist: [1, 4] against [3, 4].
-    "mean broadcasts v": (lambda: gaussian.mean(STEP, X, FIRST), ValueError, r"mean: v has shape \[1, 4\], expected \[3, 4\] as x"),
-    "mean of another event": (lambda: gaussian.mean(STEP, X, OTHER), ValueError, r"mean: v has shape \[3, 5\], expected \[3, 4\]"),
+    "mean broadcasts v": (
+        lambda: gaussian.mean(STEP, X, FIRST),
+        ValueError,
+        r"mean: v has shape \[1, 4\], expected \[3, 4\] as x",
+    ),
+    "mean of another event": (
+        lambda: gaussian.mean(STEP, X, OTHER),
+        ValueError,
+        r"mean: v has shape \[3, 5\], expected \[3, 4\]",
+    ),
     "sample's noise": (lambda: gaussian.sample(STEP, X, X, FIRST), ValueError, r"sample: noise has shape \[1, 4\]"),
     "log_prob's x_next": (lambda: gaussian.log_prob(STEP, X, X, FIRST), ValueError, r"log_prob: x_next has shape \[1, 4\]"),
     "kl's v_ref": (lambda: gaussian.kl(STEP, X, FIRST), ValueError, r"kl: v_ref has shape \[1, 4\]"),
@@ -40,7 +48,11 @@ CASES: dict[str, Case] = {
         ValueError,
         r"mean: b has shape \[2\], expected \[\] or \[3\]",
     ),
-    "coefficients [1]": (lambda: gaussian.mean(STEP._replace(a=S[:1]), X, X), ValueError, r"a has shape \[1\], expected \[\] or \[3\]"),
+    "coefficients [1]": (
+        lambda: gaussian.mean(STEP._replace(a=S[:1]), X, X),
+        ValueError,
+        r"a has shape \[1\], expected \[\] or \[3\]",
+    ),
     "coefficients [B, 1]": (lambda: gaussian.kl(STEP._replace(std=S[:, None]), X, X), ValueError, r"std has shape \[3, 1\]"),
     "integer sample": (lambda: gaussian.mean(STEP, INTS, X), TypeError, "mean: x is torch.int64, expected float16"),
     "integer coefficient": (
@@ -65,7 +77,11 @@ CASES: dict[str, Case] = {
         "log_prob: reduction is 'none', expected one of 'mean', 'sum'",
     ),
     "kl's reduction": (lambda: gaussian.kl(STEP, X, X, reduction="max"), ValueError, "kl: reduction is 'max'"),  # type: ignore[arg-type]
-    "levels of two batches": (lambda: transitions.ode(S, S[:2]), ValueError, r"ode: sigma_next has shape \[2\], expected \[\] or \[3\]"),
+    "levels of two batches": (
+        lambda: transitions.ode(S, S[:2]),
+        ValueError,
+        r"ode: sigma_next has shape \[2\], expected \[\] or \[3\]",
+    ),
     "levels [B, 1]": (lambda: transitions.cps(S[:, None], S, eta=0.5), ValueError, r"cps: sigma has shape \[3, 1\]"),
     "integer levels": (lambda: transitions.ode(GROUP, S), TypeError, "ode: sigma is torch.int64"),
     "sigma_max of another batch": (
@@ -75,7 +91,7 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"{name}'s eta {eta!r}": (
-            lambda sampler=sampler, eta=eta: sampler(S, S, eta=eta),
+            partial(sampler, S, S, eta=eta),  # type: ignore[arg-type]
             error,
             f"{name}: eta is {message}",
         )
@@ -94,7 +110,11 @@ CASES: dict[str, Case] = {
             (S, TypeError, "a Tensor, expected a number"),
         )
     },
-    "cps's eta beyond all": (lambda: transitions.cps(S, S, eta=1.5), ValueError, r"cps: eta is 1.5, expected .* in \[0, 1\]"),
+    "cps's eta beyond all": (
+        lambda: transitions.cps(S, S, eta=1.5),
+        ValueError,
+        r"cps: eta is 1.5, expected .* in \[0, 1\]",
+    ),
     "x0 and noise": (lambda: flow_matching.interpolate(X, FIRST, 0.5), ValueError, r"interpolate: noise has shape \[1, 4\]"),
     "sigma of another batch": (
         lambda: flow_matching.interpolate(X, X, S[:2]),
@@ -113,12 +133,36 @@ CASES: dict[str, Case] = {
     "0-d log-probs": (lambda: surrogate(S[0], S[0], S[0]), ValueError, r"clipped_surrogate: log_prob has shape \[\]"),
     "integer advantage": (lambda: surrogate(S, S, GROUP), TypeError, "clipped_surrogate: advantage is torch.int64"),
     "clip_low": (lambda: surrogate(S, S, S, clip_low=1.1), ValueError, r"clip_low is 1.1, expected .* in \[0, 1\]"),
-    "clip_high": (lambda: surrogate(S, S, S, clip_high=-1.0), ValueError, "clip_high is -1.0, expected a finite number >= 0"),
-    "clip type": (lambda: surrogate(S, S, S, clip_low=None), TypeError, "clip_low is a NoneType, expected a number"),
-    "reward of two axes": (lambda: advantages.group_advantages(X, GROUP), ValueError, r"group_advantages: reward has shape \[3, 4\]"),
-    "group of another batch": (lambda: advantages.group_advantages(S, GROUP[:2]), ValueError, r"group has shape \[2\], expected \[3\]"),
-    "group of one": (lambda: advantages.group_advantages(S, GROUP[:1]), ValueError, r"group has shape \[1\], expected \[3\]"),
-    "float group": (lambda: advantages.group_advantages(S, S), TypeError, "group is torch.float32, expected an integer dtype"),
+    "clip_high": (
+        lambda: surrogate(S, S, S, clip_high=-1.0),
+        ValueError,
+        "clip_high is -1.0, expected a finite number >= 0",
+    ),
+    "clip type": (
+        lambda: surrogate(S, S, S, clip_low="1"),  # type: ignore[arg-type]
+        TypeError,
+        "clip_low is a str, expected a number",
+    ),
+    "reward of two axes": (
+        lambda: advantages.group_advantages(X, GROUP),
+        ValueError,
+        r"group_advantages: reward has shape \[3, 4\]",
+    ),
+    "group of another batch": (
+        lambda: advantages.group_advantages(S, GROUP[:2]),
+        ValueError,
+        r"group has shape \[2\], expected \[3\]",
+    ),
+    "group of one": (
+        lambda: advantages.group_advantages(S, GROUP[:1]),
+        ValueError,
+        r"group has shape \[1\], expected \[3\]",
+    ),
+    "float group": (
+        lambda: advantages.group_advantages(S, S),
+        TypeError,
+        "group is torch.float32, expected an integer dtype",
+    ),
     "bool group": (lambda: advantages.group_advantages(S, S > 0), TypeError, "group is torch.bool"),
     "integer reward": (lambda: advantages.group_advantages(GROUP, GROUP), TypeError, "reward is torch.int64"),
     "scale": (
@@ -144,7 +188,11 @@ CASES: dict[str, Case] = {
     "data below": (lambda: fold_in(key(0), -1), ValueError, r"fold_in: data is -1, expected 0 <= data < 2\^63"),
     "data above": (lambda: fold_in(key(0), 2**63), ValueError, "fold_in: data is 9223372036854775808"),
     "ids of two axes": (lambda: fold_in(key(0), GROUP[:, None]), ValueError, r"fold_in: data has shape \[3, 1\]"),
-    "ids of another batch": (lambda: fold_in(fold_in(key(0), GROUP), GROUP[:1]), ValueError, r"fold_in: data has shape \[1\]"),
+    "ids of another batch": (
+        lambda: fold_in(fold_in(key(0), GROUP), GROUP[:1]),
+        ValueError,
+        r"fold_in: data has shape \[1\]",
+    ),
     "draw of another batch": (lambda: random.normal(fold_in(key(0), GROUP), (2, 5)), ValueError, r"shape is \[2, 5\]"),
     "no steps": (lambda: sigmas.linear(0), ValueError, "0 steps"),
     "half a step": (lambda: sigmas.linear(1.5), ValueError, "1.5 steps"),  # type: ignore[arg-type]
@@ -174,7 +222,7 @@ CASES: dict[str, Case] = {
             window=[0],
         ),
         ValueError,
-        "ddim",
+        "window",
     ),
     "a number without an upper bound": (
         lambda: checks.check_number("f", "x", -1.0, low=0),

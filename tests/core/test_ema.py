@@ -1,5 +1,7 @@
 """The moving average: its equation over any tree, its ends, and what it leaves alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from torch.testing import assert_close
 from fluvial.core import ema
 
 
-def tree(seed: int) -> dict[str, object]:
+def tree(seed: int) -> dict[str, Any]:
     return {"a": normals(seed, 41), "b": [normals(seed + 1, 3, 5), (normals(seed + 2),)]}
 
 
@@ -21,8 +23,8 @@ def test_update_is_the_equation_over_a_tree(decay: float) -> None:
     assert list(got) == ["a", "b"]
     for new, old, param in (
         (got["a"], average["a"], params["a"]),
-        (got["b"][0], average["b"][0], params["b"][0]),  # type: ignore[index]
-        (got["b"][1][0], average["b"][1][0], params["b"][1][0]),  # type: ignore[index]
+        (got["b"][0], average["b"][0], params["b"][0]),
+        (got["b"][1][0], average["b"][1][0], params["b"][1][0]),
     ):
         assert_close(new, decay * old + (1 - decay) * param, rtol=1e-14, atol=1e-14)
 

@@ -35,7 +35,7 @@ def test_the_ends_of_the_path_are_exact() -> None:
 def test_the_velocity_of_the_path_is_noise_less_x0() -> None:
     x0, noise = normals(0, 2, 3, 41)
     sigma = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    _, velocity = torch.func.jvp(lambda s: interpolate(x0, noise, s), (sigma,), (torch.ones_like(sigma),))
+    _, velocity = torch.func.jvp(lambda s: interpolate(x0, noise, s), (sigma,), (torch.ones_like(sigma),))  # type: ignore[misc]
     assert_close(velocity, noise - x0, **tolerance("mean", torch.float64))
 
 
@@ -52,7 +52,9 @@ def test_velocity_error_is_a_mean_square(event: tuple[int, ...], batch: int, see
     got = velocity_error(v, target)
     assert got.shape == (batch,)
     for sample in range(batch):
-        squares = [(a - b) ** 2 for a, b in zip(v[sample].flatten().tolist(), target[sample].flatten().tolist(), strict=True)]
+        squares = [
+            (a - b) ** 2 for a, b in zip(v[sample].flatten().tolist(), target[sample].flatten().tolist(), strict=True)
+        ]
         assert got[sample].item() == pytest.approx(sum(squares) / len(squares), rel=1e-12)
     assert torch.equal(velocity_error(v, v), torch.zeros(batch, dtype=torch.float64))
 

@@ -1,6 +1,7 @@
 """Rollouts: what is walked, what is recorded, and that the record answers an update exactly."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fluvial.core.policy import clipped_surrogate
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, check_density, rollout, sampler_name
 from fluvial.core.sigmas import from_scheduler, linear
-from fluvial.core.transitions import cps, dance_sde, flow_sde, ode
+from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
 every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
@@ -156,7 +157,7 @@ def test_a_sample_does_not_depend_on_its_batch(row: SamplerRow, data: st.DataObj
 
 def test_one_key_is_a_key_a_place() -> None:
     x = normals(0, 5, 41, dtype=torch.float32)
-    arguments = {"sigmas": linear(4), "transition": FLOW}
+    arguments: dict[str, Any] = {"sigmas": linear(4), "transition": FLOW}
     whole = rollout(velocity, x, **arguments, key=key(2))
     assert torch.equal(rollout(velocity, x[:2], **arguments, key=key(2)).final, whole.final[:2])
     keys = fold_in(key(2), torch.arange(5))
@@ -230,7 +231,7 @@ def test_steps_outside_the_window_are_the_ode() -> None:
 
 @pytest.mark.parametrize("window", [None, [1, 2], range(2, 4), {3}], ids=str)
 def test_by_default_the_stochastic_steps_of_the_window_are_recorded(window: list[int] | None) -> None:
-    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "key": key(0), "window": window}
+    arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "key": key(0), "window": window}
     inside = list(range(4)) if window is None else sorted(window)
     assert rollout(velocity, **arguments, transition=FLOW).steps.tolist() == inside
     # The last step of cps has no noise.
@@ -320,8 +321,8 @@ def test_noise_of_a_non_contiguous_start() -> None:
 def test_a_recorded_step_needs_a_density(
     transition: partial, record: list[int] | None, window: list[int] | None, message: str
 ) -> None:
-    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": transition, "key": key(0)}
-    for form in ("density", "no_const"):
+    arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": transition, "key": key(0)}
+    for form in FORMS[:2]:
         with pytest.raises(ValueError, match=message) as error:
             rollout(velocity, **arguments, record=record, window=window, form=form)
         assert "\n" not in str(error.value)
@@ -331,14 +332,27 @@ def test_a_recorded_step_needs_a_density(
 
 
 def test_check_density_accepts_what_has_one() -> None:
-    for form, record in (("density", [0, 1]), ("unscaled", [0, 1, 2, 3])):
-        check_density(partial(cps, eta=0.5), linear(4), record=record, window=range(4), form=form)
+    check_density([partial(cps, eta=0.5)] * 4, linear(4), record=[0, 1, 2], form="density")
+    check_density([partial(cps, eta=0.5)] * 4, linear(4), record=range(4), form="unscaled")
+
+
+def test_ddim_keeps_its_own_deterministic_steps() -> None:
+    """Outside the window they are DDIM's at eta 0, which rollout is given; the ODE's would be of another schedule."""
+    grid, x = torch.tensor([0.1, 0.4, 0.7, 0.95]), normal(fold_in(key(0), torch.arange(2)), (2, 5))
+    mixed = rollout(
+        velocity, x, grid, transition=partial(ddim, eta=0.8), key=key(1), window=[1], deterministic=partial(ddim, eta=0)
+    )
+    expected = x
+    for step in (0, 1):
+        if step == 1:
+            assert torch.equal(mixed.x[:, 0], expected)
+        expected = gaussian.mean(ddim(grid[step], grid[step + 1], eta=0), expected, velocity(expected, grid[step], step))
 
 
 @pytest.mark.parametrize("name", ["window", "record"])
 @pytest.mark.parametrize("steps", [[-1], [4], [0, 9]], ids=str)
 def test_a_step_out_of_range(name: str, steps: list[int]) -> None:
-    arguments = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": FLOW, "key": key(0), name: steps}
+    arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": FLOW, "key": key(0), name: steps}
     with pytest.raises(ValueError, match=f"rollout: {name} holds steps .*expected 0 to 3"):
         rollout(velocity, **arguments)
 
@@ -348,4 +362,9 @@ def test_names_for_messages() -> None:
         def __call__(self, sigma: Tensor, sigma_next: Tensor) -> gaussian.Transition:
             return ode(sigma, sigma_next)
 
-    assert [sampler_name(s) for s in (ode, FLOW, partial(FLOW, eta=0.1), Custom())] == ["ode", "flow_sde", "flow_sde", "Custom"]
+    assert [sampler_name(s) for s in (ode, FLOW, partial(FLOW, eta=0.1), Custom())] == [
+        "ode",
+        "flow_sde",
+        "flow_sde",
+        "Custom",
+    ]

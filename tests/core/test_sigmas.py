@@ -1,7 +1,7 @@
 """Schedules against their formulas and against diffusers, and the window of stochastic steps."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def is_schedule(sigmas: torch.Tensor, T: int) -> bool:
     check_sigmas(sigmas)
-    return sigmas.shape == (T + 1,) and sigmas.dtype == torch.float32 and sigmas[0] == 1 and sigmas[-1] == 0
+    return sigmas.shape == (T + 1,) and sigmas.dtype == torch.float32 and [sigmas[0].item(), sigmas[-1].item()] == [1, 0]
 
 
 @given(T=steps)
@@ -49,7 +49,7 @@ def test_a_shift_of_one_is_linear(T: int) -> None:
 
 
 @given(T=steps, seq_len=st.integers(256, 8192), kind=st.sampled_from(("exponential", "linear")))
-def test_dynamic_shift_is_that_of_diffusers(T: int, seq_len: int, kind: str) -> None:
+def test_dynamic_shift_is_that_of_diffusers(T: int, seq_len: int, kind: Literal["exponential", "linear"]) -> None:
     # Pipelines of FLUX and Qwen-Image pass the unshifted levels themselves.
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=kind)
     mu = 0.5 + (seq_len - 256) * (1.15 - 0.5) / (4096 - 256)
@@ -58,7 +58,7 @@ def test_dynamic_shift_is_that_of_diffusers(T: int, seq_len: int, kind: str) -> 
 
 
 def test_dynamic_shift_takes_a_models_own_numbers() -> None:
-    numbers = {"base_seq_len": 100, "max_seq_len": 900, "base_shift": 0.3, "max_shift": 0.9}
+    numbers: dict[str, Any] = {"base_seq_len": 100, "max_seq_len": 900, "base_shift": 0.3, "max_shift": 0.9}
     assert_close(dynamic_shift(8, 500, **numbers), shifted(8, math.exp(0.6)))
     assert_close(dynamic_shift(8, 500, **numbers, kind="linear"), shifted(8, 0.6))
 

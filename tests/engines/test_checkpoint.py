@@ -32,9 +32,7 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 def save(folder: Path, one: World, *, update: int, keep: int = 5) -> Path:
     """Save the state of an update, whose values are its number."""
     meta = {"update": update, "numbers": [1, 2.5, None]}
-    return checkpoint.save(
-        folder, state(float(update)), meta, update=update, fingerprint=FINGERPRINT, world=one, keep=keep
-    )
+    return checkpoint.save(folder, state(float(update)), meta, update=update, fingerprint=FINGERPRINT, world=one, keep=keep)
 
 
 def load(path: Path, **changed: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

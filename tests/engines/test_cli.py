@@ -134,7 +134,7 @@ def test_a_sample_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 def test_weights_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
     """Both judges, in a table."""
-    assert cli.run("eval handwriting --samples 6 --steps 2 --micro-batch 3".split()) == 0
+    assert cli.run(["eval", "handwriting", "--samples", "6", "--steps", "2", "--micro-batch", "3"]) == 0
     text = capfd.readouterr().out
     assert "heldout" in text
     assert "reward" in text

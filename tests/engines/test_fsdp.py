@@ -45,14 +45,14 @@ def plain_step(items: dict[str, Tensor], weight: Tensor, *, count: int, max_grad
 
 
 @settings(max_examples=25)
-@given(count=st.integers(1, 13), micro_batch=st.integers(1, 6), pad=st.integers(0, 9), comm=st.sampled_from(["keep", "reshard"]))
+@given(
+    count=st.integers(1, 13), micro_batch=st.integers(1, 6), pad=st.integers(0, 9), comm=st.sampled_from(["keep", "reshard"])
+)
 def test_an_update_is_that_of_plain_torch(one: World, count: int, micro_batch: int, pad: int, comm: str) -> None:
     """Whatever the micro-batch, the padding, the last chunk and the way of communicating."""
     items, weight = data(count)
     trained = engine(one, comm=comm)
-    info = trained.update(
-        items, weight, squared(trained.module), count=7, micro_batch=micro_batch, pad_to=count + pad
-    )
+    info = trained.update(items, weight, squared(trained.module), count=7, micro_batch=micro_batch, pad_to=count + pad)
     expected = plain_step(items, weight, count=7)
     for name, tensor in full(trained).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
@@ -148,13 +148,18 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
 def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers leave the device once an update, however many micro-batches it has."""
     reads: Counter[str] = Counter()
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
 
-        def spy(self: Tensor, *args: Any, real: Any = getattr(Tensor, name), label: str = name, **kwargs: Any) -> Any:
-            reads[label] += 1
+    def spied(name: str) -> Any:
+        real = getattr(Tensor, name)
+
+        def spy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads[name] += 1
             return real(self, *args, **kwargs)
 
-        monkeypatch.setattr(Tensor, name, spy)
+        return spy
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
+        monkeypatch.setattr(Tensor, name, spied(name))
     items, weight = data(16)
     trained = engine(one)
     reads.clear()

@@ -307,7 +307,9 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
     assert len(saved) == 1
     assert f"{number.name}: stopped after update {int(saved[0])}, all saved; go on with --resume --out {out}" in text
     assert errors == ""
-    done = small.fluvial("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", str(int(saved[0]) + 1), "--resume")
+    done = small.fluvial(
+        "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", str(int(saved[0]) + 1), "--resume"
+    )
     assert done.returncode == 0, done.stderr
     assert f"after update {int(saved[0])}" in done.stdout
 
@@ -365,7 +367,20 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
         "from fluvial.engines.cli import main\nmain(sys.argv[1:])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script, "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "4", "--resume"],
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            script,
+            "train",
+            "handwriting",
+            "--out",
+            str(out),
+            *small.SMALL,
+            "--updates",
+            "4",
+            "--resume",
+        ],
         env=small.environment(),
         capture_output=True,
         text=True,

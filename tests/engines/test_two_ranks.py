@@ -53,7 +53,7 @@ def test_reshard_gathers_each_time_and_reduces_once(result: dict[str, Any], n: i
 
 
 def test_small_collectives_an_update(result: dict[str, Any]) -> None:
-    """Beside parameters and gradients: the norm's all-reduce and the gather of the numbers, for any number of micro-batches."""
+    """Beside parameters and gradients: the norm's all-reduce and one gather of numbers, whatever the micro-batches."""
     for comm in ("keep", "reshard"):
         seen = {json.dumps({k: v for k, v in c.items() if "base" not in k}) for c in result["counts"][comm].values()}
         assert len(seen) == 1
@@ -123,5 +123,7 @@ def test_bad_input_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
     done = small.fluvial("train", "handwriting", "--out", str(tmp_path), ranks=2)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
-    assert ours == [f"fluvial: {tmp_path} already holds a run: continue it with --resume, or choose another folder with --out"]
+    assert ours == [
+        f"fluvial: {tmp_path} already holds a run: continue it with --resume, or choose another folder with --out"
+    ]
     assert os.listdir(tmp_path) == ["config.json"]

@@ -1,0 +1,162 @@
+"""The harness: rows of (op, provider, mode, shape, ...) with spread, machine and versions, appended to a CSV.
+
+Machines are shared and noisy. Compare rows of one run, measured in turn, by their ratios; an absolute time on a CPU
+means little.
+"""
+
+import csv
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path("bench/results")  # under the folder that the benchmark is started in
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: seconds at the 20th, 50th and 80th percentile of `runs`, and what they were taken on."""
+
+    op: str
+    provider: str
+    mode: str
+    shape: str
+    dtype: str
+    runs: int
+    p20: float
+    p50: float
+    p80: float
+    rate: float  # `unit` a second at the median
+    unit: str
+    peak_bytes: int  # of device memory; 0 where the device does not count it
+    device: str
+    threads: int
+    torch: str
+    triton: str
+    python: str
+    date: str
+
+
+def alternate(runs: int, work: Mapping[str, Callable[[], object]], *, warmup: int = 1) -> dict[str, list[float]]:
+    """Time functions in turn, A B A B, so that a drift of the machine's speed meets them alike: seconds of each run."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for run in range(warmup + runs):
+        for name, function in work.items():
+            _synchronize()
+            start = time.perf_counter()
+            function()
+            _synchronize()
+            if run >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def row(
+    op: str,
+    seconds: Sequence[float],
+    *,
+    provider: str,
+    shape: str,
+    amount: float,
+    unit: str,
+    mode: str = "",
+    dtype: torch.dtype = torch.float32,
+) -> Row:
+    """Return the row of a list of timings.
+
+    Args:
+        op, provider, mode, shape, dtype: what was measured.
+        seconds: of each run.
+        amount, unit: how much a run does, for the rate.
+    """
+    p20, p50, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+    cuda = torch.cuda.is_available()
+    return Row(
+        op=op,
+        provider=provider,
+        mode=mode,
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        runs=len(seconds),
+        p20=p20,
+        p50=p50,
+        p80=p80,
+        rate=amount / p50,
+        unit=unit,
+        peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+        device=torch.cuda.get_device_name() if cuda else _cpu(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        triton=metadata.version("triton"),
+        python=platform.python_version(),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a CSV, with a header if it is new.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    names = [field.name for field in fields(Row)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if not new and (found := path.read_text().splitlines()[0].split(",")) != names:
+        raise ValueError(f"{path} has columns {found}, expected {names}: move it away")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for measured in rows:
+            writer.writerow({name: _short(value) for name, value in asdict(measured).items()})
+
+
+def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> None:
+    """Print rows as a table; with a baseline (a provider), each op's ratio of medians to it."""
+    table = Table(title=title, title_justify="left")
+    for name in ("op", "provider", "mode", "shape", "p20 ms", "p50 ms", "p80 ms", "rate"):
+        table.add_column(name, justify="right" if "ms" in name or name == "rate" else "left")
+    if baseline is not None:
+        table.add_column(f"speed against {baseline}", justify="right")
+    for r in rows:
+        cells = [
+            r.op,
+            r.provider,
+            r.mode,
+            r.shape,
+            *(f"{1e3 * p:.1f}" for p in (r.p20, r.p50, r.p80)),
+            f"{r.rate:.4g} {r.unit}/s",
+        ]
+        if baseline is not None:
+            of_baseline = [b.p50 for b in rows if (b.op, b.mode, b.shape, b.provider) == (r.op, r.mode, r.shape, baseline)]
+            cells.append(f"{of_baseline[0] / r.p50:.2f}x" if of_baseline else "")
+        table.add_row(*cells)
+    Console().print(table, highlight=False)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _cpu() -> str:
+    """Return the processor's model name."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if (info.exists())
+        else []
+    )
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value

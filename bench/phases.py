@@ -1,0 +1,73 @@
+"""The phases of the built-in job's update: rollout, reward and optimizer update, with samples a second."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fluvial.bench import harness
+from fluvial.bench.harness import Row
+from fluvial.engines import jobs, recipes
+from fluvial.engines.distributed import world
+from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.signals import StopRequest
+from fluvial.engines.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class PhasesConfig:
+    """Time the phases of the built-in job's update, full fine-tuning and LoRA in turn.
+
+    Args:
+        runs: updates of each.
+        out: folder of the CSV that rows are appended to.
+    """
+
+    runs: int = 10
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        if self.runs < 1:
+            raise ValueError(f"runs is {self.runs}, expected at least 1")
+
+
+def measure(config: PhasesConfig) -> list[Row]:
+    """Return a row for each phase of full fine-tuning and of LoRA."""
+    with tempfile.TemporaryDirectory() as folder, world() as processes:
+        job = jobs.handwriting()
+        defaults = recipes.handwriting(Path(folder))
+        runs = {"full": defaults, "lora": replace(defaults, train="lora")}
+        trainers = {name: Trainer(run, job, processes, console=None) for name, run in runs.items()}
+        runner = RewardRunner(job.reward)
+        seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
+
+        def update(name: str) -> None:
+            record, _ = trainers[name].update(runner, StopRequest())
+            phases = record["seconds"]
+            for phase, spent in {**phases, "all": sum(phases.values())}.items():
+                seconds[name].setdefault(phase, []).append(spent)
+
+        harness.alternate(config.runs, {name: lambda name=name: update(name) for name in trainers})  # type: ignore[misc]
+        runner.close()
+        batch = defaults.rollout.batch
+        return [
+            harness.row(
+                phase,
+                times[1:],  # the first is the warm-up
+                provider=name,
+                mode=f"{processes.size} rank(s)",
+                shape=f"{batch}x1x8x32",
+                amount=batch,
+                unit="samples",
+            )
+            for name, phases in seconds.items()
+            for phase, times in phases.items()
+        ]
+
+
+def run(config: PhasesConfig) -> Sequence[Row]:
+    """Measure, append to phases.csv and print a table."""
+    rows = measure(config)
+    harness.append(config.out / "phases.csv", rows)
+    harness.show("phases of an update of the handwriting job", rows, baseline="full")
+    return rows

@@ -1,0 +1,48 @@
+"""The harness and the first benchmark: rows that say what they were taken on; no timing is asserted."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from fluvial.bench import harness, phases
+
+
+def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
+    """Percentiles, rate, device and versions."""
+    row = harness.row("op", [3.0, 1.0, 2.0], provider="p", shape="4x4", amount=8, unit="samples")
+    assert (row.p50, row.rate, row.runs) == (2.0, 4.0, 3)
+    assert row.p20 < row.p50 < row.p80
+    for _ in range(2):
+        harness.append(tmp_path / "deep" / "rows.csv", [row])
+    rows = list(csv.DictReader((tmp_path / "deep" / "rows.csv").open()))
+    assert len(rows) == 2
+    assert all(rows[0][name] for name in ("device", "torch", "triton", "python", "date", "threads"))
+
+
+def test_other_columns_are_not_mixed(tmp_path: Path) -> None:
+    """A CSV of another shape is left alone."""
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    row = harness.row("op", [1.0], provider="p", shape="", amount=1, unit="x")
+    with pytest.raises(ValueError, match="move it away"):
+        harness.append(tmp_path / "rows.csv", [row])
+    assert (tmp_path / "rows.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_functions_are_timed_in_turn() -> None:
+    """A B A B, the warm-up apart."""
+    calls: list[str] = []
+    seconds = harness.alternate(2, {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, warmup=1)
+    assert calls == ["a", "b"] * 3
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
+@pytest.mark.slow
+def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four phases of full fine-tuning and LoRA, in the CSV and in a table."""
+    rows = phases.run(phases.PhasesConfig(runs=1, out=tmp_path))
+    assert {(row.provider, row.op) for row in rows} == {
+        (provider, op) for provider in ("full", "lora") for op in ("rollout", "reward", "update", "all")
+    }
+    assert len((tmp_path / "phases.csv").read_text().splitlines()) == 9
+    assert "samples/s" in capsys.readouterr().out
