@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core import gaussian
 from fluvial.core.checks import check_number, check_same_shape, compute_dtype
-from fluvial.core.types import PerSample
+from fluvial.core.transitions import Transition
+from fluvial.core.types import PerSample, Samples
 
 
 class PolicyInfo(NamedTuple):
@@ -43,6 +45,49 @@ def clipped_surrogate(
     ratio = torch.exp(log_ratio.clamp(max=80))
     free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
+
+
+def guard_surrogate(
+    log_prob: PerSample,
+    log_prob_old: PerSample,
+    advantage: PerSample,
+    transition: Transition,
+    v: Samples,
+    v_old: Samples,
+    dt: PerSample,
+    *,
+    clip: float,
+) -> tuple[PerSample, PolicyInfo]:
+    """Return GRPO-Guard's surrogate loss, whose gradient is of one size at every step, and its diagnostics, each `[B]`.
+
+        rho = exp((log_prob - log_prob_old + mean |b (v - v_old)|^2 / (2 std^2)) std)
+        loss = max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) / |dt|
+
+    The plain surrogate's gradient in v is |b| / std to a standard-normal draw: with Flow-SDE sqrt(|dt|) / r, twenty times
+    larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which Flow-SDE keeps constant. The
+    added mean centres the log-ratio, whose expectation under the old policy is minus that.
+
+    Args:
+        log_prob, log_prob_old: mean log-prob of each pair under the current and the old policy, form "density" or
+            "no_const", nats a dimension.
+        advantage: of each pair.
+        transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
+        v, v_old: velocities under the two policies, `[B, *event]`.
+        dt: sigma_next - sigma of each pair's step.
+        clip: >= 0; the ratio's range is [1 - clip, 1 + clip].
+
+    Source: GRPO-Guard, arXiv 2510.22319.
+    """
+    check_number("guard_surrogate", "clip", clip, low=0, high=1)
+    check_same_shape("guard_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage, dt=dt)
+    # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
+    shift = gaussian.kl(transition, v, v_old)
+    dtype = compute_dtype("guard_surrogate", log_prob=log_prob, advantage=advantage, shift=shift, dt=dt)
+    advantage, std = advantage.to(dtype), transition.std.to(dtype)
+    log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
+    ratio = torch.exp(((log_ratio + shift.to(dtype)) * std).clamp(max=80))
+    free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip, 1 + clip)
+    return torch.maximum(free, held) / dt.abs(), _info(ratio, log_ratio, clipped=held > free)
 
 
 def _info(ratio: Tensor, log_ratio: Tensor, *, clipped: Tensor) -> PolicyInfo:

@@ -35,6 +35,7 @@ class Trajectory(NamedTuple):
     x_next: Tensor  # [B, S, *event] after it
     steps: Tensor  # [S] int64, indices into the schedule
     log_prob: Tensor  # [B, S] under the policy that made the rollout
+    velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it was asked for
     final: Tensor  # [B, *event], in the dtype of the computation
     debug: Debug | None
 
@@ -52,6 +53,7 @@ def rollout(
     form: Form = "density",
     reduction: Reduction = "mean",
     dtype: torch.dtype = torch.float32,
+    keep_velocity: bool = False,
     debug: bool = False,
 ) -> Trajectory:
     """Sample x_{i+1} ~ N(a_i x_i + b_i velocity(x_i), std_i^2) along a schedule; record steps and their log-probs.
@@ -72,6 +74,7 @@ def rollout(
         form, reduction: of the log-probs, as in `gaussian.log_prob`.
         dtype: in which the trajectory is stored. Where it is lower than that of the computation, each sample is
             rounded before it goes on, so that the stored trajectory is the one that was walked.
+        keep_velocity: also return the model's output of the recorded steps, which some objectives compare theirs with.
         debug: also return noise, mean, std and model output of the recorded steps.
 
     Raises:
@@ -107,7 +110,7 @@ def rollout(
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
     levels = sigmas.to(device=x.device, dtype=compute)
     x = x.to(dtype).to(compute)
-    before, after, log_probs, details = [], [], [], []
+    before, after, log_probs, outputs, details = [], [], [], [], []
     for step, sampler in enumerate(samplers):
         sigma, sigma_next = (level.expand(batch).contiguous() for level in levels[step : step + 2])
         coefficients: Transition = sampler(sigma, sigma_next)
@@ -123,6 +126,8 @@ def rollout(
             before.append(x.to(dtype))
             after.append(x_next.to(dtype))
             log_probs.append(gaussian.log_prob(coefficients, x, v, x_next, form=form, reduction=reduction))
+            if keep_velocity:
+                outputs.append(v)
             if debug:
                 details.append(Debug(noise, gaussian.mean(coefficients, x, v), coefficients.std, v))
         x = x_next
@@ -137,6 +142,7 @@ def rollout(
         x_next=stack(after, *event, dtype=dtype),
         steps=torch.tensor([step for step in range(T) if step in record], dtype=torch.int64, device=x.device),
         log_prob=stack(log_probs),
+        velocity=stack(outputs, *event) if keep_velocity else None,
         final=x,
         debug=Debug(stack(noises, *event), stack(means, *event), stack(stds), stack(velocities, *event)) if debug else None,
     )

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import RunError, UsageError
@@ -99,9 +100,11 @@ def load(path: Path, state: dict[str, Tensor], *, fingerprint: dict[str, Any]) -
                 f"{len(state)} expected"
             )
         for name, tensor in state.items():
-            if list(held[name].size) != list(tensor.shape):
+            entry = held[name]
+            assert isinstance(entry, TensorStorageMetadata)  # safetensors hold nothing else
+            if entry.size != tensor.shape:
                 raise RunError(
-                    f"checkpoint {path} is of another model: {name} has shape {list(held[name].size)} there, "
+                    f"checkpoint {path} is of another model: {name} has shape {list(entry.size)} there, "
                     f"{list(tensor.shape)} here"
                 )
         dcp.load(state, storage_reader=reader)

@@ -74,6 +74,7 @@ def generate(
     window: Collection[int] = (),
     form: Form = "density",
     reduction: Reduction = "mean",
+    keep_velocity: bool = False,
 ) -> Iterator[Chunk]:
     """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
 
@@ -88,6 +89,7 @@ def generate(
         transition, window: the steps in the window are taken with the transition and recorded; the others are the ODE's.
             Without a window nothing is recorded.
         form, reduction: of the recorded log-probs.
+        keep_velocity: also record the model's output.
     """
     device = grid.timesteps.device
     for start in range(0, len(ids), micro_batch):
@@ -110,6 +112,7 @@ def generate(
                 record=None if window else (),
                 form=form,
                 reduction=reduction,
+                keep_velocity=keep_velocity,
             )
             pictures = model.decode(trajectory.final)
         yield Chunk(chunk, cond, trajectory, pictures)

@@ -24,6 +24,7 @@ class Pairs(NamedTuple):
     advantage: Tensor
     weight: Tensor  # 0 for pairs that only fill up
     cond: Cond
+    v_old: Tensor | None  # the velocity that the rollout was made with, if the objective asks for it
     v_ref: Tensor | None  # the reference model's velocity, if a KL term asks for it
 
 
@@ -56,6 +57,7 @@ def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Con
         advantage=spread(advantage),
         weight=spread(weight),
         cond=optree.tree_map(spread, cond),
+        v_old=None if trajectory.velocity is None else trajectory.velocity.transpose(0, 1).flatten(0, 1),
         v_ref=None,
     )
 

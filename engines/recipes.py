@@ -99,9 +99,11 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """The clipped surrogate of GRPO.
+    """The policy objective and its advantages.
 
     Args:
+        objective: clipped (the surrogate of PPO and GRPO) or guard (GRPO-Guard, arXiv 2510.22319: the same gradient size at
+            every step of the schedule; flow_sde and dance_sde, with a mean density).
         clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; in nats a dimension when the log-probability's
             reduction is mean.
         clip_high: upper end of that range.
@@ -114,6 +116,7 @@ class PolicyConfig:
         max_log_ratio: stop if a first-pass |log ratio| exceeds this: rollout and update then disagree about the policy.
     """
 
+    objective: Literal["clipped", "guard"] = "clipped"
     clip_low: float = 1e-3
     clip_high: float = 1e-3
     advantage: Scale = "batch"
@@ -128,6 +131,11 @@ class PolicyConfig:
         check_number("policy", "clip_high", self.clip_high, low=0)
         check_number("policy", "advantage_eps", self.advantage_eps, low=0)
         check_number("policy", "max_log_ratio", self.max_log_ratio, low=0)
+        if self.objective == "guard" and self.clip_low != self.clip_high:
+            raise ValueError(
+                f"policy: clip_low is {self.clip_low} and clip_high {self.clip_high}, expected one value for both: guard's "
+                "clip is symmetric"
+            )
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,15 @@ class TrainConfig:
             check_number("train", name, getattr(self, name), low=1)
         check_number("train", "eval_every", self.eval_every, low=0)
         check_number("train", "seed", self.seed, low=0, high=2**63 - 1)
+        if self.policy.objective == "guard" and self.rollout.sampler == "cps":
+            raise ValueError(
+                "train: guard is defined for flow_sde and dance_sde, whose std is a rate times sqrt(|dt|), not for cps"
+            )
+        if self.policy.objective == "guard" and (self.rollout.form, self.rollout.reduction) not in (
+            ("density", "mean"),
+            ("no_const", "mean"),
+        ):
+            raise ValueError("train: guard takes log-probabilities of form density or no_const and reduction mean")
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,7 @@ class PretrainConfig:
 
     out: Path
     seed: int = 0
-    updates: int = 330
+    updates: int = 390
     batch: int = 64
     micro_batch: int = 64
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))

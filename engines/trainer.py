@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core.advantages import group_advantages
-from fluvial.core.policy import clipped_surrogate
+from fluvial.core.policy import clipped_surrogate, guard_surrogate
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.core.sigmas import sde_window
 from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
@@ -197,6 +197,7 @@ class Trainer:
                 grid=self.grid, key=fold_in(root, SAMPLES),
                 micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
                 reduction=rollout.reduction,
+                keep_velocity=config.policy.objective == "guard",
             ):  # fmt: skip
                 runner.submit(chunk.pictures, chunk.prompts)
                 chunks.append(chunk)
@@ -244,21 +245,18 @@ class Trainer:
         )
 
     def _loss(self, batch: Pairs) -> tuple[Tensor, Diagnostics]:
-        """Return the clipped surrogate of a micro-batch of pairs, and the KL to the reference with it if asked for."""
+        """Return the policy objective of a micro-batch of pairs, and the KL to the reference with it if asked for."""
         rollout, policy = self.config.rollout, self.config.policy
         sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
+        transition, v = self.sampler(sigma, sigma_next), self._velocity(self.engine.module, batch)
         log_prob, kl = step_log_prob(
-            self._velocity(self.engine.module, batch),
-            batch.x,
-            batch.x_next,
-            self.sampler(sigma, sigma_next),
-            v_ref=batch.v_ref,
-            form=rollout.form,
-            reduction=rollout.reduction,
+            v, batch.x, batch.x_next, transition, v_ref=batch.v_ref, form=rollout.form, reduction=rollout.reduction
         )
-        loss, info = clipped_surrogate(
-            log_prob, batch.log_prob_old, batch.advantage, clip_low=policy.clip_low, clip_high=policy.clip_high
-        )
+        probs = (log_prob, batch.log_prob_old, batch.advantage)
+        if batch.v_old is None:
+            loss, info = clipped_surrogate(*probs, clip_low=policy.clip_low, clip_high=policy.clip_high)
+        else:
+            loss, info = guard_surrogate(*probs, transition, v, batch.v_old, sigma_next - sigma, clip=policy.clip_low)
         if kl is None:
             return loss, Diagnostics(*info, kl_ref=torch.zeros_like(log_prob))
         scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0

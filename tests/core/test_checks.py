@@ -13,6 +13,7 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session that test_untyped.py starts", allow_module_level=True)
 
 import torch
+from torch import Tensor
 
 from fluvial.core import advantages, checks, ema, flow_matching, gaussian, policy, random, rollout, sigmas, transitions
 from fluvial.core.random import fold_in, key
@@ -27,6 +28,14 @@ surrogate = partial(policy.clipped_surrogate, clip_low=0.1, clip_high=0.1)
 walk = partial(rollout.rollout, lambda x, sigma, step: x, X, sigmas.linear(4), key=key(0))
 
 Case = tuple[Callable[[], object], type[Exception], str]
+
+
+def guard(*, transition: Transition = STEP, v_old: Tensor = X, dt: Tensor | None = None, clip: float = 0.1) -> object:
+    """GRPO-Guard's surrogate with one argument changed."""
+    p = torch.zeros(3)
+    return policy.guard_surrogate(p, p, p, transition, X, v_old, torch.ones(3) if dt is None else dt, clip=clip)
+
+
 CASES: dict[str, Case] = {
     # A shape that would broadcast silently is the reason these checks exist: [1, 4] against [3, 4].
     "mean broadcasts v": (
@@ -41,6 +50,14 @@ CASES: dict[str, Case] = {
     ),
     "sample's noise": (lambda: gaussian.sample(STEP, X, X, FIRST), ValueError, r"sample: noise has shape \[1, 4\]"),
     "log_prob's x_next": (lambda: gaussian.log_prob(STEP, X, X, FIRST), ValueError, r"log_prob: x_next has shape \[1, 4\]"),
+    "guard's dt": (lambda: guard(dt=torch.ones(1)), ValueError, r"guard_surrogate: dt has shape \[1\], expected \[3\]"),
+    "guard's v_old": (lambda: guard(v_old=FIRST), ValueError, r"v_ref has shape \[1, 4\], expected \[3, 4\]"),
+    "guard's clip": (lambda: guard(clip=-1.0), ValueError, r"guard_surrogate: clip is -1"),
+    "guard without noise": (
+        lambda: guard(transition=STEP._replace(std=torch.zeros(3))),
+        ValueError,
+        r"std is not positive for samples \[0, 1, 2\]",
+    ),
     "kl's v_ref": (lambda: gaussian.kl(STEP, X, FIRST), ValueError, r"kl: v_ref has shape \[1, 4\]"),
     "no batch": (lambda: gaussian.mean(STEP, S[0], S[0]), ValueError, r"mean: x has shape \[\], expected \[B, \*event\]"),
     "coefficients of another batch": (

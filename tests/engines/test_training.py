@@ -135,6 +135,33 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
     assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
 
 
+@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
+def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
+    """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, window=2, sampler=sampler)
+    summary = train(config(tmp_path / "run", rollout=rollout, updates=1, policy=PolicyConfig(objective="guard")), job())
+    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    assert record["policy"]["ratio"] == 1.0
+    assert record["grad_norm"] > 0
+
+
+def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
+    """With one initial noise and hardly any noise on the way they are alike; without, they are not."""
+    spreads = []
+    for shared in (True, False):
+        seen: list[Tensor] = []
+
+        def watching(pictures: Tensor, prompts: Sequence[str], seen: list[Tensor] = seen) -> Tensor:
+            seen.append(pictures)
+            return alternating(pictures, prompts)
+
+        rollout = RolloutConfig(prompts=1, group=4, steps=2, window=1, eta=1e-4, shared_noise=shared)
+        train(config(tmp_path / str(shared), rollout=rollout, updates=1), job(reward=watching))
+        spreads.append(float(seen[0].std(0).mean()))
+    assert spreads[0] < 1e-3 < 0.05 < spreads[1]
+
+
 def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> None:
     """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
     from fluvial.models.handwriting import BASE
@@ -228,7 +255,12 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
 
 def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
     """After its time is over."""
-    runner = RewardRunner(lambda pictures, prompts: time.sleep(5) or torch.ones(1), timeout=0.1)
+
+    def slow(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        time.sleep(5)
+        return torch.ones(len(prompts))
+
+    runner = RewardRunner(slow, timeout=0.1)
     runner.submit(torch.zeros(1, 1, 8, 32), ["0427"])
     with pytest.raises(RunError, match=r"the reward took over 0.1 s for prompt '0427'"):
         runner.collect()

@@ -36,7 +36,7 @@ def main() -> None:
             result["counts"][comm] = {}
             for n in (1, 2, 8):
                 net = Net()
-                engine = Engine(net, list(net.blocks), OptimizerConfig(), processes, updates=1, comm=comm)  # type: ignore[arg-type]
+                engine = Engine(net, list(net.blocks), OptimizerConfig(), processes, updates=1, comm=comm)
                 items, weight = data(3 * n)
                 with Collectives() as counter:
                     engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)

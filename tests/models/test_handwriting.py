@@ -51,7 +51,7 @@ def test_the_readers_read_unseen_digits() -> None:
     """Each reads the half that it was not fitted on, nearly always right, and they are of different families."""
     readers = {"evaluation": reward_reader(), "training": evaluation_reader()}
     for half, reader in readers.items():
-        pixels, labels, _ = digits(half)  # type: ignore[arg-type]
+        pixels, labels, _ = digits(half)
         usable = len(labels) // 4 * 4
         four = pixels[:usable].reshape(-1, 4, 8, 8).permute(0, 2, 1, 3).reshape(-1, 1, 8, 32)
         assert (reader.read((four + 1) / 2) == labels[:usable].reshape(-1, 4)).float().mean() > 0.97
