@@ -159,7 +159,7 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
         rollout = RolloutConfig(prompts=1, group=4, steps=2, window=1, eta=1e-4, shared_noise=shared)
         train(config(tmp_path / str(shared), rollout=rollout, updates=1), job(reward=watching))
         spreads.append(float(seen[0].std(0).mean()))
-    assert spreads[0] < 1e-3 < 0.05 < spreads[1]
+    assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
 
 
 def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> None:
