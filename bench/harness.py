@@ -35,7 +35,7 @@ class Row:
     p80: float
     rate: float  # `unit` a second at the median
     unit: str
-    peak_bytes: int  # of device memory; 0 where the device does not count it
+    peak_bytes: int  # of device memory, of the process so far; 0 where the device does not count it
     device: str
     threads: int
     torch: str
@@ -94,7 +94,7 @@ def row(
         device=torch.cuda.get_device_name() if cuda else _cpu(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        triton=metadata.version("triton"),
+        triton=_version("triton"),
         python=platform.python_version(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
@@ -108,7 +108,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
     """
     names = [field.name for field in fields(Row)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    new = not path.exists() or not path.read_text().strip()
     if not new and (found := path.read_text().splitlines()[0].split(",")) != names:
         raise ValueError(f"{path} has columns {found}, expected {names}: move it away")
     with path.open("a", newline="") as file:
@@ -145,6 +145,14 @@ def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> Non
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _version(package: str) -> str:
+    """Return a package's version, or none where there is no such package (triton is for Linux alone)."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _cpu() -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import can_look, check_choice, compute_dtype
+from fluvial.core.checks import can_look, check_choice, check_number, compute_dtype
 from fluvial.core.types import Ids, PerSample
 
 Scale = Literal["group", "batch", "none"]
@@ -24,12 +24,13 @@ def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", e
     Args:
         reward: `[B]`.
         group: `[B]` integers; samples of one prompt share one. Any values, in any order.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation, > 0.
 
     Raises:
         ValueError: shapes differ, or a reward is not finite (looked at only where that is free: CPU tensors).
     """
     check_choice("group_advantages", "scale", scale, SCALES)
+    check_number("group_advantages", "eps", eps, low=1e-12)
     if reward.ndim != 1:
         raise ValueError(f"group_advantages: reward has shape {list(reward.shape)}, expected [B]")
     dtype = _check("group_advantages", reward, group)

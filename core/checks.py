@@ -51,7 +51,7 @@ def check_number(function: str, name: str, value: float, *, low: float = -math.i
     """Raise unless `value` is a finite Python number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a number")
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high or value in (math.inf, -math.inf):
         bounds = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{function}: {name} is {value}, expected a finite number {bounds}")
 

@@ -9,8 +9,8 @@ from fluvial.core.types import PerSample, Samples, Scalar
 
 def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
     """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`."""
-    check_same_shape("interpolate", x0=x0, noise=noise)
     dtype = compute_dtype("interpolate", x0=x0, noise=noise)
+    check_same_shape("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=dtype, device=x0.device)
     check_per_sample("interpolate", x0.shape[0], sigma=level)
     level = per_sample(level, x0)
@@ -22,6 +22,6 @@ def velocity_error(v: Samples, target: Samples) -> PerSample:
 
     The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (float64 if given).
     """
-    check_same_shape("velocity_error", v=v, target=target)
     dtype = compute_dtype("velocity_error", v=v, target=target)
+    check_same_shape("velocity_error", v=v, target=target)
     return reduce((v.to(dtype) - target.to(dtype)) ** 2, "b ... -> b", "mean")

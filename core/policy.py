@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_number, check_same_shape, compute_dtype
+from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
 
@@ -37,8 +38,8 @@ def clipped_surrogate(
     """
     check_number("clipped_surrogate", "clip_low", clip_low, low=0, high=1)
     check_number("clipped_surrogate", "clip_high", clip_high, low=0)
-    check_same_shape("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
     dtype = compute_dtype("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
+    check_same_shape("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
     advantage = advantage.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside of any clip.
@@ -54,7 +55,7 @@ def guard_surrogate(
     transition: Transition,
     v: Samples,
     v_old: Samples,
-    dt: PerSample,
+    dt: Float[Tensor, " b"] | Float[Tensor, ""],
     *,
     clip: float,
 ) -> tuple[PerSample, PolicyInfo]:
@@ -73,16 +74,18 @@ def guard_surrogate(
         advantage: of each pair.
         transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
         v, v_old: velocities under the two policies, `[B, *event]`.
-        dt: sigma_next - sigma of each pair's step.
+        dt: sigma_next - sigma of each pair's step, `[B]` or 0-d.
         clip: >= 0; the ratio's range is [1 - clip, 1 + clip].
 
     Source: GRPO-Guard, arXiv 2510.22319.
     """
     check_number("guard_surrogate", "clip", clip, low=0, high=1)
-    check_same_shape("guard_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage, dt=dt)
+    probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
+    dtype = compute_dtype("guard_surrogate", **probs, dt=dt, v=v)
+    check_same_shape("guard_surrogate", **probs)
+    check_per_sample("guard_surrogate", log_prob.shape[0], dt=dt)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
     shift = gaussian.kl(transition, v, v_old)
-    dtype = compute_dtype("guard_surrogate", log_prob=log_prob, advantage=advantage, shift=shift, dt=dt)
     advantage, std = advantage.to(dtype), transition.std.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(((log_ratio + shift.to(dtype)) * std).clamp(max=80))

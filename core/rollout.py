@@ -52,7 +52,7 @@ def rollout(
     record: Collection[int] | None = None,
     form: Form = "density",
     reduction: Reduction = "mean",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     keep_velocity: bool = False,
     debug: bool = False,
 ) -> Trajectory:
@@ -72,7 +72,7 @@ def rollout(
         deterministic: the sampler of the other steps, which draws no noise; partial(ddim, eta=0) beside `ddim`.
         record: the steps to record, by default those of the window that are stochastic.
         form, reduction: of the log-probs, as in `gaussian.log_prob`.
-        dtype: in which the trajectory is stored. Where it is lower than that of the computation, each sample is
+        dtype: in which the trajectory is stored, by default that of the computation. Where it is lower, each sample is
             rounded before it goes on, so that the stored trajectory is the one that was walked.
         keep_velocity: also return the model's output of the recorded steps, which some objectives compare theirs with.
         debug: also return noise, mean, std and model output of the recorded steps.
@@ -91,6 +91,8 @@ def rollout(
                 "steps outside the window are the ODE's, over noise levels; pass deterministic=partial(ddim, eta=0) for DDIM"
             )
             raise ValueError(f"rollout: {error}: {way_out}") from error
+    batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
+    dtype = compute if dtype is None else dtype
     if dtype not in FLOATING:
         raise TypeError(f"rollout: dtype is {dtype}, expected a floating-point dtype")
     for name, steps in (("window", window), ("record", record or ())):
@@ -106,7 +108,6 @@ def rollout(
             )
     check_density(samplers, sigmas, record=record, form=form)
 
-    batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
     levels = sigmas.to(device=x.device, dtype=compute)
     x = x.to(dtype).to(compute)

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def save(
     world: World,
     keep: int,
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`; every rank must take part.
+    """Write a checkpoint, and remove older ones but for `keep`, and later ones; every rank must take part.
 
     Args:
         folder: of the checkpoints.
@@ -64,35 +65,33 @@ def save(
         with _saving(world, final):
             if world.is_main:
                 _seal(partial, {"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta})
-                replaced = folder / f".replaced-{update:06d}"
-                if final.exists():
-                    os.rename(final, replaced)
-                os.rename(partial, final)
-                _sync(folder)
-                shutil.rmtree(replaced, ignore_errors=True)
+                _replace(partial, final)
     except RunError:
         if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if world.is_main:
-        for old in listed(folder)[:-keep]:
+        # Later ones are of a branch that was left by resuming from an earlier checkpoint: this one is the newest now.
+        mine = [path for path in listed(folder) if int(path.name) <= update]
+        for old in {*listed(folder)} - {*mine[-keep:]}:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def load(path: Path, state: dict[str, Tensor], *, fingerprint: dict[str, Any]) -> dict[str, Any]:
+def load(path: Path, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
     """Fill `state` in place from a checkpoint, after checking it, and return its meta; every rank must take part.
 
     Raises:
         RunError: the checkpoint is damaged, or of another run. The message names what is wrong and the newest whole one.
     """
-    manifest = verify(path)
-    saved = manifest["fingerprint"]
-    if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
-        changes = ", ".join(f"{name} {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
-        raise RunError(f"checkpoint {path} is of another run: {changes}")
-    with _quiet():
-        reader = HuggingFaceStorageReader(str(path))
+    with world.agreed():
+        manifest = verify(path)
+        saved = manifest["fingerprint"]
+        if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
+            changes = ", ".join(f"{name} {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
+            raise RunError(f"checkpoint {path} is of another run: {changes}")
+    reader = HuggingFaceStorageReader(str(path))
+    with world.agreed(), _quiet():
         held = reader.read_metadata().state_dict_metadata
         if set(held) != set(state):
             raise RunError(
@@ -107,24 +106,15 @@ def load(path: Path, state: dict[str, Tensor], *, fingerprint: dict[str, Any]) -
                     f"checkpoint {path} is of another model: {name} has shape {list(entry.size)} there, "
                     f"{list(tensor.shape)} here"
                 )
+    with _quiet():
         dcp.load(state, storage_reader=reader)
     return manifest["meta"]
 
 
-def newest(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if not (found := listed(folder)):
-        raise UsageError(f"there is no checkpoint in {folder} to resume from")
-    return found[-1]
-
-
 def listed(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, oldest first."""
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+    _recover(folder)
+    return sorted(path for path in folder.glob("[0-9]*") if re.fullmatch(r"\d{6,}", path.name) and path.is_dir())
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -156,6 +146,8 @@ def _problem(path: Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, OSError):
         return f"{MANIFEST} cannot be read"
+    if unknown := {file.name for file in path.iterdir()} - {*files, MANIFEST}:
+        return f"{min(unknown)} does not belong to it"
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -175,6 +167,28 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for path in [*files, folder / MANIFEST, folder]:
         _sync(path)
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Give a written checkpoint its name; one that has the name already is put back if that fails."""
+    aside = final.with_name(f".replaced-{final.name}")
+    if final.exists():
+        os.rename(final, aside)
+    try:
+        os.rename(partial, final)
+        _sync(final.parent)
+    except OSError:
+        _recover(final.parent)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _recover(folder: Path) -> None:
+    """Put back checkpoints that were moved aside for a replacement that never came: the process was killed in between."""
+    for aside in folder.glob(".replaced-*"):
+        final = folder / aside.name.removeprefix(".replaced-")
+        if not final.exists():
+            os.rename(aside, final)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

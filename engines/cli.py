@@ -24,6 +24,10 @@ fluvial COMMAND NAME --help lists its fields. With several processes: torchrun -
 """
 
 
+class HelpPrintedError(Exception):
+    """The person asked for help and has it: there is nothing left to do."""
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     """Score weights on held-out prompts with the ODE.
@@ -70,6 +74,8 @@ class SampleConfig:
         _at_least_one(each=self.each, steps=self.steps, micro_batch=self.micro_batch)
         if not self.prompts:
             raise UsageError("no prompt is given: --prompts 0427 1999")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -88,8 +94,8 @@ def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> i
     """Run a command line and return its exit code; errors that a person can mend are printed in one line."""
     try:
         return (command or _command)(args)
-    except SystemExit as done:  # help was printed
-        return int(done.code or 0)
+    except HelpPrintedError:
+        return 0
     except ElsewhereError:
         return 1
     except UsageError as error:
@@ -140,7 +146,33 @@ def _train(program: str, args: list[str]) -> None:
     from fluvial.engines import recipes
     from fluvial.engines.trainer import train
 
-    train(parsed(recipes.TrainConfig, recipes.handwriting, program, args), console=_console())
+    config = parsed(recipes.TrainConfig, recipes.handwriting, program, args)
+    if config.resume or config.resume_from is not None:
+        # A run goes on with its own settings; what is typed now comes on top.
+        config = parsed(recipes.TrainConfig, lambda: _recorded(config.out), program, args)
+    train(config, console=_console())
+
+
+def _recorded(out: Path) -> Any:
+    """Return the configuration of the run in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import json
+    from dataclasses import replace
+
+    from fluvial.engines import recipes
+
+    try:
+        return replace(
+            recipes.recorded(json.loads((out / "config.json").read_text())), out=out, resume=False, resume_from=None
+        )
+    except FileNotFoundError:
+        message = f"{out} holds no run to resume: start one without --resume, or name its folder with --out"
+        raise UsageError(message) from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{out / 'config.json'} is not the record of a run of this version: {error}") from error
 
 
 def _pretrain(program: str, args: list[str]) -> None:
@@ -156,13 +188,13 @@ def _eval(program: str, args: list[str]) -> None:
     from fluvial.engines import jobs
     from fluvial.engines.distributed import world
     from fluvial.engines.evaluate import evaluate
-    from fluvial.engines.generate import grid
+    from fluvial.engines.generate import sampling_grid
     from fluvial.engines.progress import table
 
     job = jobs.handwriting(weights=config.weights)
     with world() as processes:
         module = jobs.build(job).to(processes.device).eval()
-        schedule = grid(job.model, config.steps, device=processes.device)
+        schedule = sampling_grid(job.model, config.steps, device=processes.device)
         result = evaluate(
             job, module, grid=schedule, samples=config.samples, micro_batch=config.micro_batch, world=processes
         )
@@ -178,7 +210,7 @@ def _sample(program: str, args: list[str]) -> None:
 
     from fluvial.core.random import key
     from fluvial.engines import jobs, pictures
-    from fluvial.engines.generate import generate, grid
+    from fluvial.engines.generate import generate, sampling_grid
 
     job = jobs.handwriting(weights=config.weights)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
@@ -193,14 +225,14 @@ def _sample(program: str, args: list[str]) -> None:
         jobs.build(job).to(device).eval(),
         prompts,
         range(len(prompts)),
-        grid=grid(job.model, config.steps, device=device),
+        grid=sampling_grid(job.model, config.steps, device=device),
         key=key(config.seed),
         micro_batch=config.micro_batch,
     )
     drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        pictures.grid(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)
+        pictures.sheet_of(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)
     except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
         raise UsageError(f"--out {config.out} cannot be written: {error}") from error
     _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
@@ -211,17 +243,17 @@ def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]
 
     Raises:
         UsageError: a flag or a value is wrong; one line, where the library would draw a box.
-        SystemExit: help was asked for, and printed.
+        HelpPrintedError: help was asked for, and printed.
     """
     import tyro
 
-    boxed = io.StringIO()
+    base, boxed = default(), io.StringIO()
     try:
         with contextlib.redirect_stderr(boxed):
-            return tyro.cli(kind, prog=program, description=default.__doc__, default=default(), args=args)
+            return tyro.cli(kind, prog=program, description=default.__doc__ or kind.__doc__, default=base, args=args)
     except SystemExit as done:
         if not done.code:
-            raise
+            raise HelpPrintedError from None
         raise UsageError(f"{_unboxed(boxed.getvalue())} ({program} --help)") from None
 
 

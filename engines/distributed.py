@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fluvial.engines.errors import ElsewhereError, FluvialError, RunError
+from fluvial.engines.errors import ElsewhereError, FluvialError, RunError, UsageError
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class World:
             yield
         except FluvialError as error:
             problem = error
+        except OSError as error:
+            problem = RunError(str(error))
+            problem.__cause__ = error
         failed = self.gather(torch.tensor([float(problem is not None)], device=self.device)).nonzero().flatten().tolist()
         if failed and failed[0] != self.rank:
             raise ElsewhereError(f"rank {failed[0]} gave up; its own message says why") from problem
@@ -58,8 +61,16 @@ def world() -> Iterator[World]:
     """Join the process group that torchrun set up, or make one of a single process; leave it at the end.
 
     Devices are CUDA with nccl where there is a GPU, else the CPU with gloo.
+
+    Raises:
+        UsageError: torchrun started more processes on this machine than it has GPUs.
     """
     cuda = torch.cuda.is_available()
+    if cuda and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
+        raise UsageError(
+            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes were started on a machine with {torch.cuda.device_count()} "
+            "GPUs: start at most as many, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

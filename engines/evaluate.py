@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.distributed import World
-from fluvial.engines.generate import Grid, generate, slots
+from fluvial.engines.generate import SamplingGrid, generate, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.rewards import RewardRunner
 
@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    job: Job, module: nn.Module, *, grid: Grid, samples: int, micro_batch: int, world: World, show: int = 16
+    job: Job, module: nn.Module, *, grid: SamplingGrid, samples: int, micro_batch: int, world: World, show: int = 16
 ) -> Evaluation:
     """Sample held-out prompts with the ODE and let every judge score them; every rank must take part.
 
@@ -53,9 +53,12 @@ def evaluate(
     for judge in job.judges.values():
         runner = RewardRunner(judge)
         runner.submit(pictures, prompts)
-        with world.agreed():
-            scores.append(runner.collect())
-        runner.close()
+        try:
+            with world.agreed():
+                scores.append(runner.collect())
+        finally:
+            runner.close()
+    show = min(show, samples)
     local = torch.stack(scores, dim=1)
     table = world.gather(local.to(world.device))[:samples].cpu()
     return Evaluation(

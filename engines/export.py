@@ -35,6 +35,7 @@ def export(engine: Engine, out: Path, *, build: Callable[[], nn.Module], merge: 
             if merge:
                 merge_lora(module)
             try:
+                out.mkdir(parents=True, exist_ok=True)  # diffusers only logs it if a file is in the way
                 module.save_pretrained(out, safe_serialization=True)  # type: ignore[operator]
             except (OSError, SafetensorError) as error:
                 raise RunError(f"weights cannot be written to {out}: {error}") from error

@@ -47,17 +47,17 @@ class Chunk(NamedTuple):
     pictures: Tensor  # [b, C, H, W] in [0, 1]
 
 
-class Grid(NamedTuple):
+class SamplingGrid(NamedTuple):
     """A model's own schedule: T+1 noise levels on the host, and the T timesteps the model is given on its device."""
 
     sigmas: Tensor
     timesteps: Tensor
 
 
-def grid(model: VelocityModel, steps: int, *, device: torch.device) -> Grid:
+def sampling_grid(model: VelocityModel, steps: int, *, device: torch.device) -> SamplingGrid:
     """Return the schedule of a model's scheduler, exactly, for a number of steps."""
     schedule = model.schedule(steps)
-    return Grid(from_scheduler(schedule).cpu(), schedule.timesteps.to(device))
+    return SamplingGrid(from_scheduler(schedule).cpu(), schedule.timesteps.to(device))
 
 
 def generate(
@@ -67,7 +67,7 @@ def generate(
     ids: Sequence[int],
     *,
     initial: Sequence[int] | None = None,
-    grid: Grid,
+    grid: SamplingGrid,
     key: Key,
     micro_batch: int,
     transition: Sampler = transitions.ode,

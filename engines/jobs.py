@@ -39,7 +39,7 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None) -> 
     model = Handwriting(BASE if weights is None else weights)
     return Job(
         model=model,
-        train_prompts=codes("train") if prompts is None else read_prompts(prompts, model),
+        train_prompts=codes("train") if prompts is None else read_prompts(prompts, model, heldout=codes("heldout")),
         heldout_prompts=codes("heldout"),
         reward=reward_reader().characters,
         judges={"reward": reward_reader().characters, "heldout": evaluation_reader().characters},
@@ -59,12 +59,14 @@ def build(job: Job) -> nn.Module:
         raise UsageError(f"the model cannot be loaded: {reason}") from error
 
 
-def read_prompts(path: Path, model: VelocityModel) -> tuple[str, ...]:
+def read_prompts(path: Path, model: VelocityModel, *, heldout: Sequence[str]) -> tuple[str, ...]:
     """Return the prompts of a text file, one a line; blank lines are passed over.
 
     Raises:
-        UsageError: the file cannot be read, is empty, or a line is no prompt for the model; it names file and line.
+        UsageError: the file cannot be read, is empty, or a line is no prompt for the model or is held out for evaluation;
+            it names file and line.
     """
+    apart = frozenset(heldout)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -77,6 +79,10 @@ def read_prompts(path: Path, model: VelocityModel) -> tuple[str, ...]:
                 model.check_prompt(prompt)
             except ValueError as error:
                 raise UsageError(f"prompts file {path}, line {number}: {error}") from error
+            if prompt in apart:
+                raise UsageError(
+                    f"prompts file {path}, line {number}: {prompt!r} is held out for evaluation, never trained on"
+                )
             prompts.append(prompt)
     if not prompts:
         raise UsageError(f"prompts file {path} is empty, expected one prompt a line")

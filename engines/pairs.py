@@ -62,15 +62,17 @@ def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Con
     )
 
 
-def with_advantage(pairs: Pairs, advantage: Tensor) -> Pairs:
-    """Return the pairs whose advantage is not zero, in order; the others add nothing to a loss that is linear in it.
+def kept(pairs: Pairs, adds: Tensor) -> Pairs:
+    """Return the pairs that add something to the loss, in order; the others need not be computed.
 
-    If none is left, the first pair stays, so that there is something to run with weight 0.
+    If none does, the first pair stays, with weight 0, so that there is something to run.
 
     Args:
         pairs: P pairs.
-        advantage: their advantages on the host, `[P]`, so that no device is waited for.
+        adds: `[P]` on the host, so that no device is waited for; 0 for pairs that add nothing.
     """
-    kept = torch.nonzero(advantage).flatten() if advantage.any() else torch.zeros(1, dtype=torch.int64)
-    kept = kept.to(pairs.step.device)
-    return optree.tree_map(lambda tensor: tensor[kept], pairs)
+    if not adds.any():
+        first: Pairs = optree.tree_map(lambda tensor: tensor[:1], pairs)
+        return first._replace(weight=torch.zeros_like(first.weight))
+    rows = torch.nonzero(adds).flatten().to(pairs.step.device)
+    return optree.tree_map(lambda tensor: tensor[rows], pairs)

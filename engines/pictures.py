@@ -18,7 +18,7 @@ def as_image(picture: Tensor, *, width: int) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
-def grid(
+def sheet_of(
     pictures: Tensor,
     prompts: Sequence[str],
     scores: Tensor | None = None,
@@ -58,8 +58,8 @@ def grid(
 
 
 def join(path: Path, parts: Sequence[Path]) -> None:
-    """Write a PNG of other PNGs, one above the other."""
-    images = [Image.open(part) for part in parts]
+    """Write a PNG of other PNGs, one above the other; one that is gone is left out."""
+    images = [Image.open(part) for part in parts if part.exists()]
     sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), PAPER)
     top = 0
     for image in images:

@@ -17,7 +17,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluate import evaluate
 from fluvial.engines.export import export
 from fluvial.engines.fsdp import Engine
-from fluvial.engines.generate import grid, slots
+from fluvial.engines.generate import sampling_grid, slots
 from fluvial.engines.progress import RunProgress
 from fluvial.engines.recipes import PretrainConfig
 from fluvial.engines.runfolder import write_json
@@ -57,8 +57,12 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     prompts, root = codes("train"), key(config.seed)
     with world() as processes:
         with processes.agreed():
-            if processes.is_main and (config.out / "config.json").exists():
+            if (config.out / "config.json").exists():
                 raise UsageError(f"{config.out} already holds a model: choose another folder with --out")
+            try:
+                config.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--out {config.out} cannot be made: {error.strerror}") from error
         console = console if processes.is_main else None
         module = model.build()
         engine = Engine(module, model.blocks(module), config.optimizer, processes, updates=config.updates)
@@ -93,7 +97,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             result = evaluate(
                 jobs.handwriting(),
                 sampled,
-                grid=grid(model, 10, device=processes.device),
+                grid=sampling_grid(model, 10, device=processes.device),
                 samples=1000,
                 micro_batch=config.micro_batch,
                 world=processes,

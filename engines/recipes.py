@@ -1,9 +1,11 @@
 """Recipes: a run is a frozen dataclass, built by a function here. The command line is generated from it."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +16,24 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
 from fluvial.engines.fsdp import OptimizerConfig
 from fluvial.models import LoraConfig
+
+
+class SamplerRule(NamedTuple):
+    """What a recipe must know of a sampler."""
+
+    bind: Callable[[float, Tensor], Sampler]  # (eta, sigmas) -> the sampler with its hyper-parameters bound
+    max_eta: float
+    last_step_is_deterministic: bool
+    guard: bool  # whether GRPO-Guard is defined: its std is a rate times sqrt(|dt|)
+
+
+SAMPLERS: dict[str, SamplerRule] = {
+    "flow_sde": SamplerRule(
+        lambda eta, sigmas: partial(transitions.flow_sde, eta=eta, sigma_max=sigmas[1]), math.inf, False, True
+    ),
+    "dance_sde": SamplerRule(lambda eta, sigmas: partial(transitions.dance_sde, eta=eta), math.inf, False, True),
+    "cps": SamplerRule(lambda eta, sigmas: partial(transitions.cps, eta=eta), 1.0, True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -60,18 +80,19 @@ class RolloutConfig:
             raise ValueError(
                 "rollout: eta is 0, so every step is deterministic and has no log-probability to train on: use eta > 0"
             )
-        if self.sampler == "cps" and self.eta > 1:
-            raise ValueError(f"rollout: eta is {self.eta}, expected at most 1 for cps: it is the share of fresh noise")
+        rule = SAMPLERS[self.sampler]
+        if self.eta > rule.max_eta:
+            raise ValueError(f"rollout: eta is {self.eta}, expected at most {rule.max_eta:g} for {self.sampler}")
         low, high = self.window_range
         if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:
             raise ValueError(
                 f"rollout: a window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
-        if self.sampler == "cps" and self.form != "unscaled" and self.window_size == 1 and high == self.steps:
+        if rule.last_step_is_deterministic and self.form != "unscaled" and self.window_size == 1 and high == self.steps:
             raise ValueError(
-                "rollout: the last step of cps is deterministic and has no log-probability, and a window of 1 may be just "
-                f"that step: use a longer window, window_high <= {self.steps - 1}, or form=unscaled"
+                f"rollout: the last step of {self.sampler} is deterministic and has no log-probability, and a window of 1 "
+                f"may be just that step: use a longer window, window_high <= {self.steps - 1}, or form=unscaled"
             )
 
     @property
@@ -92,9 +113,7 @@ class RolloutConfig:
 
     def bound_sampler(self, sigmas: Tensor) -> Sampler:
         """Return the sampler with its hyper-parameters bound for a schedule."""
-        if self.sampler == "flow_sde":
-            return partial(transitions.flow_sde, eta=self.eta, sigma_max=sigmas[1])
-        return partial({"dance_sde": transitions.dance_sde, "cps": transitions.cps}[self.sampler], eta=self.eta)
+        return SAMPLERS[self.sampler].bind(self.eta, sigmas)
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ class PolicyConfig:
         check_number("policy", "kl_coef", self.kl_coef, low=0)
         check_number("policy", "clip_low", self.clip_low, low=0, high=1)
         check_number("policy", "clip_high", self.clip_high, low=0)
-        check_number("policy", "advantage_eps", self.advantage_eps, low=0)
+        check_number("policy", "advantage_eps", self.advantage_eps, low=1e-12)
         check_number("policy", "max_log_ratio", self.max_log_ratio, low=0)
         if self.objective == "guard" and self.clip_low != self.clip_high:
             raise ValueError(
@@ -150,15 +169,15 @@ class TrainConfig:
         weights: folder of the weights to start from, as `fluvial pretrain` and a run's export write them; the shipped base
             by default.
         prompts: text file of prompts to train on, one a line; all training codes by default.
-        micro_batch: samples a forward pass in rollout and update; decides the memory, not the result.
+        micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
         comm: keep (parameters gathered once an update) or reshard (least memory).
         eval_every: updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: samples an evaluation in the course of the run.
         final_samples: samples of the evaluations before and after it.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: how many are kept.
-        resume: continue the newest checkpoint of `out`.
-        resume_from: continue this checkpoint of `out`.
+        resume: continue the run in `out` from its newest checkpoint, with its own settings where none is given.
+        resume_from: the same from this checkpoint.
     """
 
     out: Path
@@ -183,12 +202,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("updates", "micro_batch", "eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"):
-            check_number("train", name, getattr(self, name), low=1)
+            check_number("train", name, getattr(self, name), low=1, high=2**31)
         check_number("train", "eval_every", self.eval_every, low=0)
         check_number("train", "seed", self.seed, low=0, high=2**63 - 1)
-        if self.policy.objective == "guard" and self.rollout.sampler == "cps":
+        rollout, rule = self.rollout, SAMPLERS[self.rollout.sampler]
+        if self.policy.objective == "guard" and not rule.guard:
             raise ValueError(
-                "train: guard is defined for flow_sde and dance_sde, whose std is a rate times sqrt(|dt|), not for cps"
+                f"train: guard is not defined for {rollout.sampler}: it takes samplers whose std is a rate times "
+                "sqrt(|dt|), flow_sde and dance_sde"
+            )
+        reaches_end = rollout.window_range[1] == rollout.steps
+        takes_last_step = rule.last_step_is_deterministic and rollout.form == "unscaled" and reaches_end
+        if self.policy.kl_coef > 0 and takes_last_step:
+            raise ValueError(
+                f"train: the last step of {rollout.sampler} is deterministic and has no KL, and form=unscaled trains on it: "
+                f"use policy.kl_coef 0, rollout.window_high <= {rollout.steps - 1} or another form"
             )
         if self.policy.objective == "guard" and (self.rollout.form, self.rollout.reduction) not in (
             ("density", "mean"),
@@ -219,7 +247,8 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("updates", "batch", "micro_batch"):
-            check_number("pretrain", name, getattr(self, name), low=1)
+            check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
+        check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
 
 
 def handwriting(out: Path = Path("runs/handwriting")) -> TrainConfig:
@@ -241,3 +270,13 @@ def handwriting(out: Path = Path("runs/handwriting")) -> TrainConfig:
 def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
     """Flow matching on pictures of random training codes; makes the base weights that ship."""
     return PretrainConfig(out=out)
+
+
+def recorded(record: dict[str, Any]) -> TrainConfig:
+    """Return the run that a run folder's config.json records."""
+    parts = {"rollout": RolloutConfig, "policy": PolicyConfig, "optimizer": OptimizerConfig, "lora": LoraConfig}
+    paths = ("out", "weights", "prompts", "resume_from")
+    values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
+    config = TrainConfig(**values | {name: Path(values[name]) for name in paths if values[name] is not None})
+    low, high = config.optimizer.betas
+    return replace(config, optimizer=replace(config.optimizer, betas=(low, high)))

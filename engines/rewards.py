@@ -1,8 +1,10 @@
 """Rewards: any function from pictures and prompts to a number each. It runs on a thread beside the rollout."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import Queue
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -23,12 +25,16 @@ class RewardRunner:
 
     def __init__(self, reward: Reward, *, timeout: float = 600.0) -> None:
         self.reward, self.timeout = reward, timeout
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self.work: Queue[tuple[Future[Tensor], Tensor, Sequence[str]] | None] = Queue()
         self.waiting: list[tuple[Future[Tensor], Tensor, Sequence[str]]] = []
+        # A daemon: a reward that hangs does not keep the process from ending.
+        Thread(target=self._serve, name="reward", daemon=True).start()
 
     def submit(self, pictures: Tensor, prompts: Sequence[str]) -> None:
         """Start scoring a chunk."""
-        self.waiting.append((self.pool.submit(self.reward, pictures, prompts), pictures, prompts))
+        chunk = (Future[Tensor](), pictures, prompts)
+        self.waiting.append(chunk)
+        self.work.put(chunk)
 
     def collect(self) -> Tensor:
         """Return the rewards of all chunks submitted since the last call, float32 on the CPU, in order.
@@ -42,16 +48,21 @@ class RewardRunner:
 
     def close(self) -> None:
         """Let the thread end, without waiting for a call that hangs."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.work.put(None)
+
+    def _serve(self) -> None:
+        while (chunk := self.work.get()) is not None:
+            future, pictures, prompts = chunk
+            try:
+                future.set_result(self.reward(pictures, prompts))
+            except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
+                future.set_exception(self._located(error, pictures, prompts))
 
     def _checked(self, future: Future[Tensor], pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         try:
             rewards = torch.as_tensor(future.result(self.timeout), dtype=torch.float32, device="cpu")
         except FutureTimeoutError:
             raise RunError(f"the reward took over {self.timeout:g} s for {_named(prompts)}") from None
-        except Exception as error:
-            culprit = [self._culprit(pictures, prompts)]
-            raise RunError(f"the reward raised {type(error).__name__} ({error}) for {_named(culprit)}") from error
         if rewards.shape != (len(prompts),):
             raise RunError(
                 f"the reward returned shape {list(rewards.shape)} for {len(prompts)} pictures, expected [{len(prompts)}] "
@@ -61,14 +72,18 @@ class RewardRunner:
             raise RunError(f"the reward is {rewards[i]:g} for {_named([prompts[i]])}, expected a finite number")
         return rewards
 
-    def _culprit(self, pictures: Tensor, prompts: Sequence[str]) -> str:
-        """Return the first prompt whose picture makes the reward raise when it is scored alone."""
+    def _located(self, error: BaseException, pictures: Tensor, prompts: Sequence[str]) -> RunError:
+        """Return the error to report: of the first prompt whose picture, scored alone, makes the reward raise."""
+        culprit = list(prompts)
         for i, prompt in enumerate(prompts):
             try:
                 self.reward(pictures[i : i + 1], [prompt])
-            except Exception:
-                return prompt
-        return prompts[0]
+            except BaseException:
+                culprit = [prompt]
+                break
+        located = RunError(f"the reward raised {type(error).__name__} ({error}) for {_named(culprit)}")
+        located.__cause__ = error
+        return located
 
 
 def _named(prompts: Sequence[str]) -> str:

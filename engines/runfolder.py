@@ -6,7 +6,7 @@ config.json  metrics.jsonl  summary.json  curves.png  samples/*.png  tensorboard
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from fluvial.engines import pictures
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation
 
+CONFIG = "config.json"
+
 
 def claim(out: Path, *, resume: bool) -> None:
-    """Make sure that a folder can take a run: a new one unless resuming, then one that holds a run.
+    """Make sure that a folder can take a run: one that holds none, unless it is to be resumed.
 
     Raises:
         UsageError: it already holds a run, it holds none to resume, or it cannot be written.
     """
-    held = (out / "config.json").exists()
+    held = (out / CONFIG).exists()
     if resume and not held:
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
     if held and not resume:
@@ -51,13 +53,15 @@ class RunFolder:
         self.out = out
         self.records = self._kept(update)
         self.metrics = out / "metrics.jsonl"
-        write_json(out / "config.json", config)
+        write_json(out / CONFIG, config)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
         self.tensorboard = SummaryWriter(str(out / "tensorboard"), purge_step=update + 1 if update else None)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and TensorBoard."""
-        record = optree.tree_map(_finite, record, none_is_leaf=True)
+        record = finite(record)
+        if record in self.records:  # an evaluation that is made again when a finished run is resumed
+            return
         self.records.append(record)
         try:
             with self.metrics.open("a") as file:
@@ -70,7 +74,7 @@ class RunFolder:
     def samples(self, name: str, evaluation: Evaluation) -> Path:
         """Write a captioned grid of an evaluation's pictures."""
         right = evaluation.exact["heldout"]
-        sheet = pictures.grid(
+        sheet = pictures.sheet_of(
             evaluation.pictures,
             evaluation.prompts,
             evaluation.pictures_score,
@@ -109,28 +113,27 @@ class RunFolder:
         """Return the records of an interrupted run up to an update; a last line cut short by a crash is dropped."""
         path = self.out / "metrics.jsonl"
         records: list[dict[str, Any]] = []
-        for line in path.read_text().splitlines() if update and path.exists() else ():
+        for line in path.read_text(errors="replace").splitlines() if update and path.exists() else ():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(record, dict) or not isinstance(record.get("update"), int):
+                break
+            records.append(record)
         return [record for record in records if record["update"] <= update]
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write JSON to a file, whole or not at all."""
-    _write(path, json.dumps(value, indent=1) + "\n")
+    _write(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
 
 
-def phase_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds an update spent in each phase."""
-    rows = [record["seconds"] for record in records if "seconds" in record]
-    return {phase: sum(row[phase] for row in rows) / len(rows) for phase in (rows[0] if rows else ())}
-
-
-def _finite(number: float) -> float | None:
-    """Return a number, or None where JSON has no word for it."""
-    return number if math.isfinite(number) else None
+def finite(record: Any) -> Any:
+    """Return a record with None for the numbers that JSON has no word for."""
+    return optree.tree_map(
+        lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, record, none_is_leaf=True
+    )
 
 
 def _write(path: Path, text: str) -> None:

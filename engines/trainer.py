@@ -23,11 +23,11 @@ from fluvial.core.random import fold_in, key, uniform
 from fluvial.core.sigmas import sde_window
 from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
 from fluvial.engines.distributed import World, world
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation, evaluate
 from fluvial.engines.export import export
 from fluvial.engines.fsdp import Engine, UpdateInfo
-from fluvial.engines.generate import Chunk, generate, grid, slots
+from fluvial.engines.generate import Chunk, generate, sampling_grid, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.pairs import Pairs
 from fluvial.engines.progress import RunProgress, table
@@ -42,7 +42,7 @@ from fluvial.models.lora import add_lora, without_lora
 WINDOW, PROMPTS, SAMPLES = 0, 1, 2
 # What a run may change between its start and a resumption without becoming another run.
 FREE = {
-    "out", "prompts", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
+    "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
     "keep_checkpoints", "resume", "resume_from",
 }  # fmt: skip
 
@@ -67,9 +67,11 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
         trainer = Trainer(config, job, processes, console=console if processes.is_main else None)
-        if resume:
-            with processes.agreed():
-                trainer.resume(config.resume_from or checkpoint.newest(config.out / "checkpoints"))
+        saved = checkpoint.listed(config.out / "checkpoints")
+        if config.resume_from is not None:
+            trainer.resume(config.resume_from)
+        elif config.resume and saved:  # a run that died before its first checkpoint begins again
+            trainer.resume(saved[-1])
         return trainer.run(stop)
 
 
@@ -92,11 +94,12 @@ class Trainer:
             module = self._build()
         # With LoRA the reference is the module without its adapters, and costs no copy.
         needs_copy = config.policy.kl_coef > 0 and config.train == "full"
+        self.base = _digest(module)
         self.reference = copy.deepcopy(module).to(world.device).requires_grad_(False) if needs_copy else None
         self.engine = Engine(
             module, job.model.blocks(module), config.optimizer, world, updates=config.updates, comm=config.comm
         )
-        self.grid = grid(job.model, config.rollout.steps, device=world.device)
+        self.grid = sampling_grid(job.model, config.rollout.steps, device=world.device)
         self.sampler = config.rollout.bound_sampler(self.grid.sigmas)
         self.sigmas = self.grid.sigmas.to(world.device)
         self.key = key(config.seed)
@@ -122,7 +125,13 @@ class Trainer:
                     if folder:
                         folder.log(record)
                     progress.advance(
-                        {"reward": record["reward"]["mean"], "clipped": record["policy"]["clipped"]}, record["seconds"]
+                        {
+                            "reward": record["reward"]["mean"],
+                            "ratio": record["policy"]["ratio"],
+                            "KL": record["policy"]["kl_ref"],
+                            "clipped": record["policy"]["clipped"],
+                        },
+                        record["seconds"],
                     )
                     done = self.engine.updates
                     if config.eval_every and done % config.eval_every == 0 and done < config.updates and not stopping:
@@ -171,11 +180,15 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint. What comes next is the same to the bit as if the run had not been interrupted."""
         state = optree.tree_map(torch.empty_like, self.engine.state())
-        meta = checkpoint.load(path, state, fingerprint=self._fingerprint())
+        meta = checkpoint.load(path, state, fingerprint=self._fingerprint(), world=self.world)
         self.engine.restore(state, meta["engine"])
         self.samples, self.seconds = meta["samples"], meta["seconds"]
         self.max_log_ratio, self.before = meta["max_log_ratio"], meta["before"]
         self.saved_at = self.engine.updates
+        if self.config.updates < self.engine.updates:
+            raise UsageError(
+                f"--updates is {self.config.updates}, but {path} is after update {self.engine.updates}: give at least that"
+            )
         if self.console:
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
 
@@ -206,8 +219,8 @@ class Trainer:
                 rewards = runner.collect()
             # The request to stop travels with the rewards, so that all ranks stop after the same update.
             local = torch.cat([rewards, torch.tensor([float(bool(stop))])]).to(self.world.device)
-            table = self.world.gather(local[None]).cpu()
-            reward, stopping = table[:, :-1].flatten()[: rollout.batch], bool(table[:, -1].any())
+            gathered = self.world.gather(local[None]).cpu()
+            reward, stopping = gathered[:, :-1].flatten()[: rollout.batch], bool(gathered[:, -1].any())
             group = torch.arange(rollout.batch) // rollout.group
             advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
         with _timed(seconds, "update"):
@@ -222,19 +235,19 @@ class Trainer:
         """Take one optimizer step on this rank's chunks, given the advantages of all samples."""
         rollout, policy, device = self.config.rollout, self.config.policy, self.world.device
         slots_a_rank = sum(len(chunk.prompts) for chunk in chunks)
-        table = torch.zeros(2, self.world.size, slots_a_rank)
-        table.view(2, -1)[:, : rollout.batch] = torch.stack([advantage, torch.ones(rollout.batch)])
-        mine, weight = table[:, self.world.rank]
+        spread = torch.zeros(2, self.world.size, slots_a_rank)
+        spread.view(2, -1)[:, : rollout.batch] = torch.stack([advantage, torch.ones(rollout.batch)])
+        mine, weight = spread[:, self.world.rank]
         trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
         recorded = trajectory.log_prob.shape[1]
         cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
         flat = pairs.flatten(trajectory, mine.to(device), weight.to(device), cond)
+        # What a pair adds to the loss: its advantage times something, and with a KL term that as well.
+        adds = spread[1] if policy.kl_coef > 0 else spread[0]
+        flat = pairs.kept(flat, adds[self.world.rank].repeat(recorded))
+        longest = int((adds != 0).sum(1).max())
         if policy.kl_coef > 0:
             flat = flat._replace(v_ref=self._reference_velocity(flat))
-            longest = slots_a_rank
-        else:
-            flat = pairs.with_advantage(flat, mine.repeat(recorded))
-            longest = int((table[0] != 0).sum(1).max())
         return self.engine.update(
             flat,
             flat.weight,
@@ -280,7 +293,7 @@ class Trainer:
         """Note the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
         largest, bound = info.max_abs["log_ratio"], self.config.policy.max_log_ratio
         self.max_log_ratio = max(self.max_log_ratio, largest) if largest == largest else largest
-        if largest > bound:
+        if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
                 f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
                 f"--policy.max-log-ratio {bound:g}: rollout and update do not compute the same policy"
@@ -374,11 +387,11 @@ class Trainer:
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return what a run that resumes from this one's checkpoints must agree with."""
-        settings = {name: value for name, value in _as_json(self.config).items() if name not in FREE}
+        settings = {name: value for name, value in _flat(_as_json(self.config)).items() if name.split(".")[0] not in FREE}
         if self.config.optimizer.schedule != "constant":
             settings["updates"] = self.config.updates
         prompts = "\n".join(self.job.train_prompts).encode()
-        return {**settings, "train_prompts": hashlib.sha256(prompts).hexdigest()[:16]}
+        return {**settings, "train_prompts": hashlib.sha256(prompts).hexdigest()[:16], "base_weights": self.base}
 
 
 def versions() -> dict[str, str]:
@@ -390,6 +403,20 @@ def versions() -> dict[str, str]:
 def _as_json(config: TrainConfig) -> dict[str, Any]:
     """Return a config as JSON holds it: paths as text, tuples as lists."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict, {"rollout.eta": 0.8, ...}, spelled as their flags are."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def _digest(module: nn.Module) -> str:
+    """Return a fingerprint of a module's weights, from each tensor's name and sum."""
+    sums = {name: float(tensor.double().sum()) for name, tensor in module.state_dict().items()}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _line(when: str, evaluation: Evaluation) -> str:

@@ -9,7 +9,18 @@ from pathlib import Path
 
 # Eight samples of four steps an update: a fraction of a second each.
 SMALL = [
-    *("--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4", "--rollout.window", "2"),
+    *(
+        "--rollout.prompts",
+        "2",
+        "--rollout.group",
+        "4",
+        "--rollout.steps",
+        "4",
+        "--rollout.window",
+        "2",
+        "--rollout.window-high",
+        "4",
+    ),
     *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
 ]
 
@@ -36,7 +47,7 @@ def command(*args: str, ranks: int = 1) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return an environment in which one and several ranks use the same number of threads, and so the same kernels."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def one_line(text: str) -> str:

@@ -57,7 +57,7 @@ class Handwriting:
         "add_k_proj",
         "add_v_proj",
         "to_add_out",
-        "proj",
+        "net.0.proj",
         "net.2",
         "linear",
     )
@@ -81,13 +81,20 @@ class Handwriting:
         if not config.is_file():
             raise ValueError(f"{self.weights} holds no model: config.json is missing")
         found = json.loads(config.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"{config} is not of a model: it holds no settings")
         if different := [name for name, value in CONFIG.items() if found.get(name) != value]:
             raise ValueError(f"{config} is not of the handwriting model: {', '.join(different)} differ")
-        return SD3Transformer2DModel.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
+        module = SD3Transformer2DModel.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
+        if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
+            raise ValueError(f"{self.weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        return module
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the joint transformer blocks."""
-        return [child for child in module.modules() if type(child).__name__ == "JointTransformerBlock"]
+        blocks = module.transformer_blocks
+        assert isinstance(blocks, nn.ModuleList)
+        return list(blocks)
 
     def schedule(self, steps: int) -> Schedule:
         """Return diffusers' flow-matching scheduler with shift 3, set to a number of steps."""

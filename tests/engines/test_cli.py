@@ -1,10 +1,13 @@
 """What a person types wrongly ends in one line that says what and where, with exit code 2, and nothing is written."""
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 import small
+from safetensors.torch import load_file, save_file
 
 from fluvial.engines import cli
 
@@ -26,16 +29,19 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --rollout.eta inf", "eta is inf"),
     ("train handwriting --rollout.eta 0", "eta is 0, so every step is deterministic"),
     ("train handwriting --rollout.group 1", "group is 1, expected at least 2"),
-    ("train handwriting --rollout.window 11", "a window of 11 steps does not fit steps 0 to 10"),
+    ("train handwriting --rollout.window 11", "a window of 11 steps does not fit steps 0 to 6"),
     ("train handwriting --rollout.window 0", "a window of 0 steps"),
-    ("train handwriting --rollout.window-low 9 --rollout.window 2", "a window of 2 steps does not fit steps 9 to 10"),
-    ("train handwriting --rollout.sampler cps --rollout.window 1", "the last step of cps is deterministic"),
-    ("train handwriting --rollout.sampler cps --rollout.eta 1.5", "expected at most 1 for cps"),
+    ("train handwriting --rollout.window-low 5 --rollout.window 2", "a window of 2 steps does not fit steps 5 to 6"),
+    (
+        "train handwriting --rollout.sampler cps --rollout.window 1 --rollout.window-high 10",
+        "the last step of cps is deterministic",
+    ),
+    ("train handwriting --rollout.sampler cps --rollout.eta 1.5", "eta is 1.5, expected at most 1 for cps"),
     ("train handwriting --rollout.sampler ode", "'ode'"),
     ("train handwriting --policy.clip-low nan", "clip_low is nan"),
     ("train handwriting --policy.kl-coef -1", "kl_coef is -1"),
     ("train handwriting --policy.objective guard --policy.clip-low 0.5", "guard's clip is symmetric"),
-    ("train handwriting --policy.objective guard --rollout.sampler cps", "not for cps"),
+    ("train handwriting --policy.objective guard --rollout.sampler cps", "guard is not defined for cps"),
     ("train handwriting --policy.objective guard --rollout.form unscaled", "of form density or no_const"),
     ("train handwriting --policy.objective guard --rollout.reduction sum", "reduction mean"),
     ("train handwriting --optimizer.lr -1", "lr is -1"),
@@ -48,8 +54,18 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --prompts {tmp}", "cannot be read: Is a directory"),
     ("train handwriting --out {tmp}/held", "held already holds a run"),
     ("train handwriting --out {tmp}/new --resume", "new holds no run to resume"),
-    ("train handwriting --out {tmp}/held --resume", "there is no checkpoint in"),
-    ("train handwriting --out {tmp}/held --resume-from {tmp}/held/checkpoints/000009", "000009 is not a checkpoint"),
+    ("train handwriting --out {tmp}/held --resume", "config.json is not the record of a run"),
+    ("train handwriting --out {tmp}/run --resume-from {tmp}/run/checkpoints/000009", "000009 is not a checkpoint"),
+    ("train handwriting --prompts {tmp}/heldout.txt", "heldout.txt, line 2: '{heldout}' is held out for evaluation"),
+    ("train handwriting --seed -1", "seed is -1"),
+    ("train handwriting --seed 1{zeros}", "expected"),
+    ("train handwriting --policy.advantage-eps 0", "advantage_eps is 0"),
+    ("train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window-high 10", "use policy.kl_coef 0"),
+    ("pretrain handwriting --seed -1", "seed is -1"),
+    ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
+    ("sample handwriting --seed -1", "seed is -1"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/list", "it holds no settings"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/incomplete", "is incomplete: "),
     ("train handwriting --out {tmp}/empty.txt/run", "cannot be made: Not a directory"),
     ("train handwriting --out {tmp}/new --weights {tmp}", "holds no model: config.json is missing"),
     ("train handwriting --out {tmp}/new --weights {tmp}/foreign", "is not of the handwriting model: num_layers"),
@@ -68,7 +84,8 @@ WRONG: list[tuple[str, str]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompt files, a folder that holds a run, weights of another model and weights cut short."""
-    from fluvial.models.handwriting import BASE
+    from fluvial.engines import recipes
+    from fluvial.models.handwriting import BASE, codes
 
     tmp = tmp_path_factory.mktemp("wrong")
     for name, text in PROMPTS.items():
@@ -76,24 +93,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp / "held").mkdir()
     (tmp / "held" / "config.json").write_text("{}")
     config = (BASE / "config.json").read_text()
-    for name in ("foreign", "cut"):
+    for name in ("foreign", "cut", "list", "incomplete"):
         (tmp / name).mkdir()
         data = (BASE / "diffusion_pytorch_model.safetensors").read_bytes()
         (tmp / name / "diffusion_pytorch_model.safetensors").write_bytes(data[: len(data) // 2])
     (tmp / "foreign" / "config.json").write_text(config.replace('"num_layers": 4', '"num_layers": 5'))
     (tmp / "cut" / "config.json").write_text(config)
+    (tmp / "list" / "config.json").write_text("[]")
+    (tmp / "incomplete" / "config.json").write_text(config)
+    tensors = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    del tensors["proj_out.weight"]
+    save_file(tensors, tmp / "incomplete" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    (tmp / "heldout.txt").write_text(f"{codes('train')[0]}\n{codes('heldout')[7]}\n")
+    (tmp / "run").mkdir()
+    record = dataclasses.asdict(recipes.handwriting(tmp / "run"))
+    (tmp / "run" / "config.json").write_text(json.dumps(record, default=str))
     return tmp
 
 
 @pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
 def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 2; the line starts with the program's name."""
-    code = cli.run([word.format(tmp=folder) for word in typed.split()])
+    from fluvial.models.handwriting import codes
+
+    words = {"tmp": folder, "zeros": "0" * 400, "heldout": codes("heldout")[7]}
+    code = cli.run([word.format(**words) for word in typed.split()])
     captured = capfd.readouterr()
     assert code == 2, captured
     line = small.one_line(captured.err)
     assert line.startswith("fluvial: ")
-    assert says in line
+    assert says.format(**words) in line
     assert not (folder / "new" / "config.json").exists()
 
 

@@ -1,6 +1,7 @@
 """Training runs: what they leave behind, how they stop and go on, and what makes them fail."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.core.advantages import SCALES
@@ -253,6 +254,56 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
     assert (tmp_path / "run" / "checkpoints" / "000002" / "manifest.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return torch.full((len(p),), float('nan'))", "the reward is nan for prompt"),
+        ("return torch.ones(1)", "the reward returned shape [1] for 4 pictures"),
+        ("raise KeyError('no model')", "the reward raised KeyError"),
+        ("sys.exit()", "the reward raised SystemExit"),
+        ("time.sleep(600)", "the reward took over 1 s"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, ranks: int) -> None:
+    """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, sys, time, torch\n"
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "from fluvial.engines import cli, jobs, rewards\n"
+        "from fluvial.engines.recipes import RolloutConfig, TrainConfig\n"
+        "from fluvial.engines.trainer import train\n"
+        "rewards.RewardRunner.__init__.__kwdefaults__['timeout'] = 1.0\n"
+        "def reward(x, p):\n"
+        "    last = int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1\n"
+        "    if not last: return torch.arange(float(len(p)))\n"
+        f"    {body}\n"
+        "def command(args):\n"
+        "    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)\n"
+        f"    out = Path({str(tmp_path / 'run')!r})\n"
+        "    config = TrainConfig(out=out, updates=1, micro_batch=4, final_samples=8, rollout=rollout)\n"
+        "    train(config, replace(jobs.handwriting(), reward=reward)); return 0\n"
+        "cli.exit_with(command, [])\n"
+    )
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, "-P", *launcher, str(script)],
+        env={**small.environment(), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
+    assert len(ours) == 1, done.stderr
+    assert says in ours[0]
+    if ranks == 1:
+        small.one_line(done.stderr)
+
+
 def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
     """After its time is over."""
 
@@ -298,7 +349,9 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
         wait_for_update(killed, 5, process)
         process.kill()
     assert not (killed / "summary.json").exists()
-    small.train(killed, *flags, "--resume")
+    # A run goes on with its own settings: no flag has to be typed again.
+    done = small.fluvial("train", "handwriting", "--out", str(killed), "--resume")
+    assert done.returncode == 0, done.stderr
     assert small.weights(killed) == small.weights(tmp_path / "straight")
     timeless = [
         [{key: value for key, value in record.items() if key != "seconds"} for record in small.records(out)]
@@ -381,11 +434,58 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     """It would be another run."""
     out = tmp_path / "run"
     small.train(out, "--updates", "2")
-    done = small.fluvial(
-        "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "4", "--seed", "5", "--resume"
-    )
+    for flags, says in (
+        (["--seed", "5"], "is of another run: seed 0 there, 5 here"),
+        (["--rollout.eta", "0.5"], "is of another run: rollout.eta 0.8 there, 0.5 here"),
+        (["--updates", "1"], "--updates is 1, but"),
+    ):
+        done = small.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
+        assert done.returncode in (1, 2)
+        assert says in small.one_line(done.stderr)
+
+
+def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
+    """What LoRA adapts and what a KL refers to is part of the run, wherever it lies."""
+    from fluvial.models.handwriting import BASE
+
+    for name in ("one", "same", "other"):
+        shutil.copytree(BASE, tmp_path / name)
+    file = tmp_path / "other" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor / 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    out = tmp_path / "run"
+    small.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))
+    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "other"))
     assert done.returncode == 1
-    assert "is of another run: seed 0 there, 5 here" in small.one_line(done.stderr)
+    assert "is of another run: base_weights" in small.one_line(done.stderr)
+    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "same"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """With --resume, as a restart by torchrun does."""
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        small.command("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "3", "--checkpoint-every", "3"),
+        env=small.environment(),
+    ) as process:
+        wait_for_update(out, 0, process)
+        process.kill()
+    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert [record["update"] for record in small.records(out) if "policy" in record] == [1, 2, 3]
+
+
+def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
+    """It evaluates and exports again, to the same bits, and records nothing twice; odd lines in the metrics are dropped."""
+    out = tmp_path / "run"
+    train(config(out), job())
+    before, records = small.weights(out), small.records(out)
+    (out / "samples" / "before.png").unlink()
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(b'3\n\xff{"upd')
+    train(config(out, resume=True), job())
+    assert small.weights(out) == before
+    assert small.records(out) == records
 
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
