@@ -87,7 +87,15 @@ def exit_with(command: Callable[[list[str]], int], args: list[str]) -> None:
     """Run a command line and leave the process with its exit code."""
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
-    sys.exit(run(args, command))
+    code = run(args, command)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # All is written and the process group is gone. Left to itself the interpreter now and then aborts here, over a
+        # thread of gloo's that is still running (torch 2.13, about one exit in ten under load), and torchrun takes a
+        # run that is done for one that failed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:

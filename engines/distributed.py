@@ -82,5 +82,7 @@ def world() -> Iterator[World]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+        if size > 1:
+            dist.barrier()  # no rank takes the others' connections away while they still talk
     finally:
         dist.destroy_process_group()

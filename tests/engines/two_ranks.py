@@ -10,6 +10,7 @@ import torch
 from nets import Net, data, squared
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import world
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import Engine, OptimizerConfig
@@ -28,7 +29,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main() -> None:
+def main(args: list[str]) -> int:
     """Write {counts: {comm: {n: {...}}}, weights: {...}, skipped, items}."""
     result: dict[str, Any] = {"counts": {}, "weights": {}}
     with world() as processes:
@@ -71,8 +72,9 @@ def main() -> None:
             torch.distributed.all_gather_object(messages, f"{type(error).__name__}: {error}")
             result["messages"] = messages
     if processes.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(result))
+        Path(args[0]).write_text(json.dumps(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main, sys.argv[1:])
