@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
-# Pinned versions; on a machine with an NVIDIA GPU, torch's own CUDA build instead of the pinned CPU one.
+# Pinned versions. The package index's torch of that version is the CUDA build; a machine set up with a CPU file takes that.
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
