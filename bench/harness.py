@@ -139,7 +139,7 @@ def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> Non
             of_baseline = [b.p50 for b in rows if (b.op, b.mode, b.shape, b.provider) == (r.op, r.mode, r.shape, baseline)]
             cells.append(f"{of_baseline[0] / r.p50:.2f}x" if of_baseline else "")
         table.add_row(*cells)
-    Console().print(table, highlight=False)
+    Console(width=max(Console().width, 140)).print(table, highlight=False)
 
 
 def _synchronize() -> None:

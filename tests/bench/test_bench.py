@@ -15,7 +15,7 @@ def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
     assert row.p20 < row.p50 < row.p80
     for _ in range(2):
         harness.append(tmp_path / "deep" / "rows.csv", [row])
-    rows = list(csv.DictReader((tmp_path / "deep" / "rows.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "deep" / "rows.csv").read_text().splitlines()))
     assert len(rows) == 2
     assert all(rows[0][name] for name in ("device", "torch", "triton", "python", "date", "threads"))
 

@@ -50,7 +50,11 @@ CASES: dict[str, Case] = {
     ),
     "sample's noise": (lambda: gaussian.sample(STEP, X, X, FIRST), ValueError, r"sample: noise has shape \[1, 4\]"),
     "log_prob's x_next": (lambda: gaussian.log_prob(STEP, X, X, FIRST), ValueError, r"log_prob: x_next has shape \[1, 4\]"),
-    "guard's dt": (lambda: guard(dt=torch.ones(1)), ValueError, r"guard_surrogate: dt has shape \[1\], expected \[3\]"),
+    "guard's dt": (
+        lambda: guard(dt=torch.ones(1)),
+        ValueError,
+        r"guard_surrogate: dt has shape \[1\], expected \[\] or \[3\]",
+    ),
     "guard's v_old": (lambda: guard(v_old=FIRST), ValueError, r"v_ref has shape \[1, 4\], expected \[3, 4\]"),
     "guard's clip": (lambda: guard(clip=-1.0), ValueError, r"guard_surrogate: clip is -1"),
     "guard without noise": (
