@@ -262,8 +262,8 @@ def handwriting(out: Path = Path("runs/handwriting")) -> TrainConfig:
     return TrainConfig(
         out=out,
         rollout=RolloutConfig(prompts=16, group=8, window=5, window_high=6),
-        policy=PolicyConfig(kl_coef=0.3),
-        optimizer=OptimizerConfig(lr=1.5e-4, schedule="cosine", warmup=5, ema_decay=0.9),
+        policy=PolicyConfig(kl_coef=0.2),
+        optimizer=OptimizerConfig(lr=2e-4, schedule="cosine", ema_decay=0.9),
     )
 
 
