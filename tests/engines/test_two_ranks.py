@@ -55,11 +55,13 @@ def test_reshard_gathers_each_time_and_reduces_once(result: dict[str, Any], n: i
 
 
 def test_small_collectives_an_update(result: dict[str, Any]) -> None:
-    """Beside parameters and gradients: the norm's all-reduce and one gather of numbers, whatever the micro-batches."""
+    """Beside parameters and gradients one gather of the update's numbers, whatever the micro-batches.
+
+    (The all-reduce of the gradient's norm is made inside DTensor, where a dispatch mode does not see it.)
+    """
     for comm in ("keep", "reshard"):
-        seen = {json.dumps({k: v for k, v in c.items() if "base" not in k}) for c in result["counts"][comm].values()}
-        assert len(seen) == 1
-        assert json.loads(seen.pop()) == {"allgather_": 1, "all_reduce": 1}
+        for counts in result["counts"][comm].values():
+            assert {name: count for name, count in counts.items() if "base" not in name} == {"allgather_": 1}
 
 
 @pytest.mark.parametrize("comm", ["keep", "reshard"])
