@@ -27,7 +27,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *(str(HERE / "two_ranks.py"), str(out)),
         ],
-        env={**small.environment(), "PYTHONPATH": str(HERE.parent), "PYTHONSAFEPATH": "1"},
+        env={**small.environment(), "PYTHONPATH": str(HERE.parent / "helpers"), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=240,
