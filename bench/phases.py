@@ -36,7 +36,7 @@ def measure(config: PhasesConfig) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, world() as processes:
         job = jobs.handwriting()
         defaults = recipes.handwriting(Path(folder))
-        runs = {"full": defaults, "lora": replace(defaults, train="lora")}
+        runs = {"full": replace(defaults, train="full"), "lora": replace(defaults, train="lora")}
         trainers = {name: Trainer(run, job, processes, console=None) for name, run in runs.items()}
         runner = RewardRunner(job.reward)
         seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}

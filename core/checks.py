@@ -34,6 +34,16 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
             )
 
 
+def check_same_device(function: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors are dense and on the device of the first."""
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{function}: {name} has layout {tensor.layout}, expected torch.strided")
+        if tensor.device != tensors[first].device:
+            raise ValueError(f"{function}: {name} is on {tensor.device}, expected {tensors[first].device} as {first}")
+
+
 def check_per_sample(function: str, batch: int, **scalars: Tensor) -> None:
     """Raise ValueError unless every tensor is 0-d or `[batch]`."""
     for name, scalar in scalars.items():

@@ -19,6 +19,7 @@ Form = Literal["density", "no_const", "unscaled"]
 Reduction = Literal["mean", "sum"]
 FORMS: tuple[Form, ...] = ("density", "no_const", "unscaled")
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+WAY_OUT = "use eta > 0 and a stochastic step, or form='unscaled'"
 
 
 def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
@@ -66,7 +67,7 @@ def log_prob(
     squared_residual = reduce((x_next - _mean(transition, x, v)) ** 2, "b ... -> b", reduction)
     if form == "unscaled":
         return -squared_residual
-    std = _positive("log_prob", transition.std, way_out="use eta > 0 and a stochastic step, or form='unscaled'")
+    std = _positive("log_prob", transition.std, way_out=WAY_OUT)
     scaled = -squared_residual / (2 * std**2)
     if form == "no_const":
         return scaled
@@ -108,10 +109,14 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
     return cast, *(tensor.to(dtype) for tensor in samples.values())
 
 
+def check_stochastic(function: str, std: Tensor, *, way_out: str = WAY_OUT) -> None:
+    """Raise ValueError if a std is not positive, where looking costs nothing (see `checks.can_look`)."""
+    if can_look(std) and not (std > 0).all():
+        where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~(std > 0)).flatten().tolist()}"
+        raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
+
+
 def _positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
     """Return std with NaN where it is not positive, and say so where looking costs nothing."""
-    positive = std > 0
-    if can_look(std) and not positive.all():
-        where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~positive).flatten().tolist()}"
-        raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
-    return torch.where(positive, std, torch.nan)
+    check_stochastic(function, std, way_out=way_out)
+    return torch.where(std > 0, std, torch.nan)

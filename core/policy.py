@@ -19,6 +19,7 @@ class PolicyInfo(NamedTuple):
     log_ratio: Tensor
     clipped: Tensor  # 1 where the clip holds the gradient back, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, whose mean estimates KL(old || current)
+    kl_ref: Tensor | None = None  # KL to the reference policy's step, where a loss has that term
 
 
 def clipped_surrogate(

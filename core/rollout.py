@@ -18,6 +18,9 @@ from fluvial.core.types import Grid, Samples
 # v = velocity(x, sigma, step): x `[B, *event]`, sigma `[B]` float32, step the index into the schedule.
 Velocity = Callable[[Tensor, Tensor, int], Tensor]
 
+# A log-prob with the arguments of `gaussian.log_prob`.
+LogProb = Callable[..., Tensor]
+
 
 class Debug(NamedTuple):
     """What the recorded steps were made of; each `[B, S, ...]`."""
@@ -52,6 +55,7 @@ def rollout(
     record: Collection[int] | None = None,
     form: Form = "density",
     reduction: Reduction = "mean",
+    log_prob: LogProb = gaussian.log_prob,
     dtype: torch.dtype | None = None,
     keep_velocity: bool = False,
     debug: bool = False,
@@ -72,6 +76,7 @@ def rollout(
         deterministic: the sampler of the other steps, which draws no noise; partial(ddim, eta=0) beside `ddim`.
         record: the steps to record, by default those of the window that are stochastic.
         form, reduction: of the log-probs, as in `gaussian.log_prob`.
+        log_prob: what computes them: the function that the update will compare them with.
         dtype: in which the trajectory is stored, by default that of the computation. Where it is lower, each sample is
             rounded before it goes on, so that the stored trajectory is the one that was walked.
         keep_velocity: also return the model's output of the recorded steps, which some objectives compare theirs with.
@@ -126,7 +131,7 @@ def rollout(
         if step in record:
             before.append(x.to(dtype))
             after.append(x_next.to(dtype))
-            log_probs.append(gaussian.log_prob(coefficients, x, v, x_next, form=form, reduction=reduction))
+            log_probs.append(log_prob(coefficients, x, v, x_next, form=form, reduction=reduction))
             if keep_velocity:
                 outputs.append(v)
             if debug:

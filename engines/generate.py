@@ -5,7 +5,7 @@ on the number of ranks nor on which of them made it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -16,8 +16,9 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.sigmas import from_scheduler
-from fluvial.core.transitions import Sampler
+from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.distributed import World
+from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, VelocityModel
 
 # Initial noise and the noise of the steps are drawn from keys apart.
@@ -75,6 +76,7 @@ def generate(
     form: Form = "density",
     reduction: Reduction = "mean",
     keep_velocity: bool = False,
+    implementation: Implementation = "auto",
 ) -> Iterator[Chunk]:
     """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
 
@@ -90,8 +92,13 @@ def generate(
             Without a window nothing is recorded.
         form, reduction: of the recorded log-probs.
         keep_velocity: also record the model's output.
+        implementation: of the log-prob, see `fluvial.kernels.dispatch`.
     """
     device = grid.timesteps.device
+
+    def log_prob(transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
+        return step_log_prob(v, x, x_next, transition, implementation=implementation, **options)[0]
+
     for start in range(0, len(ids), micro_batch):
         chunk = prompts[start : start + micro_batch]
         rows = slice(start, start + micro_batch)
@@ -112,6 +119,7 @@ def generate(
                 record=None if window else (),
                 form=form,
                 reduction=reduction,
+                log_prob=log_prob,
                 keep_velocity=keep_velocity,
             )
             pictures = model.decode(trajectory.final)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core.advantages import group_advantages
-from fluvial.core.policy import clipped_surrogate, guard_surrogate
+from fluvial.core.policy import PolicyInfo, guard_surrogate
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.core.sigmas import sde_window
 from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
@@ -35,7 +35,7 @@ from fluvial.engines.recipes import TrainConfig
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.runfolder import RunFolder
 from fluvial.engines.signals import StopRequest, stop_request
-from fluvial.kernels import step_log_prob
+from fluvial.kernels import policy_loss, step_log_prob
 from fluvial.models.lora import add_lora, without_lora
 
 # Streams of an update's randomness, folded into the key of (seed, update).
@@ -73,16 +73,6 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         elif config.resume and saved:  # a run that died before its first checkpoint begins again
             trainer.resume(saved[-1])
         return trainer.run(stop)
-
-
-class Diagnostics(NamedTuple):
-    """What is logged of a pair: the surrogate's PolicyInfo and the KL to the reference policy (0 without a KL term)."""
-
-    ratio: Tensor
-    log_ratio: Tensor
-    clipped: Tensor
-    kl_old: Tensor
-    kl_ref: Tensor
 
 
 class Trainer:
@@ -210,7 +200,7 @@ class Trainer:
                 grid=self.grid, key=fold_in(root, SAMPLES),
                 micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
                 reduction=rollout.reduction,
-                keep_velocity=config.policy.objective == "guard",
+                keep_velocity=config.policy.objective == "guard", implementation=config.implementation,
             ):  # fmt: skip
                 runner.submit(chunk.pictures, chunk.prompts)
                 chunks.append(chunk)
@@ -257,23 +247,29 @@ class Trainer:
             pad_to=max(longest * recorded, 1),
         )
 
-    def _loss(self, batch: Pairs) -> tuple[Tensor, Diagnostics]:
-        """Return the policy objective of a micro-batch of pairs, and the KL to the reference with it if asked for."""
+    def _loss(self, batch: Pairs) -> tuple[Tensor, PolicyInfo]:
+        """Return the policy objective of a micro-batch of pairs, with the KL to the reference in it if asked for."""
         rollout, policy = self.config.rollout, self.config.policy
         sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
         transition, v = self.sampler(sigma, sigma_next), self._velocity(self.engine.module, batch)
-        log_prob, kl = step_log_prob(
-            v, batch.x, batch.x_next, transition, v_ref=batch.v_ref, form=rollout.form, reduction=rollout.reduction
-        )
-        probs = (log_prob, batch.log_prob_old, batch.advantage)
+        step = (v, batch.x, batch.x_next, transition)
+        options: dict[str, Any] = {
+            "v_ref": batch.v_ref, "form": rollout.form, "reduction": rollout.reduction,
+            "implementation": self.config.implementation,
+        }  # fmt: skip
         if batch.v_old is None:
-            loss, info = clipped_surrogate(*probs, clip_low=policy.clip_low, clip_high=policy.clip_high)
+            loss, info = policy_loss(
+                *step, batch.log_prob_old, batch.advantage, clip_low=policy.clip_low, clip_high=policy.clip_high,
+                kl_coef=policy.kl_coef, kl_weight=policy.kl_weight, dt=sigma_next - sigma, **options,
+            )  # fmt: skip
         else:
+            log_prob, kl = step_log_prob(*step, **options)
+            probs = (log_prob, batch.log_prob_old, batch.advantage)
             loss, info = guard_surrogate(*probs, transition, v, batch.v_old, sigma_next - sigma, clip=policy.clip_low)
-        if kl is None:
-            return loss, Diagnostics(*info, kl_ref=torch.zeros_like(log_prob))
-        scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0
-        return loss + policy.kl_coef * scale * kl, Diagnostics(*info, kl_ref=kl.detach())
+            if kl is not None:
+                scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0
+                loss, info = loss + policy.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
+        return loss, info if info.kl_ref is not None else info._replace(kl_ref=torch.zeros_like(info.ratio))
 
     def _velocity(self, module: nn.Module, batch: Pairs) -> Tensor:
         timestep = self.grid.timesteps[batch.step]

@@ -1,8 +1,8 @@
-"""Two readers of handwritten codes, of different model families and fitted on different digits.
+"""Readers of handwritten codes, of different model families and fitted on different digits.
 
-`reward_reader` (a support-vector machine, fitted on the training half) scores rollouts. `evaluation_reader`
-(extremely randomised trees, fitted on the other half) only ever evaluates, so that learning to please the first
-reader instead of writing well shows.
+`reward_reader` (a support-vector machine and nearest neighbours, fitted on the training half) scores rollouts.
+`evaluation_reader` (extremely randomised trees, fitted on the other half) only ever evaluates, so that learning to please
+the first reader instead of writing well shows.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from sklearn.ensemble import ExtraTreesClassifier
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 from torch import Tensor
 
@@ -25,28 +26,37 @@ class Classifier(Protocol):
 
 
 class Reader:
-    """Reads codes from pictures `[B, 1, 8, 32]` in [0, 1] with a classifier of single digits."""
+    """Reads codes from pictures `[B, 1, 8, 32]` in [0, 1] with one or more classifiers of single digits."""
 
-    def __init__(self, classifier: Classifier) -> None:
-        self.classifier = classifier
+    def __init__(self, *classifiers: Classifier) -> None:
+        self.classifiers = classifiers
 
     def read(self, pictures: Tensor) -> Tensor:
-        """Return the digits read, int64 `[B, 4]`."""
+        """Return the digits that each classifier reads, int64 `[classifiers, B, 4]`."""
         single = pictures.reshape(-1, SIZE, DIGITS, SIZE).permute(0, 2, 1, 3).reshape(-1, SIZE * SIZE)
         if len(single) == 0:
-            return torch.empty(0, DIGITS, dtype=torch.int64)
-        return torch.from_numpy(self.classifier.predict(single.cpu().float().numpy())).reshape(-1, DIGITS)
+            return torch.empty(len(self.classifiers), 0, DIGITS, dtype=torch.int64)
+        flat = single.cpu().float().numpy()
+        return torch.stack([torch.from_numpy(c.predict(flat)).reshape(-1, DIGITS) for c in self.classifiers])
 
     def characters(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the fraction of characters read as asked, float32 `[B]`: the OCR score of the text-rendering papers."""
-        return (self.read(pictures) == as_digits(prompts)).to(torch.float32).mean(1)
+        """Return the fraction of characters read as asked, float32 `[B]`: the OCR score of the text-rendering papers.
+
+        It is the mean over the classifiers, and 1 if all of them read all characters so.
+        """
+        return (self.read(pictures) == as_digits(prompts)).to(torch.float32).mean((0, 2))
 
 
 @cache
 def reward_reader() -> Reader:
-    """Return the reader that scores rollouts: an RBF support-vector machine fitted on the training half."""
+    """Return the reader that scores rollouts: an RBF support-vector machine and 3 nearest neighbours, on the training half.
+
+    Either can be pleased by pictures that nobody else reads, but hardly both by the same: what one decides by distant
+    support vectors, the other decides by the nearest real digits.
+    """
     half = digits("training")
-    return Reader(SVC(C=10.0, gamma=0.08).fit(_flat(half.pixels), half.labels.numpy()))
+    machine, neighbours = SVC(C=10.0, gamma=0.08), KNeighborsClassifier(3, weights="distance")
+    return Reader(*(classifier.fit(_flat(half.pixels), half.labels.numpy()) for classifier in (machine, neighbours)))
 
 
 @cache

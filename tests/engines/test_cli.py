@@ -60,7 +60,10 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --seed -1", "seed is -1"),
     ("train handwriting --seed 1{zeros}", "expected"),
     ("train handwriting --policy.advantage-eps 0", "advantage_eps is 0"),
-    ("train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window-high 10", "use policy.kl_coef 0"),
+    (
+        "train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window-high 10 --policy.kl-coef 1",
+        "use policy.kl_coef 0",
+    ),
     ("pretrain handwriting --seed -1", "seed is -1"),
     ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
     ("sample handwriting --seed -1", "seed is -1"),

@@ -23,6 +23,7 @@ SMALL = [
     ),
     *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
     *("--optimizer.schedule", "constant"),  # a run whose last update can be moved
+    *("--train", "full"),  # LoRA's import takes seconds; the tests that are about it ask for it
 ]
 
 

@@ -1,33 +1,207 @@
-"""The hot path's dispatch: the functions of core, and no silent replacement."""
+"""The hot path's dispatch: every provider gives the reference's results and refuses the same arguments in the same words."""
+
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
+from torch import Tensor
 
-from fluvial.core import gaussian
-from fluvial.core.transitions import flow_sde
-from fluvial.kernels import step_log_prob
+from fluvial import kernels
+from fluvial.core import flow_matching, gaussian, guidance, nft, policy
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.transitions import Transition
+from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import IMPLEMENTATIONS
 
+V, X, X_NEXT, V_REF = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0))
+STEP = Transition(torch.tensor([0.9, 1.0, 1.1]), torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([0.3, 0.2, 0.4]))
+OLD, ADVANTAGE, DT = torch.tensor([-0.1, 0.2, 0.3]), torch.tensor([1.0, -1.0, 2.0]), torch.tensor([-0.1, -0.2, -0.1])
+CLIP: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.2}
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
 @pytest.mark.parametrize("form", gaussian.FORMS)
 @pytest.mark.parametrize("reduction", gaussian.REDUCTIONS)
-def test_it_is_the_reference(implementation: str, form: str, reduction: str) -> None:
-    """Log-prob and KL, with and without a reference velocity."""
-    torch.manual_seed(0)
-    v, x, x_next, v_ref = torch.randn(4, 3, 2, 5)
-    transition = flow_sde(torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.8, 0.3, 0.0]), eta=0.7, sigma_max=0.9)
-    options = {"form": form, "reduction": reduction}
-    log_prob, kl = step_log_prob(v, x, x_next, transition, v_ref=v_ref, implementation=implementation, **options)  # type: ignore[arg-type]
-    assert torch.equal(log_prob, gaussian.log_prob(transition, x, v, x_next, **options))  # type: ignore[arg-type]
+def test_a_log_prob_is_core_gaussians(implementation: Any, form: Any, reduction: Any) -> None:
+    """To the bit, with and without a reference velocity and guidance."""
+    options: dict[str, Any] = {"form": form, "reduction": reduction}
+    log_prob, kl = kernels.step_log_prob(V, X, X_NEXT, STEP, v_ref=V_REF, implementation=implementation, **options)
+    assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, X_NEXT, **options))
     assert kl is not None
-    assert torch.equal(kl, gaussian.kl(transition, v, v_ref, reduction=reduction))  # type: ignore[arg-type]
-    assert step_log_prob(v, x, x_next, transition)[1] is None
+    assert torch.equal(kl, gaussian.kl(STEP, V, V_REF, reduction=reduction))
+    assert kernels.step_log_prob(V, X, X_NEXT, STEP)[1] is None
+    guided, _ = kernels.step_log_prob(V, X, X_NEXT, STEP, v_uncond=V_REF, guidance=3.0, **options)
+    assert torch.equal(guided, gaussian.log_prob(STEP, X, guidance.classifier_free(V, V_REF, 3.0), X_NEXT, **options))
+    torch.testing.assert_close(guidance.classifier_free(V, V_REF, 3.0), V_REF + 3 * (V - V_REF))
+
+
+@pytest.mark.parametrize(("kl_weight", "factor"), [("rate", DT.abs()), ("exact", torch.ones(3))])
+def test_a_policy_loss_is_its_parts(kl_weight: Any, factor: Tensor) -> None:
+    loss, info = kernels.policy_loss(
+        V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=DT
+    )
+    kl = gaussian.kl(STEP, V, V_REF)
+    surrogate, diagnostics = policy.clipped_surrogate(gaussian.log_prob(STEP, X, V, X_NEXT), OLD, ADVANTAGE, **CLIP)
+    torch.testing.assert_close(loss, surrogate + 0.5 * factor * kl)
+    assert all(torch.equal(a, b) for a, b in zip(info[:4], diagnostics[:4], strict=True))
+    assert info.kl_ref is not None
+    assert torch.equal(info.kl_ref, kl)
+    alone, info = kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP)
+    assert torch.equal(alone, surrogate)
+    assert info.kl_ref is None
+
+
+def test_a_step_is_its_parts() -> None:
+    """One key folds in each sample's place; a key a sample is taken as it is."""
+    keys = fold_in(key(5), torch.arange(3))
+    x_next, log_prob = kernels.sde_step(V, X, STEP, keys)
+    assert torch.equal(x_next, gaussian.sample(STEP, X, V, normal(keys, (3, 2, 5))))
+    assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, x_next))
+    assert all(torch.equal(a, b) for a, b in zip((x_next, log_prob), kernels.sde_step(V, X, STEP, key(5)), strict=True))
+
+
+def test_the_others_are_cores() -> None:
+    assert torch.equal(kernels.velocity_error(V, X), flow_matching.velocity_error(V, X))
+    options: dict[str, Any] = {"beta": 0.3, "adv_clip": 5.0}
+    mine = kernels.nft_loss(V, V_REF, X, X_NEXT, 0.4, torch.tensor([0.1, 0.5, 0.9]), **options)
+    assert torch.equal(mine, nft.nft_loss(V, V_REF, X, X_NEXT, 0.4, torch.tensor([0.1, 0.5, 0.9]), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="a graph holds no run-time type checks")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("operation", (*OPERATIONS, *SDE_STEP), ids=lambda operation: operation.name)
+def test_compiled_is_the_reference(operation: Operation) -> None:
+    """With its gradients, to rounding."""
+    samples, scalars = inputs(operation, 2, (41,), torch.float32), numbers(2)
+
+    def of(implementation: str) -> tuple[Tensor, ...]:
+        leaves = {name: t.detach().requires_grad_(name not in operation.data) for name, t in samples.items()}
+        results = operation.call(implementation, leaves, scalars)
+        grads = torch.autograd.grad(
+            results, [t for t in leaves.values() if t.requires_grad], [torch.ones_like(r) for r in results]
+        )
+        return (*results, *grads)
+
+    for mine, theirs in zip(of("compiled"), of("reference"), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+BAD: dict[str, tuple[Callable[[Any], object], str]] = {
+    "shape": (
+        lambda which: kernels.step_log_prob(V, X[:, :1], X_NEXT, STEP, implementation=which),
+        r"step_log_prob: x has shape \[3, 1, 5\], expected \[3, 2, 5\] as v",
+    ),
+    "batch": (
+        lambda which: kernels.velocity_error(V, X[:1], implementation=which),
+        r"velocity_error: target has shape \[1, 2, 5\], expected \[3, 2, 5\] as v",
+    ),
+    "dtype": (
+        lambda which: kernels.step_log_prob(V.int(), X, X_NEXT, STEP, implementation=which),
+        "step_log_prob: v is torch.int32, expected float16, bfloat16, float32 or float64",
+    ),
+    "fp8": (
+        lambda which: kernels.sde_step(V.to(torch.float8_e4m3fn), X, STEP, key(0), implementation=which),
+        "sde_step: v is torch.float8_e4m3fn, expected float16, bfloat16, float32 or float64",
+    ),
+    "device": (
+        lambda which: kernels.step_log_prob(V, X.to("meta"), X_NEXT, STEP, implementation=which),
+        "step_log_prob: x is on meta, expected cpu as v",
+    ),
+    "layout": (
+        lambda which: kernels.velocity_error(V, X.to_sparse(), implementation=which),
+        "velocity_error: target has layout torch.sparse_coo, expected torch.strided",
+    ),
+    "coefficient": (
+        lambda which: kernels.step_log_prob(V, X, X_NEXT, STEP._replace(b=STEP.b[:2]), implementation=which),
+        r"step_log_prob: b has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "deterministic": (
+        lambda which: kernels.step_log_prob(
+            V, X, X_NEXT, STEP._replace(std=torch.tensor([0.1, 0, 1])), implementation=which
+        ),
+        r"step_log_prob: std is not positive for samples \[1\]",
+    ),
+    "form": (
+        lambda which: kernels.sde_step(V, X, STEP, key(0), form="sharp", implementation=which),  # type: ignore[arg-type]
+        "sde_step: form is 'sharp', expected one of 'density', 'no_const', 'unscaled'",
+    ),
+    "half of a guidance": (
+        lambda which: kernels.step_log_prob(V, X, X_NEXT, STEP, guidance=3.0, implementation=which),
+        "step_log_prob: v_uncond is None, expected v_uncond and guidance together or neither",
+    ),
+    "keys": (
+        lambda which: kernels.sde_step(V, X, STEP, fold_in(key(0), torch.arange(2)), implementation=which),
+        r"sde_step: key has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "advantage": (
+        lambda which: kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE[:1], **CLIP, implementation=which),
+        r"policy_loss: advantage has shape \[1\], expected \[3\]",
+    ),
+    "clip": (
+        lambda which: kernels.policy_loss(
+            V, X, X_NEXT, STEP, OLD, ADVANTAGE, clip_low=-1.0, clip_high=0.1, implementation=which
+        ),
+        r"policy_loss: clip_low is -1.0, expected a finite number in \[0, 1\]",
+    ),
+    "KL without a reference": (
+        lambda which: kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, kl_coef=0.1, implementation=which),
+        "policy_loss: kl_coef is 0.1 and v_ref is None",
+    ),
+    "rate without dt": (
+        lambda which: kernels.policy_loss(
+            V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, kl_coef=0.1, v_ref=V_REF, implementation=which
+        ),
+        "policy_loss: kl_weight is 'rate' and dt is None",
+    ),
+    "beta": (
+        lambda which: kernels.nft_loss(V, V, X, X, 0.5, OLD, beta=0.0, adv_clip=1.0, implementation=which),
+        "nft_loss: beta is 0.0, expected a finite number",
+    ),
+}
+
+
+@pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="the hook answers a wrong type first")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused_alike(implementation: str, case: str) -> None:
+    """Whatever would run, in one line with what was got and what was expected, before anything runs."""
+    call, message = BAD[case]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call(implementation)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_exist_is_an_error() -> None:
-    """Nothing is replaced silently."""
-    v = torch.zeros(1, 2)
-    transition = flow_sde(torch.tensor([0.9]), torch.tensor([0.8]), eta=0.7, sigma_max=0.9)
-    with pytest.raises(ValueError, match="implementation is 'cuda', expected one of 'auto', 'reference'"):
-        step_log_prob(v, v, v, transition, implementation="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step_log_prob: implementation is 'cuda', expected one of 'auto', 'triton'"):
+        kernels.step_log_prob(V, X, X_NEXT, STEP, implementation="cuda")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_met_is_an_error() -> None:
+    """Nothing is replaced silently: Triton on a CPU, and a compiled function inside a transform."""
+    with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu, expected cuda or xpu"):
+        kernels.velocity_error(V, X, implementation="triton")
+    with pytest.raises(ValueError, match=r"'compiled', which torch.func cannot transform"):
+        torch.func.grad(lambda v: kernels.velocity_error(v, X, implementation="compiled").sum())(V)
+
+
+def test_auto_looks_at_the_device_and_at_what_the_kernels_serve() -> None:
+    """Meta tensors stand for a GPU's here: only the device's name is read."""
+
+    class Somewhere:
+        def __init__(self, device: str, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> None:
+            self.device, self.dtype, self.requires_grad = torch.device(device), dtype, requires_grad
+
+    def resolved(sample: Any, *numbers: Any) -> str:
+        return dispatch.resolve("test", "auto", [sample], numbers)
+
+    for device in ("cuda", "xpu"):
+        assert resolved(Somewhere(device)) == "triton"
+        assert resolved(Somewhere(device, torch.float64)) == "reference"
+        assert resolved(Somewhere(device), Somewhere(device, requires_grad=True)) == "reference"
+    assert resolved(Somewhere("cpu")) == "reference"
+    with torch.autograd.forward_ad.dual_level():
+        assert resolved(Somewhere("cuda")) == "reference"

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.models.handwriting import BASE, Handwriting, codes, digits, evaluation_reader, reward_reader, write
 from fluvial.models.handwriting.model import CONFIG, SHIFT
+from fluvial.models.handwriting.recognisers import Reader
 
 
 def test_the_halves_share_no_picture() -> None:
@@ -48,23 +50,33 @@ def test_what_is_written_can_be_read(seed: int) -> None:
 
 
 def test_the_readers_read_unseen_digits() -> None:
-    """Each reads the half that it was not fitted on, nearly always right, and they are of different families."""
+    """Each classifier reads the half that it was not fitted on, nearly always right; the readers share no family."""
     readers = {"evaluation": reward_reader(), "training": evaluation_reader()}
     for half, reader in readers.items():
         pixels, labels, _ = digits(half)
         usable = len(labels) // 4 * 4
         four = pixels[:usable].reshape(-1, 4, 8, 8).permute(0, 2, 1, 3).reshape(-1, 1, 8, 32)
-        assert (reader.read((four + 1) / 2) == labels[:usable].reshape(-1, 4)).float().mean() > 0.97
-    assert type(reward_reader().classifier) is not type(evaluation_reader().classifier)
+        right = reader.read((four + 1) / 2) == labels[:usable].reshape(-1, 4)
+        assert (right.float().mean((1, 2)) > 0.97).all()
+    families = [{type(classifier) for classifier in reader.classifiers} for reader in (reward_reader(), evaluation_reader())]
+    assert families[0].isdisjoint(families[1])
 
 
 def test_characters_counts_what_is_right() -> None:
-    """A picture of one code scored against others: a quarter a place."""
+    """A picture of one code scored against others: a quarter a place, for each classifier that reads it so."""
     pictures = Handwriting().decode(write(key(3), ["0427"]))
-    assert reward_reader().read(pictures).tolist() == [[0, 4, 2, 7]]
+    assert reward_reader().read(pictures).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
     scores = [float(reward_reader().characters(pictures, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
     assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]
-    assert reward_reader().read(torch.empty(0, 1, 8, 32)).shape == (0, 4)
+    assert reward_reader().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
+    divided = Reader(*reward_reader().classifiers, _AlwaysOne())
+    assert float(divided.characters(pictures, ["0427"])) == pytest.approx(2 / 3)
+    assert float(divided.characters(pictures, ["1427"])) == pytest.approx((0.75 + 0.75 + 0.25) / 3)
+
+
+class _AlwaysOne:
+    def predict(self, X: np.ndarray) -> np.ndarray:
+        return np.ones(len(X), dtype=np.int64)
 
 
 @pytest.mark.parametrize("prompt", ["", "042", "04277", "04a7", "०४२७", " 427", "0.27"])
@@ -119,7 +131,7 @@ def test_the_base_model_has_something_left_to_learn() -> None:
     assert record["command"] == "fluvial pretrain handwriting"
     assert record["eval_samples"] >= 1000
     for judge in ("reward", "heldout"):
-        assert 0.35 < record["heldout_exact"][judge] < 0.55
+        assert 0.3 < record["heldout_exact"][judge] < 0.55
         assert 0.75 < record["heldout_score"][judge] < 0.9
 
 

@@ -1,0 +1,280 @@
+"""Ahead-of-time compilation of every kernel, as the operations launch it, for GPUs that need not be there.
+
+Registers, spills, shared memory and the width of every access to global memory are read from the machine code. What is
+compiled is what is launched: the launches are caught on their way, with their arguments.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from fluvial.bench import harness
+from fluvial.core.random import fold_in, key
+from fluvial.core.transitions import Transition
+from fluvial.kernels.fused import nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# dtypes of the velocities, and of the samples.
+DTYPES = (
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+)
+ROW = 8192  # elements of a sample: two chunks, all of it aligned
+SHORT = 1024  # one chunk
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+}
+
+
+class Launch(NamedTuple):
+    """A kernel and the arguments of one launch of it."""
+
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    warps: int
+
+    @property
+    def tiles(self) -> dict[str, torch.dtype]:
+        """Return the operands `[B, N]` of a kernel that goes over samples."""
+        tensors = {name: t for name, t in self.arguments.items() if isinstance(t, Tensor)}
+        if "BLOCKS" not in self.arguments:
+            return {}
+        return {name: t.dtype for name, t in tensors.items() if t.shape[-1] == self.arguments["length"]}
+
+
+@dataclass(frozen=True)
+class AotRow:
+    """What the compiler made of a kernel for a target; widths are in bits, of the accesses to samples."""
+
+    kernel: str
+    target: str
+    dtypes: str
+    operands: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    load_bits: int
+    store_bits: int
+    triton: str
+
+
+def launches() -> list[Launch]:
+    """Return every different launch of the operations, forward and backward, for all dtypes and options."""
+    found: dict[Any, Launch] = {}
+    for run in _calls():
+        with caught() as caught_launches:
+            run()
+        for launch in caught_launches:
+            found.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialised(launch)), launch)
+    return list(found.values())
+
+
+@contextmanager
+def caught() -> Iterator[list[Launch]]:
+    """Catch kernel launches instead of running them."""
+    launched: list[Launch] = []
+    run = JITFunction.run
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
+        launched.append(Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, num_warps))
+
+    JITFunction.run = note
+    try:
+        yield launched
+    finally:
+        JITFunction.run = run
+
+
+def compiled(launch: Launch, target: str) -> AotRow:
+    """Compile a launch for a target and read its machine code."""
+    types, constants, divisible = _specialised(launch)
+    names = launch.kernel.arg_names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = ASTSource(launch.kernel, dict(types), dict(constants), attributes)
+    kernel = triton.compile(source, target=TARGETS[target], options={"num_warps": launch.warps})
+    tiles = launch.tiles
+    read = (_nvidia if TARGETS[target].backend == "cuda" else _amd)(kernel.asm)
+    dtypes = [TYPES[dtype] for dtype in tiles.values()]
+    return AotRow(
+        kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.fn.__name__}",
+        target=target,
+        dtypes=" ".join(sorted(set(dtypes))),
+        operands=" ".join(f"{name.removesuffix('_ptr')}:{TYPES[dtype]}" for name, dtype in tiles.items())
+        + f" {launch.warps} warps",
+        registers=read.registers,
+        spill_bytes=read.spill_bytes,
+        shared_bytes=kernel.metadata.shared,
+        load_bits=_width(read.loads, launch) if tiles else 0,
+        store_bits=_width(read.stores, launch) if tiles else 0,
+        triton=triton.__version__,
+    )
+
+
+def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[AotRow]:
+    """Compile every launch for every target."""
+    work = [(launch, target) for target in targets for launch in launches()]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda item: compiled(*item), work))
+
+
+def run(out: Path = harness.RESULTS) -> list[AotRow]:
+    """Write aot.csv anew."""
+    import csv
+
+    rows = table()
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "aot.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(AotRow)])
+        writer.writerows([[getattr(row, field.name) for field in fields(AotRow)] for row in rows])
+    return rows
+
+
+class Code(NamedTuple):
+    """What was read from machine code: accesses to global memory, by their width in bits."""
+
+    registers: int
+    spill_bytes: int
+    loads: Counter[int]
+    stores: Counter[int]
+
+
+def _nvidia(asm: dict[str, Any]) -> Code:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / tool, *args, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, args in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    return Code(
+        registers,
+        stack + local + 4 * len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        *(_widths(re.findall(rf"\b{name}((?:\.\w+)*)", sass)) for name in ("LDG", "STG")),
+    )
+
+
+def _widths(modifiers: Sequence[str]) -> Counter[int]:
+    bits = {"64": 64, "128": 128, "U8": 8, "S8": 8, "U16": 16, "S16": 16}
+    return Counter(next((bits[m] for m in text.split(".") if m in bits), 32) for text in modifiers)
+
+
+def _amd(asm: dict[str, Any]) -> Code:
+    text = asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found is not None, name
+        return int(found.group(1))
+
+    widths = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128, "ubyte": 8, "ushort": 16, "short": 16, "byte": 8}
+
+    def accesses(kind: str) -> Counter[int]:
+        found = re.findall(rf"\b(?:global|buffer)_{kind}_(\w+?)(?:_d16\w*)?\s", text)
+        return Counter(widths[width] for width in found if width in widths)
+
+    spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count")) + number("private_segment_fixed_size")
+    return Code(number("vgpr_count"), spilled, accesses("load"), accesses("store"))
+
+
+def _width(accesses: Counter[int], launch: Launch) -> int:
+    """Return the narrowest access to samples: numbers a sample, of 32 and 64 bits, are as many as their operands."""
+    numbers = sum(isinstance(t, Tensor) for t in launch.arguments.values())
+    narrow = sum(count for bits, count in accesses.items() if bits < 128)
+    if accesses[128] and narrow <= numbers:
+        return 128
+    return min(accesses, default=0)
+
+
+def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
+    """Return (types, constants, what is divisible by 16) of a launch's arguments, as the just-in-time compiler has them."""
+    types, constants, divisible = [], [], []
+    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
+    for name in launch.kernel.arg_names:
+        value = launch.arguments[name]
+        if name in constexprs or value is None or (isinstance(value, int) and value == 1):
+            types.append((name, "constexpr"))
+            constants.append((name, value))
+        elif isinstance(value, Tensor):
+            types.append((name, f"*{TYPES[value.dtype]}"))
+            divisible.append(name)
+        elif isinstance(value, float):
+            types.append((name, "fp32"))
+        else:
+            types.append((name, "i32" if abs(value) < 2**31 else "i64"))
+            if value % 16 == 0:
+                divisible.append(name)
+    return tuple(types), tuple(constants), tuple(divisible)
+
+
+def _calls() -> Iterator[Callable[[], object]]:
+    for length in (ROW, SHORT):
+        for velocity, sample in DTYPES:
+            yield from _calls_of(length, velocity, sample)
+
+
+def _calls_of(length: int, velocity: torch.dtype, sample: torch.dtype) -> Iterator[Callable[[], object]]:
+    v, v_ref, v_uncond = (torch.zeros(2, length, dtype=velocity) for _ in range(3))
+    x, x_next = (torch.zeros(2, length, dtype=sample) for _ in range(2))
+    numbers = torch.full((2,), 0.5)
+    transition = Transition(numbers, numbers, numbers)
+    options: dict[str, Any] = {"form": "density", "reduction": "mean"}
+    keys = fold_in(key(0), torch.arange(2))
+    variants: tuple[dict[str, Any], ...] = (
+        {"v_ref": None, "v_uncond": None, "guidance": None},
+        {"v_ref": v_ref, "v_uncond": None, "guidance": None},
+        {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": numbers},
+    )
+    for variant in variants:
+        policy = {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.5, "kl_scale": numbers, **options, **variant}
+        yield lambda variant=variant: _both(  # type: ignore[misc]
+            lambda *t: step_log_prob.step_log_prob(*t, transition, **options, **variant), v, x, x_next
+        )
+        yield lambda policy=policy: _both(  # type: ignore[misc]
+            lambda *t: policy_loss.policy_loss(*t, transition, numbers, numbers, **policy), v, x, x_next
+        )
+    for guidance in (variants[0], variants[2]):
+        guided = {name: guidance[name] for name in ("v_uncond", "guidance")}
+        yield lambda guided=guided: sde_step.sde_step(v, x, transition, keys, **options, **guided)  # type: ignore[misc]
+    yield lambda: _both(velocity_error.velocity_error, v, x)
+    nft = {"beta": 0.1, "adv_clip": 5.0, "weight_min": 1e-5}
+    yield lambda: _both(lambda t: nft_loss.nft_loss(t, v_ref, x, x_next, numbers, numbers, **nft), v)
+
+
+def _both(function: Callable[..., Any], v: Tensor, *others: Tensor) -> None:
+    """Go forward and backward, once for the gradient of v alone and once for those of all."""
+    for needed in {1, 1 + len(others)}:
+        tensors = [t.detach().requires_grad_(i < needed) for i, t in enumerate((v, *others))]
+        results = function(*tensors)
+        results = [results] if isinstance(results, Tensor) else [r for r in results if isinstance(r, Tensor)]
+        torch.autograd.backward(
+            [r for r in results if r.requires_grad], [torch.ones_like(r) for r in results if r.requires_grad]
+        )

@@ -1,0 +1,23 @@
+"""Classifier-free guidance: the velocity that a step is taken with, of a conditional and an unconditional one."""
+
+import torch
+
+from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.types import Samples, Scalar
+
+
+def classifier_free(v: Samples, v_uncond: Samples, guidance: Scalar) -> Samples:
+    """Return the guided velocity v_uncond + g (v - v_uncond), `[B, *event]`, in float32 (float64 if given).
+
+    Args:
+        v, v_uncond: model outputs with the prompt and without it (or with a negative one).
+        guidance: g, a number a sample or one for all; 1 is v itself.
+
+    Source: arXiv 2207.12598, with the scale as diffusers counts it.
+    """
+    dtype = compute_dtype("classifier_free", v=v, v_uncond=v_uncond)
+    check_same_shape("classifier_free", v=v, v_uncond=v_uncond)
+    scale = torch.as_tensor(guidance, dtype=dtype, device=v.device)
+    check_per_sample("classifier_free", v.shape[0], guidance=scale)
+    v, v_uncond = v.to(dtype), v_uncond.to(dtype)
+    return v_uncond + per_sample(scale, v) * (v - v_uncond)

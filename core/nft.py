@@ -1,0 +1,94 @@
+"""DiffusionNFT: learn from rewards on re-noised clean samples, by contrast with the old policy (arXiv 2509.16117)."""
+
+from typing import Literal
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from fluvial.core.checks import check_choice, check_number, check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.types import PerSample, Samples, Scalar
+
+Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+MODES: tuple[Mode, ...] = ("all", "positive_only", "negative_only", "one_only", "binary")
+
+
+def nft_loss(
+    v: Samples,
+    v_old: Samples,
+    x0: Samples,
+    xt: Samples,
+    t: Scalar,
+    reward_prob: PerSample,
+    *,
+    beta: float,
+    adv_clip: float,
+    weight_min: float = 1e-5,
+) -> PerSample:
+    """Return the loss of negative-aware fine-tuning, `[B]`: the policy goes towards good samples and away from bad ones.
+
+        v+ = beta v + (1 - beta) v_old,  v- = (1 + beta) v_old - beta v,  x0+- = xt - t v+-
+        w+- = max(mean |x0+- - x0|, weight_min), without gradient
+        loss = adv_clip / beta (r mean (x0+ - x0)^2 / w+  +  (1 - r) mean (x0- - x0)^2 / w-)
+
+    Gradients flow to v; v_old is data. At v = v_old and r = 1/2 the gradient is zero.
+
+    Args:
+        v, v_old: velocities of the policy and of the old policy at (xt, t), `[B, *event]`.
+        x0, xt: clean sample and its noised version, `[B, *event]`.
+        t: noise level, `[B]`, 0-d or float.
+        reward_prob: r in [0, 1], `[B]`; see `reward_prob`.
+        beta: > 0, how far the implicit policies lie from the old one.
+        adv_clip: > 0, the bound that advantages were clipped to, which scales the loss back.
+        weight_min: > 0, least self-normalising weight.
+    """
+    check_nft_numbers(beta=beta, adv_clip=adv_clip, weight_min=weight_min)
+    samples = {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
+    dtype = compute_dtype("nft_loss", **samples, reward_prob=reward_prob)
+    check_same_shape("nft_loss", **samples)
+    level = torch.as_tensor(t, dtype=dtype, device=v.device)
+    check_per_sample("nft_loss", v.shape[0], t=level, reward_prob=reward_prob)
+    v, v_old, x0, xt = v.to(dtype), v_old.to(dtype).detach(), x0.to(dtype).detach(), xt.to(dtype).detach()
+    level, r = per_sample(level, v), reward_prob.to(dtype)
+    positive = _normalised_error(xt - level * (beta * v + (1 - beta) * v_old) - x0, weight_min)
+    negative = _normalised_error(xt - level * ((1 + beta) * v_old - beta * v) - x0, weight_min)
+    return adv_clip / beta * (r * positive + (1 - r) * negative)
+
+
+def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") -> PerSample:
+    """Return the probability in [0, 1] that a sample is a good one, r = (A' / c + 1) / 2, c = adv_clip, `[B]`.
+
+    A' is the advantage clipped to [-c, c] (all), to [0, c] (positive_only) or to [-c, 0] (negative_only), 1 where it is
+    above 0 and 0 elsewhere (one_only), or its sign (binary); r is kept in [0, 1].
+
+    Args:
+        advantage: `[B]`.
+        adv_clip: c > 0.
+        mode: see above.
+
+    Source: DiffusionNFT, arXiv 2509.16117; the modes are its published code's.
+    """
+    check_choice("reward_prob", "mode", mode, MODES)
+    check_number("reward_prob", "adv_clip", adv_clip, low=1e-12)
+    dtype = compute_dtype("reward_prob", advantage=advantage)
+    clipped = advantage.to(dtype).clamp(-adv_clip, adv_clip)
+    if mode == "positive_only":
+        clipped = clipped.clamp(min=0)
+    elif mode == "negative_only":
+        clipped = clipped.clamp(max=0)
+    elif mode == "one_only":
+        clipped = (clipped > 0).to(dtype)
+    elif mode == "binary":
+        clipped = torch.sign(clipped)
+    return ((clipped / adv_clip + 1) / 2).clamp(0, 1)
+
+
+def check_nft_numbers(*, beta: float, adv_clip: float, weight_min: float) -> None:
+    """Raise unless the loss's numbers are finite and positive."""
+    for name, value in (("beta", beta), ("adv_clip", adv_clip), ("weight_min", weight_min)):
+        check_number("nft_loss", name, value, low=1e-12)
+
+
+def _normalised_error(error: Tensor, weight_min: float) -> Tensor:
+    weight = reduce(error.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min)
+    return reduce(error**2, "b ... -> b", "mean") / weight

@@ -1,0 +1,148 @@
+"""What a rollout and an update compute a step: the hot path, in the order that a fused kernel takes its arguments.
+
+These are `core.gaussian`, `core.policy` and `core.guidance` put together, and the reference of `fluvial.kernels`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.checks import check_choice, check_number, check_per_sample
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.guidance import classifier_free
+from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.transitions import Transition
+from fluvial.core.types import PerSample, Samples, Scalar
+
+KLWeight = Literal["rate", "exact"]
+KL_WEIGHTS: tuple[KLWeight, ...] = ("rate", "exact")
+
+
+def step_log_prob(
+    v: Samples,
+    x: Samples,
+    x_next: Samples,
+    transition: Transition,
+    *,
+    v_ref: Samples | None = None,
+    v_uncond: Samples | None = None,
+    guidance: Scalar | None = None,
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> tuple[PerSample, PerSample | None]:
+    """Return the step's log-probability and its KL to the reference model's step (None without v_ref), each `[B]`.
+
+    The equations are those of `gaussian.log_prob` and `gaussian.kl`.
+
+    Args:
+        v, x, x_next: model output, sample and next sample, `[B, *event]`.
+        transition: coefficients `[B]` or 0-d.
+        v_ref: output of the reference model, with its guidance, `[B, *event]`.
+        v_uncond, guidance: v is v_uncond + guidance (v - v_uncond), as in `guidance.classifier_free`.
+        form, reduction: as in `gaussian.log_prob`.
+    """
+    v = guided("step_log_prob", v, v_uncond, guidance)
+    log_prob = gaussian.log_prob(transition, x, v, x_next, form=form, reduction=reduction)
+    return log_prob, None if v_ref is None else gaussian.kl(transition, v, v_ref, reduction=reduction)
+
+
+def sde_step(
+    v: Samples,
+    x: Samples,
+    transition: Transition,
+    key: Key,
+    *,
+    v_uncond: Samples | None = None,
+    guidance: Scalar | None = None,
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> tuple[Samples, PerSample]:
+    """Return a draw x_next ~ N(a x + b v, std^2 I), `[B, *event]`, and its log-probability, `[B]`.
+
+    Gradients flow through x_next along the path, and through the log-probability with x_next held, as an update sees it.
+
+    Args:
+        v, x: model output and sample, `[B, *event]`.
+        transition: coefficients `[B]` or 0-d.
+        key: of the noise: a key a sample, or one key, into which each sample's place in the batch is folded.
+        v_uncond, guidance, form, reduction: as in `step_log_prob`.
+    """
+    v = guided("sde_step", v, v_uncond, guidance)
+    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
+    x_next = gaussian.sample(transition, x, v, normal(keys, tuple(x.shape)))
+    return x_next, gaussian.log_prob(transition, x, v, x_next.detach(), form=form, reduction=reduction)
+
+
+def policy_loss(
+    v: Samples,
+    x: Samples,
+    x_next: Samples,
+    transition: Transition,
+    log_prob_old: PerSample,
+    advantage: PerSample,
+    *,
+    clip_low: float,
+    clip_high: float,
+    v_ref: Samples | None = None,
+    kl_coef: float = 0.0,
+    kl_weight: KLWeight = "rate",
+    dt: Scalar | None = None,
+    v_uncond: Samples | None = None,
+    guidance: Scalar | None = None,
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> tuple[PerSample, PolicyInfo]:
+    """Return the clipped surrogate of stored pairs, with the KL to the reference model's step in it, and diagnostics.
+
+        loss = clipped_surrogate(log_prob, log_prob_old, advantage) + kl_coef w KL,  w = |dt| (rate) or 1 (exact)
+
+    Args:
+        v, x, x_next, transition, v_ref, v_uncond, guidance, form, reduction: as in `step_log_prob`.
+        log_prob_old, advantage: of each pair, `[B]`.
+        clip_low, clip_high: as in `policy.clipped_surrogate`.
+        kl_coef: weight of the KL, >= 0.
+        kl_weight: "rate" is what Flow-GRPO publishes, whose std is a rate (arXiv 2505.05470); it takes dt. "exact" is the KL.
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float.
+
+    Raises:
+        ValueError: a KL weight without v_ref, or the rate's without dt.
+    """
+    v = guided("policy_loss", v, v_uncond, guidance)
+    scale = kl_scale(v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
+    log_prob, kl = step_log_prob(v, x, x_next, transition, v_ref=v_ref, form=form, reduction=reduction)
+    loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+    if kl is None:
+        return loss, info
+    return loss + kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
+
+
+def kl_scale(v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None) -> Tensor | float:
+    """Check a KL term's options and return what multiplies the exact KL in the loss: |dt| or 1."""
+    check_number("policy_loss", "kl_coef", kl_coef, low=0)
+    check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
+    if kl_coef > 0 and v_ref is None:
+        raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference model's velocity")
+    if kl_weight == "exact" or v_ref is None or kl_coef == 0:
+        return 1.0
+    if dt is None:
+        raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
+    if not isinstance(dt, Tensor):
+        return abs(dt)
+    check_per_sample("policy_loss", v.shape[0], dt=dt)
+    return dt.abs()
+
+
+def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:
+    """Raise ValueError unless v_uncond and guidance are both given or both None."""
+    if (v_uncond is None) != (guidance is None):
+        missing = "v_uncond" if v_uncond is None else "guidance"
+        raise ValueError(f"{function}: {missing} is None, expected v_uncond and guidance together or neither")
+
+
+def guided(function: str, v: Samples, v_uncond: Samples | None, guidance: Scalar | None) -> Samples:
+    """Return v with guidance if both its parts are given, v itself if neither is."""
+    check_guidance(function, v_uncond, guidance)
+    return v if v_uncond is None or guidance is None else classifier_free(v, v_uncond, guidance)

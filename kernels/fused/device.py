@@ -1,0 +1,109 @@
+"""What the kernels share on the device: a sum in a fixed order, guidance, and the noise of `core.random`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tree_sum(values, LEVELS: tl.constexpr):
+    """Return the sum of 2^LEVELS values, added in neighbouring pairs, then pairs of pairs, ...
+
+    A whole `tl.sum` adds in an order that the compiler's layout decides, which changes with dtypes, alignment and versions. A
+    sum of two has no order, so here it is decided by index, and a sample's bits depend on its values alone.
+    """
+    for level in tl.static_range(LEVELS):
+        values = tl.sum(tl.reshape(values, [1 << (LEVELS - level - 1), 2]), 1)
+    return tl.sum(values, 0)  # of one value
+
+
+@triton.jit
+def sum_chunks(sums_ptr, chunks, LEVELS: tl.constexpr):
+    """Return the sum of a row's partial sums, in an order that their number decides."""
+    total = tl.zeros([1 << LEVELS], tl.float32)
+    for first in range(0, chunks, 1 << LEVELS):
+        offset = first + tl.arange(0, 1 << LEVELS)
+        total += tl.load(sums_ptr + offset, mask=offset < chunks, other=0.0)
+    return tree_sum(total, LEVELS)
+
+
+@triton.jit
+def load(ptr, start, offset, mask):
+    """Return a block in float32, with 0 past the end."""
+    return tl.load(ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def velocity(v_ptr, start, uncond_ptr, uncond_start, g, offset, mask):
+    """Return a block of the velocity, v_uncond + g (v - v_uncond) with guidance, in float32."""
+    v = load(v_ptr, start, offset, mask)
+    if uncond_ptr is not None:
+        uncond = load(uncond_ptr, uncond_start, offset, mask)
+        v = tl.fma(g, v - uncond, uncond)
+    return v
+
+
+@triton.jit
+def step_mean(a, x, b, v):
+    """Return a x + b v. Multiply-adds are spelt out here and in sums, so that no kernel is free to round differently."""
+    return tl.fma(a, x, b * v)
+
+
+@triton.jit
+def words(low, high, first, COUNT: tl.constexpr):
+    """Return the words of COUNT / 4 counters: elements `first` (a multiple of 4, int64) and on, as `core.random.bits` has them."""
+    counter = first // 4 + tl.arange(0, COUNT // 4)
+    zero = tl.zeros([COUNT // 4], tl.uint32)
+    return tl.philox_impl(
+        (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero, low + zero, high + zero
+    )
+
+
+@triton.jit
+def normals(low, high, first, COUNT: tl.constexpr):
+    """Return COUNT standard-normal numbers, elements `first` (a multiple of 4, int64) and on of a key's stream.
+
+    They are those of `core.random.normal` to a few units in the last place: that function works in float64, this one in
+    float32 on exact integers.
+    """
+    w0, w1, w2, w3 = words(low, high, first, COUNT)
+    z0, z1 = _box_muller(w0, w1)
+    z2, z3 = _box_muller(w2, w3)
+    return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+
+
+@triton.jit
+def _box_muller(first, second):
+    """Return two normal numbers of two words: radius sqrt(-2 log((first + 1) / 2^32)), angle 2 pi second / 2^32."""
+    radius = tl.sqrt_rn(2.0 * _minus_log(first))
+    cosine, sine = _cos_sin(second)
+    return radius * cosine, radius * sine
+
+
+@triton.jit
+def _minus_log(word):
+    """Return -log((word + 1) / 2^32), accurate near 0 too, where the argument is near 1."""
+    near_one = word >= 0x80000000
+    # Above one half by the distance to one, which is an integer: log1p(-d) = log(t) d / (1 - t) with t = fl(1 - d).
+    d = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32
+    t = 1.0 - d
+    exact = t == 1.0
+    above = tl.where(exact, d, tl.log(t) * d / tl.where(exact, 1.0, t - 1.0))
+    below = -tl.log((tl.where(near_one, 0, word) + 1).to(tl.float32) * 2.0**-32)
+    return tl.where(near_one, above, below)
+
+
+@triton.jit
+def _cos_sin(word):
+    """Return cos and sin of 2 pi word / 2^32: the nearest quarter turn is taken off in integers, a polynomial does the rest.
+
+    The polynomials are the minimax ones of the Cephes library's sinf and cosf for [-pi/4, pi/4].
+    """
+    quarter = tl.add(word, 0x20000000, sanitize_overflow=False) >> 30
+    rest = tl.sub(word, quarter << 30, sanitize_overflow=False).to(tl.int32, bitcast=True)
+    angle = rest.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    z = angle * angle
+    sine = angle + angle * z * ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1)
+    cosine = 1.0 - 0.5 * z + z * z * ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2)
+    swap = (quarter & 1) == 1
+    c, s = tl.where(swap, sine, cosine), tl.where(swap, cosine, sine)
+    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)

@@ -1,0 +1,388 @@
+"""The fused kernels of one step, x_next ~ N(a x + b v, std^2 I), which all samplers and most operations share.
+
+    residual_sums  one pass over v, x, x_next (and v_ref, v_uncond): per sample sum r^2, r = x_next - a x - b v, and
+                   sum (v - v_ref)^2; then, in the same launch where a row is one chunk, else in `finish`, what they come to:
+                   log-prob and KL, or the policy loss and its diagnostics
+    gradients      one pass for all gradients of those results
+
+An operand that an operation does not have is None, and its branch is not compiled. Without x the step is r = x_next - v,
+which is all that velocity_error needs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.device import load, step_mean, sum_chunks, tree_sum, velocity
+from fluvial.kernels.fused.rows import operand, partition, row_length
+
+FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
+# What comes with a policy loss: ratio, log-ratio, clipped, KL to the old policy, KL to the reference, d loss / d log-prob.
+DIAGNOSTICS = 6
+
+
+@triton.jit
+def residual_sums(
+    v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    sums_ptr,  # [2, B, chunks] float32, or None where a row is one chunk
+    out_ptr,  # [B] float32
+    more_ptr,  # [.., B] float32, or None
+    a_ptr, b_ptr, std_ptr, g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
+    s_v, s_x, s_next, s_ref, s_uncond, s_a, s_b, s_std, s_g, s_old, s_advantage, s_kl_scale,
+    length, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = 1 << LEVELS
+    program = tl.program_id(0)
+    row = (program // chunks).to(tl.int64)
+    start = (program % chunks).to(tl.int64) * (BLOCK * BLOCKS)
+    a, b, g = 0.0, 1.0, 1.0
+    if x_ptr is not None:
+        a, b = tl.load(a_ptr + row * s_a), tl.load(b_ptr + row * s_b)
+    if uncond_ptr is not None:
+        g = tl.load(g_ptr + row * s_g)
+    squares = tl.zeros([BLOCK], tl.float32)
+    distances = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        offset = tl.arange(0, BLOCK) + i * BLOCK
+        mask = offset < length - start
+        v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
+        x_next = load(next_ptr, row * s_next + start, offset, mask)
+        if x_ptr is None:
+            residual = x_next - v
+        else:
+            residual = x_next - step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
+        squares = tl.fma(residual, residual, squares)
+        if ref_ptr is not None:
+            away = v - load(ref_ptr, row * s_ref + start, offset, mask)
+            distances = tl.fma(away, away, distances)
+    square = tree_sum(squares, LEVELS)
+    distance = 0.0
+    if ref_ptr is not None:
+        distance = tree_sum(distances, LEVELS)
+    if sums_ptr is None:
+        _results(
+            square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+            s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM,
+        )  # fmt: skip
+    else:
+        tl.store(sums_ptr + program, square)
+        if ref_ptr is not None:
+            tl.store(sums_ptr + batch.to(tl.int64) * chunks + program, distance)
+
+
+@triton.jit
+def finish(
+    ref_ptr, sums_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+    s_b, s_std, s_old, s_advantage, s_kl_scale, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
+    LEVELS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Add up a row's chunks, in order, and store what they come to."""
+    row = tl.program_id(0).to(tl.int64)
+    square = sum_chunks(sums_ptr + row * chunks, chunks, LEVELS)
+    distance = 0.0
+    if ref_ptr is not None:
+        distance = sum_chunks(sums_ptr + (batch + row) * chunks, chunks, LEVELS)
+    _results(
+        square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+        s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _results(
+    square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+    s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store what the two sums of a sample come to: the error, log-prob and KL, or the policy loss and its diagnostics."""
+    log_prob = -square * inverse
+    kl = 0.0
+    if std_ptr is None:
+        tl.store(out_ptr + row, -log_prob)
+    else:
+        std = positive(std_ptr + row * s_std)
+        if FORM != 2:
+            log_prob = log_prob / (2 * std * std)
+        if FORM == 0:
+            log_prob = tl.fma(-count, tl.log(std) + 0.9189385332046727, log_prob)  # log(2 pi) / 2
+        if ref_ptr is not None:
+            b = tl.load(b_ptr + row * s_b)
+            kl = b * b * distance * inverse / (2 * std * std)
+        if old_ptr is None:
+            tl.store(out_ptr + row, log_prob)
+            if ref_ptr is not None:
+                tl.store(more_ptr + row, kl)
+        else:
+            advantage = tl.load(advantage_ptr + row * s_advantage)
+            log_ratio = log_prob - tl.load(old_ptr + row * s_old)
+            ratio = tl.exp(_min(log_ratio, 80.0))
+            free = -advantage * ratio
+            held = -advantage * _min(_max(ratio, 1 - clip_low), 1 + clip_high)
+            loss = _max(free, held)
+            if ref_ptr is not None:
+                loss = loss + kl_coef * tl.load(kl_scale_ptr + row * s_kl_scale) * kl
+            clipped = held > free
+            tl.store(out_ptr + row, loss)
+            tl.store(more_ptr + row, ratio)
+            tl.store(more_ptr + batch + row, log_ratio)
+            tl.store(more_ptr + 2 * batch + row, clipped.to(tl.float32))
+            tl.store(more_ptr + 3 * batch + row, _exp_minus_one_minus(log_ratio))
+            tl.store(more_ptr + 4 * batch + row, kl)
+            tl.store(more_ptr + 5 * batch + row, tl.where(clipped | (log_ratio > 80.0), 0.0, free))
+
+
+@triton.jit
+def gradients(
+    v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    step_ptr,  # [B, N], gradient of x_next where it is a result of the step, else None
+    dv_ptr, dx_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not asked for
+    a_ptr, b_ptr, std_ptr, g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, s_* apart
+    s_v, s_x, s_next, s_ref, s_uncond, s_step, s_a, s_b, s_std, s_g, s_grad, s_grad_kl, s_slope, s_kl_scale,
+    length, chunks, inverse, kl_coef,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients that are asked for, given those of a sample's results.
+
+    d log_prob / d mean = r / std^2 (unscaled: 2 r),  d kl / d v = b^2 (v - v_ref) / std^2,  over N for a mean
+    """
+    BLOCK: tl.constexpr = 1 << LEVELS
+    program = tl.program_id(0)
+    row = (program // chunks).to(tl.int64)
+    start = (program % chunks).to(tl.int64) * (BLOCK * BLOCKS)
+    written = row * length + start
+    a, b, g = 0.0, 1.0, 1.0
+    pull = 0.0  # times r is the gradient of the mean
+    push = 0.0  # times v - v_ref is the KL's gradient of v
+    if grad_ptr is not None:
+        pull = tl.load(grad_ptr + row * s_grad) * inverse
+    if x_ptr is None:
+        pull = -2 * pull
+    else:
+        a, b = tl.load(a_ptr + row * s_a), tl.load(b_ptr + row * s_b)
+        std = positive(std_ptr + row * s_std)
+        if ref_ptr is not None:
+            if grad_kl_ptr is not None:
+                push = tl.load(grad_kl_ptr + row * s_grad_kl) * inverse
+            if slope_ptr is not None:
+                push = pull * kl_coef * tl.load(kl_scale_ptr + row * s_kl_scale)
+            push = push * b * b / (std * std)
+        if slope_ptr is not None:
+            pull = pull * tl.load(slope_ptr + row * s_slope)
+        pull = 2 * pull if FORM == 2 else pull / (std * std)
+    if uncond_ptr is not None:
+        g = tl.load(g_ptr + row * s_g)
+    for i in tl.static_range(BLOCKS):
+        offset = tl.arange(0, BLOCK) + i * BLOCK
+        mask = offset < length - start
+        v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
+        x_next = load(next_ptr, row * s_next + start, offset, mask)
+        if x_ptr is None:
+            dmean = pull * (x_next - v)
+        else:
+            dmean = pull * (x_next - step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v))
+        if dnext_ptr is not None:
+            _store(dnext_ptr, written, offset, -dmean, mask)
+        if step_ptr is not None:
+            dmean += load(step_ptr, row * s_step + start, offset, mask)
+        if dx_ptr is not None:
+            _store(dx_ptr, written, offset, a * dmean, mask)
+        dv = b * dmean
+        if ref_ptr is not None:
+            dkl = push * (v - load(ref_ptr, row * s_ref + start, offset, mask))
+            dv += dkl
+            if dref_ptr is not None:
+                _store(dref_ptr, written, offset, -dkl, mask)
+        if dv_ptr is not None:
+            _store(dv_ptr, written, offset, g * dv, mask)
+        if duncond_ptr is not None:
+            _store(duncond_ptr, written, offset, (1 - g) * dv, mask)
+
+
+@triton.jit
+def positive(std_ptr):
+    """Return a std, NaN where it is not positive: a deterministic step has no density."""
+    std = tl.load(std_ptr)
+    return tl.where(std > 0, std, float("nan"))
+
+
+@triton.jit
+def _store(ptr, start, offset, value, mask):
+    tl.store(ptr + start + offset, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _min(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _max(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _exp_minus_one_minus(x):
+    """Return exp(x) - 1 - x, by its series near 0, where a policy's log-ratio is."""
+    series = x * x * (0.5 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x / 720))))
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1 - x)
+
+
+class Step(NamedTuple):
+    """The tensors of a step; what an operation does not have is None."""
+
+    v: Tensor  # [B, *event], as x_next, x, v_ref and v_uncond
+    x_next: Tensor
+    x: Tensor | None = None
+    v_ref: Tensor | None = None
+    v_uncond: Tensor | None = None
+    a: Tensor | None = None  # [B] float32, as b, std and guidance
+    b: Tensor | None = None
+    std: Tensor | None = None
+    guidance: Tensor | None = None
+
+
+class Policy(NamedTuple):
+    """What makes a policy loss of a log-prob; tensors `[B]` float32."""
+
+    log_prob_old: Tensor
+    advantage: Tensor
+    kl_scale: Tensor
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+
+
+def forward(
+    step: Step, *, form: str = "unscaled", reduction: str = "mean", policy: Policy | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch the forward pass: a result `[B]`, and what comes with it, float32.
+
+    They are the mean squared error and nothing (without x), log-prob `[B]` and KL `[B]` (`[0]` without v_ref), or a
+    policy's loss `[B]` and `[DIAGNOSTICS, B]`.
+    """
+    batch, length = step.v.shape[0], row_length(step.v)
+    out = step.v.new_empty(batch, dtype=torch.float32)
+    more = out.new_empty((DIAGNOSTICS, batch) if policy else 0 if step.v_ref is None else batch)
+    if batch == 0:
+        return out, more
+    cut = partition(length)
+    partial = None if cut.chunks == 1 else out.new_empty((2, batch, cut.chunks))
+    tensors = [operand(t) for t in (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)]
+    old, advantage, kl_scale, *numbers = policy or (None, None, None, 0.0, 0.0, 0.0)
+    scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, old, advantage, kl_scale)]
+    weights = (1 / length if reduction == "mean" else 1.0, 1.0 if reduction == "mean" else float(length), *numbers)
+    residual_sums[(batch * cut.chunks,)](
+        *(t for t, _ in tensors), partial, out, more, *(t for t, _ in scalars),
+        *(s for _, s in tensors), *(s for _, s in scalars), length, batch, cut.chunks, *weights,
+        BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps,
+    )  # fmt: skip
+    if partial is not None:
+        _, (b, s_b), (std, s_std), _, *of_policy = scalars
+        finish[(batch,)](
+            tensors[3][0], partial, out, more, b, std, *(t for t, _ in of_policy),
+            s_b, s_std, *(s for _, s in of_policy), batch, cut.chunks, *weights,
+            LEVELS=cut.chunk_levels, FORM=FORMS[form], num_warps=cut.chunk_warps,
+        )  # fmt: skip
+    return out, more
+
+
+def backward(
+    step: Step,
+    grad: Tensor | None,
+    grad_kl: Tensor | None = None,
+    *,
+    needs: Sequence[bool],
+    form: str = "unscaled",
+    reduction: str = "mean",
+    slope: Tensor | None = None,
+    kl_scale: Tensor | None = None,
+    kl_coef: float = 0.0,
+    step_grad: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch the backward pass: gradients of (v, x, x_next, v_ref, v_uncond), each empty where it is not needed.
+
+    Args:
+        step, form, reduction: as in `forward`.
+        grad, grad_kl: of log-prob (or error, or policy loss) and KL, `[B]`.
+        needs: for each of the five.
+        slope, kl_scale, kl_coef: of a policy loss: d loss / d log-prob, and the KL's weight in it.
+        step_grad: gradient of x_next as a result of the step, `[B, *event]`.
+    """
+    batch, length = step.v.shape[0], row_length(step.v)
+    inputs = (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)
+    wanted = [
+        tensor.new_empty(tensor.shape) if need and tensor is not None else None
+        for tensor, need in zip(inputs, needs, strict=True)
+    ]
+    if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
+        cut = partition(length)
+        tensors = [operand(t) for t in (*inputs, step_grad)]
+        scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, grad, grad_kl, slope, kl_scale)]
+        gradients[(batch * cut.chunks,)](
+            *(t for t, _ in tensors), *wanted, *(t for t, _ in scalars), *(s for _, s in tensors), *(s for _, s in scalars),
+            length, cut.chunks, 1 / length if reduction == "mean" else 1.0, kl_coef,
+            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps,
+        )  # fmt: skip
+    return tuple(step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
+
+
+@torch.library.custom_op("fluvial::step_gradients", mutates_args=())
+def step_gradients_operation(
+    grad: Tensor | None, grad_kl: Tensor | None, slope: Tensor | None, kl_scale: Tensor | None, step_grad: Tensor | None,
+    v: Tensor, x_next: Tensor, x: Tensor | None, v_ref: Tensor | None, v_uncond: Tensor | None,
+    a: Tensor | None, b: Tensor | None, std: Tensor | None, guidance: Tensor | None,
+    kl_coef: float, form: str, reduction: str,
+    need_v: bool, need_x: bool, need_next: bool, need_ref: bool, need_uncond: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of (v, x, x_next, v_ref, v_uncond) that are needed, the others empty; see `backward`."""
+    return backward(
+        Step(v, x_next, x, v_ref, v_uncond, a, b, std, guidance), grad, grad_kl,
+        needs=(need_v, need_x, need_next, need_ref, need_uncond), form=form, reduction=reduction,
+        slope=slope, kl_scale=kl_scale, kl_coef=kl_coef, step_grad=step_grad,
+    )  # fmt: skip
+
+
+@step_gradients_operation.register_fake
+def _(
+    grad, grad_kl, slope, kl_scale, step_grad, v, x_next, x, v_ref, v_uncond, a, b, std, guidance, kl_coef, form, reduction,
+    need_v, need_x, need_next, need_ref, need_uncond,
+):  # fmt: skip
+    inputs = ((v, need_v), (x, need_x), (x_next, need_next), (v_ref, need_ref), (v_uncond, need_uncond))
+    return tuple(t.new_empty(t.shape) if need and t is not None else v.new_empty(0) for t, need in inputs)
+
+
+step_gradients = differentiable(step_gradients_operation, out_dims=(0, 0, 0, 0, 0))
+
+
+class Saved(NamedTuple):
+    """What an operation's backward pass needs of its forward pass."""
+
+    step: Step
+    slope: Tensor | None = None
+    kl_scale: Tensor | None = None
+
+
+def save(ctx: Any, saved: Saved, **options: Any) -> None:
+    """Keep the tensors, which are the inputs themselves and numbers a sample, and the options."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved.step, saved.slope, saved.kl_scale)
+    ctx.options = options
+
+
+def input_gradients(
+    ctx: Any, grad: Tensor | None, grad_kl: Tensor | None, needs: Sequence[bool], *, step_grad: Tensor | None = None
+) -> list[Tensor | None]:
+    """Return the gradients of (v, x, x_next, v_ref, v_uncond) from what `save` kept, None where there is none."""
+    *step, slope, kl_scale = ctx.saved_tensors
+    options = ctx.options
+    results = step_gradients(
+        grad, grad_kl, slope, kl_scale, step_grad, *step,
+        options.get("kl_coef", 0.0), options["form"], options["reduction"], *needs,
+    )  # fmt: skip
+    return [result if need else None for result, need in zip(results, needs, strict=True)]

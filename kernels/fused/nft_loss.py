@@ -1,0 +1,215 @@
+"""The loss of DiffusionNFT, fused: `core.nft.nft_loss`."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fluvial.core.types import PerSample, Samples
+from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.device import load, sum_chunks, tree_sum
+from fluvial.kernels.fused.rows import operand, partition, row_length, scalars
+
+SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
+
+
+@triton.jit
+def error_sums(
+    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
+    sums_ptr,  # [4, B, chunks] float32, or None where a row is one chunk
+    loss_ptr,  # [B] float32
+    weights_ptr,  # [B, 2] float32: w+, w-
+    t_ptr, prob_ptr,  # [B] float32, s_* apart
+    s_v, s_old, s_x0, s_xt, s_t, s_prob, length, batch, chunks, inverse, beta, scale, weight_min,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Store each sample's loss, or where a row has several chunks their four sums."""
+    BLOCK: tl.constexpr = 1 << LEVELS
+    program = tl.program_id(0)
+    row = (program // chunks).to(tl.int64)
+    start = (program % chunks).to(tl.int64) * (BLOCK * BLOCKS)
+    t = tl.load(t_ptr + row * s_t)
+    positive_abs = tl.zeros([BLOCK], tl.float32)
+    positive_sq = tl.zeros([BLOCK], tl.float32)
+    negative_abs = tl.zeros([BLOCK], tl.float32)
+    negative_sq = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        offset = tl.arange(0, BLOCK) + i * BLOCK
+        positive, negative = _errors(
+            v_ptr + row * s_v + start, old_ptr + row * s_old + start, x0_ptr + row * s_x0 + start,
+            xt_ptr + row * s_xt + start, t, beta, offset, offset < length - start,
+        )  # fmt: skip
+        positive_abs += tl.abs(positive)
+        positive_sq = tl.fma(positive, positive, positive_sq)
+        negative_abs += tl.abs(negative)
+        negative_sq = tl.fma(negative, negative, negative_sq)
+    sums = (
+        tree_sum(positive_abs, LEVELS),
+        tree_sum(positive_sq, LEVELS),
+        tree_sum(negative_abs, LEVELS),
+        tree_sum(negative_sq, LEVELS),
+    )
+    if sums_ptr is None:
+        _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
+    else:
+        for k in tl.static_range(4):
+            tl.store(sums_ptr + k * batch.to(tl.int64) * chunks + program, sums[k])
+
+
+@triton.jit
+def finish(
+    sums_ptr, loss_ptr, weights_ptr, prob_ptr, s_prob, batch, chunks, inverse, scale, weight_min, LEVELS: tl.constexpr
+):  # fmt: skip
+    """Add up a row's chunks, in order, and store its loss."""
+    row = tl.program_id(0).to(tl.int64)
+    sums = (
+        sum_chunks(sums_ptr + row * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (batch + row) * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (2 * batch + row) * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (3 * batch + row) * chunks, chunks, LEVELS),
+    )
+    _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
+
+
+@triton.jit
+def gradient(
+    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
+    dv_ptr,  # [B, N], rows N apart
+    weights_ptr,  # [B, 2] float32
+    t_ptr, prob_ptr, grad_ptr,  # [B] float32, s_* apart
+    s_v, s_old, s_x0, s_xt, s_t, s_prob, s_grad, length, chunks, inverse, beta, scale,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Store d loss / d v = 2 t beta scale / N (-r (x0+ - x0) / w+  +  (1 - r) (x0- - x0) / w-)."""
+    BLOCK: tl.constexpr = 1 << LEVELS
+    program = tl.program_id(0)
+    row = (program // chunks).to(tl.int64)
+    start = (program % chunks).to(tl.int64) * (BLOCK * BLOCKS)
+    t, prob = tl.load(t_ptr + row * s_t), tl.load(prob_ptr + row * s_prob)
+    slope = tl.load(grad_ptr + row * s_grad) * (2 * t * beta * scale * inverse)
+    of_positive = -slope * prob / tl.load(weights_ptr + 2 * row)
+    of_negative = slope * (1 - prob) / tl.load(weights_ptr + 2 * row + 1)
+    for i in tl.static_range(BLOCKS):
+        offset = tl.arange(0, BLOCK) + i * BLOCK
+        mask = offset < length - start
+        positive, negative = _errors(
+            v_ptr + row * s_v + start, old_ptr + row * s_old + start, x0_ptr + row * s_x0 + start,
+            xt_ptr + row * s_xt + start, t, beta, offset, mask,
+        )  # fmt: skip
+        dv = tl.fma(of_positive, positive, of_negative * negative)
+        tl.store(dv_ptr + row * length + start + offset, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _errors(v_ptr, old_ptr, x0_ptr, xt_ptr, t, beta, offset, mask):
+    """Return x0+ - x0 and x0- - x0: with d = beta (v - v_old), v+ is v_old + d and v- is v_old - d."""
+    old = load(old_ptr, 0, offset, mask)
+    away = beta * (load(v_ptr, 0, offset, mask) - old)
+    base = load(xt_ptr, 0, offset, mask) - load(x0_ptr, 0, offset, mask)
+    return tl.fma(-t, old + away, base), tl.fma(-t, old - away, base)
+
+
+@triton.jit
+def _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min):
+    prob = tl.load(prob_ptr + row * s_prob)
+    positive = tl.maximum(sums[0] * inverse, weight_min, propagate_nan=tl.PropagateNan.ALL)
+    negative = tl.maximum(sums[2] * inverse, weight_min, propagate_nan=tl.PropagateNan.ALL)
+    loss = prob * (sums[1] * inverse) / positive + (1 - prob) * (sums[3] * inverse) / negative
+    tl.store(loss_ptr + row, scale * loss)
+    tl.store(weights_ptr + 2 * row, positive)
+    tl.store(weights_ptr + 2 * row + 1, negative)
+
+
+@torch.library.custom_op("fluvial::nft_loss", mutates_args=())
+def operation(
+    v: Tensor, v_old: Tensor, x0: Tensor, xt: Tensor, t: Tensor, reward_prob: Tensor,
+    beta: float, adv_clip: float, weight_min: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the loss, float32 `[B]`, and the weights w+ and w-, float32 `[B, 2]`."""
+    batch, length = v.shape[0], row_length(v)
+    loss, weights = (v.new_empty(shape, dtype=torch.float32) for shape in ((batch,), (batch, 2)))
+    if batch == 0:
+        return loss, weights
+    cut = partition(length)
+    partial = None if cut.chunks == 1 else loss.new_empty((SUMS, batch, cut.chunks))
+    operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob)]
+    (*samples, t_rows, prob), strides = [r for r, _ in operands], [s for _, s in operands]
+    inverse, scale = 1 / length, adv_clip / beta
+    error_sums[(batch * cut.chunks,)](
+        *samples, partial, loss, weights, t_rows, prob, *strides, length, batch, cut.chunks, inverse, beta, scale,
+        weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
+    )  # fmt: skip
+    if partial is not None:
+        finish[(batch,)](
+            partial, loss, weights, prob, strides[-1], batch, cut.chunks, inverse, scale, weight_min,
+            LEVELS=cut.chunk_levels, num_warps=cut.chunk_warps,
+        )  # fmt: skip
+    return loss, weights
+
+
+@operation.register_fake
+def _(v, v_old, x0, xt, t, reward_prob, beta, adv_clip, weight_min):
+    batch = v.shape[0]
+    return v.new_empty(batch, dtype=torch.float32), v.new_empty((batch, 2), dtype=torch.float32)
+
+
+@torch.library.custom_op("fluvial::nft_loss_gradient", mutates_args=())
+def gradient_operation(
+    grad: Tensor, v: Tensor, v_old: Tensor, x0: Tensor, xt: Tensor, t: Tensor, reward_prob: Tensor,
+    weights: Tensor, beta: float, adv_clip: float,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of v."""
+    batch, length = v.shape[0], row_length(v)
+    dv = v.new_empty(v.shape)
+    if batch > 0 and length > 0:
+        cut = partition(length)
+        operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob, grad)]
+        (*samples, t_rows, prob, grad_rows), strides = [r for r, _ in operands], [s for _, s in operands]
+        gradient[(batch * cut.chunks,)](
+            *samples, dv, weights.contiguous(), t_rows, prob, grad_rows, *strides, length, cut.chunks, 1 / length,
+            beta, adv_clip / beta, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
+        )  # fmt: skip
+    return dv
+
+
+@gradient_operation.register_fake
+def _(grad, v, v_old, x0, xt, t, reward_prob, weights, beta, adv_clip):
+    return v.new_empty(v.shape)
+
+
+gradient_function = differentiable(gradient_operation, out_dims=(0,))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, beta, adv_clip, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.options = (beta, adv_clip)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dv = None if grad is None else gradient_function(grad, *ctx.saved_tensors, *ctx.options)
+    return dv, *[None] * 8
+
+
+function = differentiable(operation, out_dims=(0, 0), setup_context=_setup_context, backward=_backward)
+
+
+def nft_loss(
+    v: Samples,
+    v_old: Samples,
+    x0: Samples,
+    xt: Samples,
+    t: Tensor,
+    reward_prob: PerSample,
+    *,
+    beta: float,
+    adv_clip: float,
+    weight_min: float,
+) -> PerSample:
+    """Return the loss; arguments as `core.nft.nft_loss` takes them, already checked."""
+    batch = v.shape[0]
+    numbers = [scalars(number, batch) for number in (t, reward_prob)]
+    return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]

@@ -1,0 +1,80 @@
+"""The clipped policy loss of stored pairs with its KL term, fused from velocity to loss: `core.step.policy_loss`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.transitions import Transition
+from fluvial.core.types import PerSample, Samples
+from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.gaussian_step import DIAGNOSTICS, Policy, Saved, Step, forward, input_gradients, save
+from fluvial.kernels.fused.rows import scalars
+
+
+@torch.library.custom_op("fluvial::policy_loss", mutates_args=())
+def operation(
+    v: Tensor, x_next: Tensor, x: Tensor, v_ref: Tensor | None, v_uncond: Tensor | None,
+    a: Tensor, b: Tensor, std: Tensor, guidance: Tensor | None,
+    log_prob_old: Tensor, advantage: Tensor, kl_scale: Tensor,
+    clip_low: float, clip_high: float, kl_coef: float, form: str, reduction: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the loss, float32 `[B]`, and what comes with it, float32 `[6, B]`: the diagnostics and d loss / d log-prob."""
+    return forward(
+        Step(v, x_next, x, v_ref, v_uncond, a, b, std, guidance), form=form, reduction=reduction,
+        policy=Policy(log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef),
+    )  # fmt: skip
+
+
+@operation.register_fake
+def _(
+    v, x_next, x, v_ref, v_uncond, a, b, std, guidance, log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef,
+    form, reduction,
+):  # fmt: skip
+    batch = v.shape[0]
+    return v.new_empty(batch, dtype=torch.float32), v.new_empty((DIAGNOSTICS, batch), dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    step, kl_scale, (kl_coef, form, reduction) = Step(*inputs[:9]), inputs[11], inputs[14:]
+    save(ctx, Saved(step, slope=output[1][5], kl_scale=kl_scale), kl_coef=kl_coef, form=form, reduction=reduction)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_v, need_next, need_x, need_ref, need_uncond, *_ = ctx.needs_input_grad
+    dv, dx, dnext, dref, duncond = input_gradients(ctx, grad, None, (need_v, need_x, need_next, need_ref, need_uncond))
+    return dv, dnext, dx, dref, duncond, *[None] * 12
+
+
+function = differentiable(operation, out_dims=(0, 1), setup_context=_setup_context, backward=_backward)
+
+
+def policy_loss(
+    v: Samples,
+    x: Samples,
+    x_next: Samples,
+    transition: Transition,
+    log_prob_old: PerSample,
+    advantage: PerSample,
+    *,
+    clip_low: float,
+    clip_high: float,
+    v_ref: Samples | None,
+    kl_coef: float,
+    kl_scale: Tensor,
+    v_uncond: Samples | None,
+    guidance: Tensor | None,
+    form: str,
+    reduction: str,
+) -> tuple[PerSample, PolicyInfo]:
+    """Return loss and diagnostics; arguments as `core.step.policy_loss` takes them, already checked, and the KL's scale."""
+    batch = v.shape[0]
+    coefficients = [scalars(coefficient, batch) for coefficient in transition]
+    g = None if guidance is None else scalars(guidance, batch)
+    numbers = [scalars(number, batch) for number in (log_prob_old, advantage, kl_scale)]
+    loss, more = function(
+        v, x_next, x, v_ref, v_uncond, *coefficients, g, *numbers, clip_low, clip_high, kl_coef, form, reduction
+    )
+    ratio, log_ratio, clipped, kl_old, kl_ref, _ = more.detach().unbind(0)
+    return loss, PolicyInfo(ratio, log_ratio, clipped, kl_old, None if v_ref is None else kl_ref)

@@ -1,0 +1,39 @@
+"""The mean squared error of a velocity, fused: `core.flow_matching.velocity_error`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.core.types import PerSample, Samples
+from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
+
+
+@torch.library.custom_op("fluvial::velocity_error", mutates_args=())
+def operation(v: Tensor, target: Tensor) -> Tensor:
+    """Return the mean of (v - target)^2, float32 `[B]`; samples are `[B, *event]`."""
+    return forward(Step(v, target))[0]
+
+
+@operation.register_fake
+def _(v, target):
+    return v.new_empty(v.shape[0], dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    save(ctx, Saved(Step(*inputs)), form="unscaled", reduction="mean")
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    need_v, need_target = ctx.needs_input_grad
+    dv, _, dtarget, _, _ = input_gradients(ctx, grad, None, (need_v, False, need_target, False, False))
+    return dv, dtarget
+
+
+function = differentiable(operation, out_dims=(0,), setup_context=_setup_context, backward=_backward)
+
+
+def velocity_error(v: Samples, target: Samples) -> PerSample:
+    """Return the error; arguments as `core.flow_matching.velocity_error` takes them, already checked."""
+    return function(v, target)

@@ -1,0 +1,511 @@
+"""The fused kernels against the reference in float64, in Triton's interpreter (see test_interpreted.py, which starts this)."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in the session that test_interpreted.py starts", allow_module_level=True)
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operations import OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
+from torch import Tensor, nn
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from fluvial import kernels
+from fluvial.core.gaussian import FORMS, REDUCTIONS
+from fluvial.core.random import Key, bits, fold_in, key, normal
+from fluvial.core.transitions import Transition
+from fluvial.kernels.fused import device, gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
+
+ALL = (*OPERATIONS, *SDE_STEP)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning"),  # the interpreter's numpy
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+EPS = torch.finfo(torch.float32).eps
+EVENTS: tuple[tuple[int, ...], ...] = ((), (1,), (41,), (3, 5), (1271,), (2, 1024), (4099,))
+every = pytest.mark.parametrize("operation", ALL, ids=lambda operation: operation.name)
+every_loss = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def run(
+    operation: Operation, implementation: str, samples: Samples, scalars: Numbers, weights: Sequence[Tensor], **options: Any
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the results, and the gradients of their sum weighed by `weights`."""
+    leaves = {name: t.detach().requires_grad_(name not in operation.data) for name, t in samples.items()}
+    results = operation.call(implementation, leaves, scalars, **options)
+    needed = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    total = [(result, weight.to(result.dtype)) for result, weight in zip(results, weights, strict=True)]
+    grads = torch.autograd.grad(
+        [r for r, _ in total], needed, [w for _, w in total], create_graph=implementation == "reference"
+    )
+    return results, dict(zip([name for name in leaves if leaves[name].requires_grad], grads, strict=True))
+
+
+def condition(result: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    """Return, for each sample, how much rounding errors of its inputs and of what is added up count in a result."""
+    grads = torch.autograd.grad(result.sum(), leaves, retain_graph=True, allow_unused=True)
+    parts = [
+        (leaf * grad).abs().reshape(len(leaf), -1).sum(1)
+        for leaf, grad in zip(leaves, grads, strict=True)
+        if grad is not None
+    ]
+    return torch.stack(parts).sum(0).detach()
+
+
+def check(operation: Operation, samples: Samples, scalars: Numbers, **options: Any) -> None:
+    """Compare results and gradients with those of the reference in float64, to what float32 can be expected to keep.
+
+    An output's error is eps, times the roundings on its way, times its condition: the sum over its inputs u of |u df/du|,
+    which bounds what an error of relative size eps in each term of a difference does to f.
+    """
+    batch, length = next(iter(samples.values())).shape[0], math.prod(next(iter(samples.values())).shape[1:])
+    roundings = 24 + math.ceil(math.log2(max(length, 1)))
+    generator = torch.Generator().manual_seed(1)
+    shapes = [result.shape for result in operation.call("reference", samples, scalars, **options)]
+    weights = [torch.randn(shape, generator=generator).double() for shape in shapes]
+    got, got_grads = run(operation, "triton", samples, scalars, weights, **options)
+    wide = {name: tensor.double().requires_grad_() for name, tensor in samples.items()}
+    exact = {name: tensor.double() for name, tensor in scalars.items()}
+    want = operation.call("reference", wide, exact, **options)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == torch.float32
+        bound = (
+            condition(theirs, list(wide.values()))
+            + theirs.abs().detach()
+            + 1
+            + exact["std"].log().abs() * (length if options.get("reduction") == "sum" else 1)
+        )
+        assert ((mine - theirs).abs() <= roundings * EPS * bound).all(), (operation.name, mine, theirs)
+    total = sum((result * weight).sum() for result, weight in zip(want, weights, strict=True))
+    needed = [name for name in wide if name not in operation.data]
+    grads = torch.autograd.grad(total, [wide[name] for name in needed], create_graph=True)
+    # A policy's ratio turns the log-prob's error into a relative one.
+    shift = condition(want[0], list(wide.values())) if "policy" in operation.name else torch.zeros(batch).double()
+    for name, theirs in zip(needed, grads, strict=True):
+        mine = got_grads[name]
+        assert mine.dtype == samples[name].dtype
+        curved = torch.autograd.grad(theirs.sum(), list(wide.values()), retain_graph=True, allow_unused=True)
+        bound = theirs.abs() * (1 + shift.reshape(-1, *[1] * (theirs.ndim - 1)))
+        for leaf, second in zip(wide.values(), curved, strict=True):
+            if second is not None:
+                bound = bound + (leaf * second).abs()
+        kind = torch.finfo(mine.dtype)
+        if operation.name == "nft_loss":  # beta (v - v_old) is formed first, so that v_old's rounding counts twice
+            bound = 2 * bound
+        bound = roundings * EPS * bound + kind.eps * theirs.abs() + kind.smallest_normal * kind.eps
+        error = (mine.double() - theirs).abs()
+        overflows = theirs.abs() > kind.max
+        assert ((error <= bound) | (overflows & mine.isinf())).all(), (operation.name, name, (error / bound).max())
+
+
+@every_loss
+@given(
+    batch=st.integers(1, 3),
+    event=st.sampled_from(EVENTS[:5]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    scale=st.sampled_from([1e-6, 1e-2, 1.0, 1e4]),
+    std=st.sampled_from([1e-3, 0.05, 0.7]),
+    form=st.sampled_from(FORMS),
+    reduction=st.sampled_from(REDUCTIONS),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=25)
+def test_it_is_the_reference(
+    operation: Operation, batch: int, event: tuple[int, ...], dtype: torch.dtype, scale: float, std: float, form: Any,
+    reduction: Any, seed: int,
+) -> None:  # fmt: skip
+    """Results and gradients, weighed at random, for every dtype, size, scale and way of adding up."""
+    if "policy" in operation.name:  # its ratio is meant for log-probs of order 1
+        scale, std, reduction = min(scale, 1.0), max(std, 0.05), "mean"
+    options = {"form": form, "reduction": reduction} if operation.has_form else {}
+    samples = inputs(operation, batch, event, dtype, scale=scale, seed=seed)
+    if dtype == torch.float16 and scale > 1:
+        samples = {name: tensor.clamp(-6e4, 6e4) for name, tensor in samples.items()}
+    check(operation, samples, numbers(batch, std=std, seed=seed), **options)
+
+
+@every_loss
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
+    """No vector of a register is filled by 41 or 1271 elements, and 4099 are more than a program's share."""
+    check(operation, inputs(operation, 2, event, torch.bfloat16), numbers(2))
+
+
+@every_loss
+def test_a_million_and_one(operation: Operation) -> None:
+    """A row of many chunks."""
+    check(operation, inputs(operation, 1, (2**20 + 1,), torch.bfloat16), numbers(1))
+
+
+@every
+def test_an_empty_batch(operation: Operation) -> None:
+    samples = inputs(operation, 0, (5,), torch.float32)
+    results, grads = (
+        run(
+            operation,
+            "triton",
+            samples,
+            numbers(0),
+            [torch.zeros(0, 5), torch.zeros(0)][-2:],
+        )
+        if (operation.name.startswith("sde"))
+        else run(
+            operation,
+            "triton",
+            samples,
+            numbers(0),
+            [torch.zeros(0)] * (2 if "KL" in operation.name and "step" in operation.name else 1),
+        )
+    )
+    assert all(result.shape[0] == 0 for result in results)
+    assert all(grad.shape == (0, 5) for grad in grads.values())
+
+
+@every
+def test_a_sample_does_not_see_the_others(operation: Operation) -> None:
+    """To the bit: alone, in another order, beside NaN and infinity."""
+    samples, scalars = inputs(operation, 4, (4099,), torch.bfloat16), numbers(4)
+    weights = [torch.ones(4, 4099), torch.ones(4)] if operation in SDE_STEP else [torch.ones(4)] * 2
+    weights = weights[: len(operation.call("triton", samples, scalars))]
+
+    def of(rows: Tensor, samples: Samples = samples) -> list[Tensor]:
+        if operation in SDE_STEP:  # whose noise is the place's own: one place at a time
+            rows = rows[:1]
+        taken = [weight[: len(rows)] for weight in weights]
+        results, grads = run(
+            operation, "triton", {n: t[rows] for n, t in samples.items()}, {n: t[rows] for n, t in scalars.items()}, taken
+        )
+        return [tensor.detach() for tensor in (*results, *grads.values())]
+
+    whole = of(torch.tensor([2, 1, 0, 3]))
+    alone = of(torch.tensor([2]))
+    assert all(torch.equal(a[:1], b[:1]) for a, b in zip(whole, alone, strict=True))
+    spoilt = {name: tensor.clone() for name, tensor in samples.items()}
+    spoilt["v"][0, 5], spoilt["v"][1, 4098], spoilt["v"][3] = math.nan, math.inf, -math.inf
+    beside = of(torch.tensor([2, 1, 0, 3]), spoilt)
+    assert all(torch.equal(a[:1], b[:1]) for a, b in zip(whole, beside, strict=True))
+
+
+@every_loss
+def test_nan_and_infinity_go_where_they_go_in_the_reference(operation: Operation) -> None:
+    samples, scalars = inputs(operation, 3, (41,), torch.float32), numbers(3)
+    samples["v"][0, 5], samples["v"][1, 40] = math.nan, math.inf
+    mine, theirs = (operation.call(which, samples, scalars) for which in ("triton", "reference"))
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.isinf(), b.isinf())
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a slice of a trajectory": lambda t: torch.stack([t + 1, t, t - 1], dim=1)[:, 1],
+    "one half of a guided batch": lambda t: torch.cat([t, t + 1]).chunk(2)[0],
+    "an odd offset": lambda t: torch.cat([t.new_zeros(3), t.flatten()])[3:].view(t.shape),
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "every other": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+    "batch last": lambda t: t.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+}
+
+
+@every
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_has_the_same_bits(operation: Operation, layout: str) -> None:
+    samples, scalars = inputs(operation, 2, (3, 5, 8), torch.bfloat16), numbers(2)
+    weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
+    plain, plain_grads = run(operation, "triton", samples, scalars, weights)
+    laid_out = {name: LAYOUTS[layout](tensor) for name, tensor in samples.items()}
+    assert all(torch.equal(laid_out[name], samples[name]) for name in samples)
+    other, other_grads = run(operation, "triton", laid_out, scalars, weights)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    assert all(torch.equal(plain_grads[name], other_grads[name]) for name in plain_grads)
+
+
+@every
+def test_numbers_that_all_samples_share(operation: Operation) -> None:
+    """0-d coefficients are those of every sample."""
+    samples, scalars = inputs(operation, 3, (41,), torch.float32), numbers(1)
+    shared = {name: t[0] if name in ("a", "b", "std", "guidance", "dt", "t") else t.expand(3) for name, t in scalars.items()}
+    spread = {name: t.expand(3).clone() for name, t in scalars.items()}
+    for a, b in zip(operation.call("triton", samples, shared), operation.call("triton", samples, spread), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_further_apart_than_32_bits_count() -> None:
+    """Offsets are of 64 bits: the second row begins past element 2^31. The pages between are never touched."""
+    v = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((2, 41), (2**31 + 8, 1))
+    near = torch.randn(2, 41).bfloat16()
+    v.copy_(near)
+    target = torch.randn(2, 41)
+    assert torch.equal(
+        kernels.velocity_error(v, target, implementation="triton"),
+        kernels.velocity_error(near, target, implementation="triton"),
+    )
+
+
+@triton.jit
+def _store_words(out_ptr, low_ptr, high_ptr, first_ptr, COUNT: tl.constexpr):
+    low, high = tl.load(low_ptr).to(tl.uint32), tl.load(high_ptr).to(tl.uint32)
+    w0, w1, w2, w3 = device.words(low, high, tl.load(first_ptr), COUNT)
+    place = 4 * tl.arange(0, COUNT // 4)
+    tl.store(out_ptr + place, w0.to(tl.int64))
+    tl.store(out_ptr + place + 1, w1.to(tl.int64))
+    tl.store(out_ptr + place + 2, w2.to(tl.int64))
+    tl.store(out_ptr + place + 3, w3.to(tl.int64))
+
+
+def stored_words(low: int, high: int, first: int, count: int) -> Tensor:
+    out = torch.empty(count, dtype=torch.int64)
+    _store_words[(1,)](out, torch.tensor([low]), torch.tensor([high]), torch.tensor([first]), count)
+    return out
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=10)
+def test_the_words_are_those_of_core_random(seed: int) -> None:
+    assert torch.equal(stored_words(*key(seed), 0, 64), bits(key(seed), (64,)))  # type: ignore[arg-type]
+
+
+def test_known_answer_of_random123() -> None:
+    """philox4x32_R 10 of counter 0 and key 0, from the library's kat_vectors."""
+    assert stored_words(0, 0, 0, 8)[:4].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("operation", SDE_STEP, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("event", [(1,), (41,), (4099,)], ids=str)
+def test_a_step_is_the_references(operation: Operation, event: tuple[int, ...]) -> None:
+    """The draw to a few units in the last place, its log-prob and gradients to what float32 keeps."""
+    samples, scalars = inputs(operation, 2, event, torch.bfloat16), numbers(2)
+    exact = {name: tensor.double() for name, tensor in scalars.items()}
+    weights = [torch.randn(2, *event), torch.randn(2)]
+    (x_next, log_prob), grads = run(operation, "triton", samples, scalars, weights)
+    wide = {name: tensor.double() for name, tensor in samples.items()}
+    (theirs, their_log_prob), their_grads = run(operation, "reference", wide, exact, weights)
+    torch.testing.assert_close(x_next.double(), theirs, rtol=8 * EPS, atol=32 * EPS)
+    torch.testing.assert_close(log_prob.double(), their_log_prob, rtol=1e-5, atol=1e-5)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.double(), their_grads[name], rtol=2 * torch.finfo(grad.dtype).eps, atol=2e-5)
+
+
+def test_normals_are_good_to_a_few_units() -> None:
+    """Of 2^16 numbers, in units of the last place of float32, against float64's."""
+    keys = fold_in(key(3), torch.arange(16))
+    zeros, ones = torch.zeros(16, 4096), torch.ones(16)
+    drawn, _ = kernels.sde_step(
+        zeros, zeros, Transition(ones * 0, ones * 0, ones), keys, form="no_const", implementation="triton"
+    )
+    want = normal(keys, (16, 4096))
+    units = (drawn.double() - want.double()).abs() / (EPS * want.double().abs().clamp(min=2.0**-20))
+    assert units.max() <= 6
+    assert (units == 0).float().mean() > 0.4
+
+
+def test_an_on_policy_ratio_is_one() -> None:
+    """The log-prob of the draw, of the update and inside the loss are the same number, for every kind of row."""
+    for event in EVENTS:
+        samples, scalars = inputs(SDE_STEP[0], 2, event, torch.bfloat16), numbers(2)
+        transition = Transition(scalars["a"], scalars["b"], scalars["std"])
+        v, x = samples["v"], samples["x"]
+        x_next, log_prob = kernels.sde_step(v, x, transition, key(1), implementation="triton")
+        again, _ = kernels.step_log_prob(v, x, x_next, transition, implementation="triton")
+        assert torch.equal(log_prob, again)
+        loss, info = kernels.policy_loss(
+            v, x, x_next, transition, log_prob, scalars["advantage"], clip_low=0.1, clip_high=0.1, implementation="triton"
+        )
+        assert info.log_ratio.abs().max() == 0
+        assert torch.equal(info.ratio, torch.ones(2))
+        assert torch.equal(loss, -scalars["advantage"])
+
+
+def test_diagnostics_are_the_references() -> None:
+    operation = OPERATIONS[5]
+    samples, scalars = inputs(operation, 3, (1271,), torch.float32), numbers(3)
+    transition = Transition(scalars["a"], scalars["b"], scalars["std"])
+    v, x, x_next = (samples[name] for name in ("v", "x", "x_next"))
+    old = kernels.step_log_prob(v, x, x_next, transition)[0] + torch.tensor([0.001, 0.3, -0.3])
+    options: dict[str, Any] = {
+        "clip_low": 0.1,
+        "clip_high": 0.1,
+        "v_ref": samples["v_ref"],
+        "kl_coef": 0.1,
+        "kl_weight": "exact",
+    }
+    infos = [
+        kernels.policy_loss(v, x, x_next, transition, old, torch.tensor([1.0, -1.0, 1.0]), implementation=which, **options)[
+            1
+        ]
+        for which in ("triton", "reference")
+    ]
+    assert infos[1].clipped.tolist() == [0, 1, 1]
+    for name, mine, theirs in zip(infos[0]._fields, *infos, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@every
+def test_only_inputs_are_kept_for_the_backward_pass(operation: Operation) -> None:
+    """Nothing with an element a pixel is saved but the inputs themselves (and a step's result)."""
+    samples, scalars = inputs(operation, 2, (1271,), torch.bfloat16), numbers(2)
+    leaves = {name: t.requires_grad_(name not in operation.data) for name, t in samples.items()}
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results = operation.call("triton", leaves, scalars)
+    owned = {t.data_ptr() for t in leaves.values()} | {t.data_ptr() for t in results}
+    large = [t for t in saved if t.numel() >= 1271]
+    assert large
+    assert all(t.data_ptr() in owned for t in large)
+
+
+def test_torch_checks_every_operation() -> None:
+    """Schema, fake tensors, autograd and compilation, with and without what is optional, in one chunk and in several."""
+    third = [torch.rand(3) + 0.1 for _ in range(7)]
+    keys = fold_in(key(0), torch.arange(3))
+    for length in (41, 4099):
+        v, ref, uncond, x, x_next = (torch.randn(3, length, requires_grad=True) for _ in range(5))
+        tail = ("density", "mean")
+        opcheck(step_log_prob.operation, (v, x_next, x, None, None, *third[:3], None, *tail))
+        opcheck(step_log_prob.operation, (v, x_next, x, ref, uncond, *third[:4], "unscaled", "sum"))
+        opcheck(policy_loss.operation, (v, x_next, x, ref, None, *third[:3], None, *third[4:], 0.1, 0.1, 0.5, *tail))
+        opcheck(velocity_error.operation, (v, x_next))
+        opcheck(sde_step.operation, (v, x, uncond, *third[:4], *keys, *tail))
+        opcheck(nft_loss.operation, (v, ref.detach(), x.detach(), x_next.detach(), third[0], third[1], 0.1, 5.0, 1e-5))
+        opcheck(
+            nft_loss.gradient_operation,
+            (third[0], *(t.detach() for t in (v, ref, x, x_next)), *third[1:3], torch.rand(3, 2) + 1, 0.1, 5.0),
+        )
+        none = (None,) * 4
+        opcheck(
+            gaussian_step.step_gradients_operation,
+            (third[0], None, None, None, None, *(t.detach() for t in (v, x_next, x)), None, None, *third[:3], None, 0.0, *tail,
+             True, False, True, False, False),
+        )  # fmt: skip
+        assert len(none) == 4
+
+
+@every
+def test_it_compiles_whole(operation: Operation) -> None:
+    """Under torch.compile(fullgraph=True), forward and backward, to the same bits."""
+    samples, scalars = inputs(operation, 2, (41,), torch.bfloat16), numbers(2)
+    if "policy" in operation.name:
+        pytest.skip("the table's call looks up an old log-prob; test_a_policy_update_compiles_whole is its own")
+    weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
+    eager = run(operation, "triton", samples, scalars, weights)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda s: operation.call("triton", s, scalars), fullgraph=True, backend="aot_eager")
+    leaves = {name: t.detach().requires_grad_(name not in operation.data) for name, t in samples.items()}
+    results = compiled(leaves)
+    grads = torch.autograd.grad(results, [t for t in leaves.values() if t.requires_grad], weights)
+    assert all(torch.equal(a, b) for a, b in zip(results, eager[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, eager[1].values(), strict=True))
+
+
+TWO = numbers(2)
+STORED = torch.randn(2, 2, 41, generator=torch.Generator().manual_seed(0))
+
+
+def policy_update(v: Tensor, implementation: str = "triton") -> Tensor:
+    (x, x_next), scalars = STORED, TWO
+    transition = Transition(scalars["a"], scalars["b"], scalars["std"])
+    loss, _ = kernels.policy_loss(
+        v, x, x_next, transition, scalars["old"] * 0 - 5, scalars["advantage"], clip_low=0.1, clip_high=0.1,
+        implementation=implementation,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return loss.sum()
+
+
+def test_a_policy_update_compiles_whole() -> None:
+    v = torch.randn(2, 41, requires_grad=True)
+    torch._dynamo.reset()
+    (eager,) = torch.autograd.grad(policy_update(v), v)
+    (compiled,) = torch.autograd.grad(torch.compile(policy_update, fullgraph=True, backend="aot_eager")(v), v)
+    assert torch.equal(eager, compiled)
+
+
+def test_activation_checkpointing() -> None:
+    """Recomputed in the backward pass, the gradient has the same bits."""
+    weight = torch.randn(41, 41, requires_grad=True)
+    data = torch.randn(2, 41)
+    (plain,) = torch.autograd.grad(policy_update(data @ weight), weight)
+    (again,) = torch.autograd.grad(checkpoint(lambda w: policy_update(data @ w), weight, use_reentrant=False), weight)
+    assert torch.equal(plain, again)
+
+
+def test_under_fsdp(tmp_path: Any) -> None:
+    """A sharded module trained through the fused loss has the gradients of the plain one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        plain, sharded = nn.Linear(41, 41), nn.Linear(41, 41)
+        sharded.load_state_dict(plain.state_dict())
+        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        data = torch.randn(2, 41)
+        for module in (plain, sharded):
+            policy_update(module(data)).backward()
+        assert torch.equal(sharded.weight.grad.full_tensor(), plain.weight.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad", "grad of vmap", "jacrev"])
+def test_function_transforms(transform: str) -> None:
+    """torch.func gives what it gives for the reference."""
+    from torch.func import grad, jacrev, vmap
+
+    def of(implementation: str) -> Tensor:
+        def loss(v: Tensor) -> Tensor:
+            return policy_update(v, implementation)
+
+        stacked = torch.randn(3, 2, 41, generator=torch.Generator().manual_seed(0))
+        transforms: dict[str, Callable[[], Tensor]] = {
+            "grad": lambda: grad(loss)(stacked[0]),
+            "vmap": lambda: vmap(loss)(stacked),
+            "vmap of grad": lambda: vmap(grad(loss))(stacked),
+            "grad of vmap": lambda: grad(lambda s: vmap(loss)(s).sum())(stacked),
+            "jacrev": lambda: jacrev(lambda v: torch.stack([loss(v), loss(2 * v)]))(stacked[0]),
+        }
+        return transforms[transform]()
+
+    torch.testing.assert_close(of("triton"), of("reference"), rtol=1e-4, atol=1e-6)
+
+
+@every_loss
+def test_vmap_over_every_operation(operation: Operation) -> None:
+    """A mapped dimension in any place, and operands that are not mapped."""
+    samples = [inputs(operation, 2, (41,), torch.float32, seed=seed) for seed in range(3)]
+    scalars = numbers(2)
+    if "policy" in operation.name:
+        pytest.skip("the table's call looks up an old log-prob; test_function_transforms maps it")
+    stacked = {name: torch.stack([s[name] for s in samples], dim=1) for name in samples[0]}
+    shared = next(name for name in stacked if name != "v")
+    stacked[shared] = samples[0][shared]
+    dims = ({name: None if name == shared else 1 for name in stacked},)
+    mapped = torch.func.vmap(lambda s: operation.call("triton", s, scalars), in_dims=dims)(stacked)
+    for i, alone in enumerate(samples):
+        want = operation.call("triton", alone | {shared: samples[0][shared]}, scalars)
+        for a, b in zip(mapped, want, strict=True):
+            assert torch.equal(a[i], b)
+
+
+def test_what_the_kernels_cannot_do_is_refused_in_words() -> None:
+    v = torch.randn(2, 41)
+    with pytest.raises(ValueError, match="forward-mode differentiation is active"):
+        torch.func.jvp(policy_update, (v,), (v,))
+    with pytest.raises(NotImplementedError, match="for second derivatives use implementation='reference'"):
+        torch.func.grad(lambda v: torch.func.grad(policy_update)(v).sum())(v)
+    with pytest.raises(RuntimeError):
+        leaf = v.clone().requires_grad_()
+        (first,) = torch.autograd.grad(policy_update(leaf), leaf, create_graph=True)
+        first.sum().backward()
+    with pytest.raises(ValueError, match="a tensor is float64"):
+        kernels.velocity_error(v.double(), v, implementation="triton")
+    steps = torch.full((2,), 0.5, requires_grad=True)
+    with pytest.raises(ValueError, match="a number a sample .* requires a gradient"):
+        kernels.step_log_prob(v, v, v, Transition(steps, steps, steps), implementation="triton")
