@@ -8,7 +8,7 @@ ARGS ?=
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-gpu clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
@@ -24,7 +24,12 @@ lint: $(VENV)/installed-test
 	MYPYPATH=build/types:tests/helpers $(BIN)/python -P -m mypy tests
 
 bench: $(VENV)/installed
-	$(BIN)/python -P -m fluvial.bench phases $(ARGS)
+	$(BIN)/python -P -m fluvial.bench phases
+	$(BIN)/python -P -m fluvial.bench traffic
+	$(BIN)/python -P -m fluvial.bench kernels --device cpu
+
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -P -m fluvial.bench kernels --device cuda $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

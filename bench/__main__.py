@@ -1,14 +1,18 @@
 """`python -P -m fluvial.bench NAME`: run a benchmark, append its rows to bench/results, print a table."""
 
 import sys
+from collections.abc import Callable
 
-from fluvial.bench import phases
+from fluvial.bench import aot, kernels, phases, traffic
 from fluvial.engines.cli import exit_with, parsed
 from fluvial.engines.errors import UsageError
 
 USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
 
   phases   seconds and samples a second of rollout, reward and update of the built-in job
+  kernels  the per-step hot path: reference, torch.compile and fused kernels against a copy, at the sizes of real models
+  traffic  bytes, launches and saved bytes of the same, counted
+  aot      compile every kernel for GPUs that need not be there; registers, spills and widths of accesses
 """
 
 
@@ -17,9 +21,16 @@ def main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    if args[0] != "phases":
-        raise UsageError(f"unknown benchmark {args[0]!r}, expected phases")
-    phases.run(parsed(phases.PhasesConfig, phases.PhasesConfig, "fluvial.bench phases", args[1:]))
+    benchmarks: dict[str, tuple[type, Callable[..., object]]] = {
+        "phases": (phases.PhasesConfig, phases.run),
+        "kernels": (kernels.KernelsConfig, kernels.run),
+        "traffic": (traffic.TrafficConfig, traffic.run),
+        "aot": (aot.AotConfig, aot.run),
+    }
+    if args[0] not in benchmarks:
+        raise UsageError(f"unknown benchmark {args[0]!r}, expected one of {', '.join(benchmarks)}")
+    config, run = benchmarks[args[0]]
+    run(parsed(config, config, f"fluvial.bench {args[0]}", args[1:]))
     return 0
 
 

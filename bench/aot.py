@@ -4,6 +4,7 @@ Registers, spills, shared memory and the width of every access to global memory 
 compiled is what is launched: the launches are caught on their way, with their arguments.
 """
 
+import csv
 import re
 import subprocess
 import tempfile
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -25,7 +28,8 @@ from triton.runtime.jit import JITFunction
 from fluvial.bench import harness
 from fluvial.core.random import fold_in, key
 from fluvial.core.transitions import Transition
-from fluvial.kernels.fused import nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
+from fluvial.kernels import dispatch
+from fluvial.kernels.fused import gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,6 +44,9 @@ DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
 )
+OUTPUTS = frozenset({"out_ptr", "dv_ptr", "dx_ptr", "dnext_ptr", "dref_ptr", "duncond_ptr"})
+# Numbers that a program stores at most: partial sums, or a sample's results.
+STORED_NUMBERS = {"residual_sums": 1 + gaussian_step.DIAGNOSTICS, "error_sums": 4}
 ROW = 8192  # elements of a sample: two chunks, all of it aligned
 SHORT = 1024  # one chunk
 TYPES = {
@@ -74,6 +81,7 @@ class AotRow:
     target: str
     dtypes: str
     operands: str
+    chunks: str
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -91,6 +99,17 @@ def launches() -> list[Launch]:
         for launch in caught_launches:
             found.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialised(launch)), launch)
     return list(found.values())
+
+
+@contextmanager
+def kernels_take_any_device() -> Iterator[None]:
+    """Let the fused operations be asked for on a CPU, where launches are caught and nothing runs."""
+    kept = dispatch.ACCELERATORS
+    dispatch.ACCELERATORS = (*kept, "cpu")
+    try:
+        yield
+    finally:
+        dispatch.ACCELERATORS = kept
 
 
 @contextmanager
@@ -112,24 +131,28 @@ def caught() -> Iterator[list[Launch]]:
 def compiled(launch: Launch, target: str) -> AotRow:
     """Compile a launch for a target and read its machine code."""
     types, constants, divisible = _specialised(launch)
-    names = launch.kernel.arg_names
+    gpu, names = TARGETS[target], launch.kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(launch.kernel, dict(types), dict(constants), attributes)
-    kernel = triton.compile(source, target=TARGETS[target], options={"num_warps": launch.warps})
+    warps = _warps(launch, gpu)
+    kernel = triton.compile(source, target=gpu, options={"num_warps": warps})
+    code = (_nvidia if gpu.backend == "cuda" else _amd)(kernel.asm)
     tiles = launch.tiles
-    read = (_nvidia if TARGETS[target].backend == "cuda" else _amd)(kernel.asm)
-    dtypes = [TYPES[dtype] for dtype in tiles.values()]
+    read = [dtype for name, dtype in tiles.items() if name not in OUTPUTS]
+    written = [dtype for name, dtype in tiles.items() if name in OUTPUTS]
+    name = launch.kernel.fn.__name__
+    numbers = sum(isinstance(value, Tensor) for value in launch.arguments.values()) - len(tiles)
     return AotRow(
-        kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.fn.__name__}",
+        kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{name}",
         target=target,
-        dtypes=" ".join(sorted(set(dtypes))),
-        operands=" ".join(f"{name.removesuffix('_ptr')}:{TYPES[dtype]}" for name, dtype in tiles.items())
-        + f" {launch.warps} warps",
-        registers=read.registers,
-        spill_bytes=read.spill_bytes,
+        dtypes=" ".join(sorted({TYPES[dtype] for dtype in tiles.values()})),
+        operands=" ".join(f"{operand.removesuffix('_ptr')}:{TYPES[dtype]}" for operand, dtype in tiles.items()),
+        chunks="one" if launch.arguments.get("sums_ptr", 0) is None else "several",
+        registers=code.registers,
+        spill_bytes=code.spill_bytes,
         shared_bytes=kernel.metadata.shared,
-        load_bits=_width(read.loads, launch) if tiles else 0,
-        store_bits=_width(read.stores, launch) if tiles else 0,
+        load_bits=_width(code.loads, read, numbers, launch, gpu),
+        store_bits=_width(code.stores, written, STORED_NUMBERS.get(name, 0), launch, gpu),
         triton=triton.__version__,
     )
 
@@ -141,16 +164,34 @@ def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[
         return list(pool.map(lambda item: compiled(*item), work))
 
 
-def run(out: Path = harness.RESULTS) -> list[AotRow]:
-    """Write aot.csv anew."""
-    import csv
+@dataclass(frozen=True)
+class AotConfig:
+    """Compile every kernel for GPUs that need not be there.
 
+    Args:
+        out: folder of aot.csv, which is written anew.
+    """
+
+    out: Path = harness.RESULTS
+
+
+def run(config: AotConfig) -> list[AotRow]:
+    """Write aot.csv and print the widest and the narrowest of each kernel."""
     rows = table()
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "aot.csv").open("w", newline="") as file:
+    config.out.mkdir(parents=True, exist_ok=True)
+    with (config.out / "aot.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(AotRow)])
         writer.writerows([[getattr(row, field.name) for field in fields(AotRow)] for row in rows])
+    summary = Table(title=f"{len(rows)} kernels, Triton {triton.__version__}", title_justify="left")
+    for name in ("kernel", "target", "compiled", "registers", "spill bytes", "shared bytes", "load bits", "store bits"):
+        summary.add_column(name, justify="left" if name in ("kernel", "target") else "right")
+    for kernel, target in dict.fromkeys((row.kernel, row.target) for row in rows):
+        these = [row for row in rows if (row.kernel, row.target) == (kernel, target)]
+        most = [max(getattr(row, name) for row in these) for name in ("registers", "spill_bytes", "shared_bytes")]
+        least = [min(getattr(row, name) for row in these) for name in ("load_bits", "store_bits")]
+        summary.add_row(kernel, target, *map(str, (len(these), *most, *least)))
+    Console(width=120).print(summary, highlight=False)
     return rows
 
 
@@ -205,13 +246,24 @@ def _amd(asm: dict[str, Any]) -> Code:
     return Code(number("vgpr_count"), spilled, accesses("load"), accesses("store"))
 
 
-def _width(accesses: Counter[int], launch: Launch) -> int:
-    """Return the narrowest access to samples: numbers a sample, of 32 and 64 bits, are as many as their operands."""
-    numbers = sum(isinstance(t, Tensor) for t in launch.arguments.values())
+def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int, launch: Launch, target: GPUTarget) -> int:
+    """Return the width of the accesses to samples; 0 stands for a kernel that has none.
+
+    They are as wide as can be, 128 bits, if there are exactly as many accesses of that width as the operands hold, each read
+    or written once; what is narrower is then numbers, one a sample, at most as many as there are operands of that kind.
+    """
+    if not operands:
+        return 0
+    elements = launch.arguments["BLOCKS"] << launch.arguments["LEVELS"]
+    a_thread = elements // (_warps(launch, target) * target.warp_size)
+    expected = sum(a_thread * dtype.itemsize // 16 for dtype in operands)
     narrow = sum(count for bits, count in accesses.items() if bits < 128)
-    if accesses[128] and narrow <= numbers:
-        return 128
-    return min(accesses, default=0)
+    return 128 if accesses[128] == expected and narrow <= numbers else min(accesses, default=0)
+
+
+def _warps(launch: Launch, target: GPUTarget) -> int:
+    """Return the warps of a launch on the target: 8 elements a thread, on warps of 32 and of 64."""
+    return max(launch.warps * 32 // target.warp_size, 1)
 
 
 def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
@@ -236,9 +288,9 @@ def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
 
 
 def _calls() -> Iterator[Callable[[], object]]:
-    for length in (ROW, SHORT):
-        for velocity, sample in DTYPES:
-            yield from _calls_of(length, velocity, sample)
+    for velocity, sample in DTYPES:
+        yield from _calls_of(ROW, velocity, sample)
+    yield from _calls_of(SHORT, *DTYPES[0])
 
 
 def _calls_of(length: int, velocity: torch.dtype, sample: torch.dtype) -> Iterator[Callable[[], object]]:

@@ -35,6 +35,7 @@ class Row:
     p80: float
     rate: float  # `unit` a second at the median
     unit: str
+    of_copy: float  # `rate` as a fraction of a copy's of the same bytes; 0 where none was timed
     peak_bytes: int  # of device memory, of the process so far; 0 where the device does not count it
     device: str
     threads: int
@@ -90,6 +91,7 @@ def row(
         p80=p80,
         rate=amount / p50,
         unit=unit,
+        of_copy=0.0,
         peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
         device=torch.cuda.get_device_name() if cuda else _cpu(),
         threads=torch.get_num_threads(),

@@ -104,7 +104,7 @@ def policy_loss(
         log_prob_old, advantage: of each pair, `[B]`.
         clip_low, clip_high: as in `policy.clipped_surrogate`.
         kl_coef: weight of the KL, >= 0.
-        kl_weight: "rate" is what Flow-GRPO publishes, whose std is a rate (arXiv 2505.05470); it takes dt. "exact" is the KL.
+        kl_weight: "rate" is what Flow-GRPO publishes, whose std is a rate (arXiv 2505.05470), and takes dt; "exact" is it.
         dt: sigma_next - sigma of each pair, `[B]`, 0-d or float.
 
     Raises:

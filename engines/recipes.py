@@ -171,8 +171,8 @@ class TrainConfig:
             by default.
         prompts: text file of prompts to train on, one a line; all training codes by default.
         micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
-        implementation: of the per-step log-prob and loss: auto (Triton on an accelerator, else the reference), triton, compiled
-            or reference.
+        implementation: of the per-step log-prob and loss: auto (Triton on an accelerator, else the reference), triton,
+            compiled or reference.
         comm: keep (parameters gathered once an update) or reshard (least memory).
         eval_every: updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: samples an evaluation in the course of the run.

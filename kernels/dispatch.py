@@ -32,7 +32,7 @@ from fluvial.core.types import PerSample, Samples, Scalar
 
 Implementation = Literal["auto", "triton", "compiled", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "triton", "compiled", "reference")
-ACCELERATORS = ("cuda", "xpu")  # torch calls ROCm cuda
+ACCELERATORS: tuple[str, ...] = ("cuda", "xpu")  # torch calls ROCm cuda
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs the kernels on the CPU, slowly
 
@@ -62,9 +62,7 @@ def resolve(
     if implementation == "triton" and (reason := _obstacle(samples, numbers)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
     if implementation == "compiled" and _transformed():
-        raise ValueError(
-            f"{function}: implementation is 'compiled', which torch.func cannot transform: use 'reference', or compile outside"
-        )
+        raise ValueError(f"{function}: implementation is 'compiled', which torch.func cannot transform: use 'reference'")
     return implementation
 
 

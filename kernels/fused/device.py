@@ -8,8 +8,8 @@ import triton.language as tl
 def tree_sum(values, LEVELS: tl.constexpr):
     """Return the sum of 2^LEVELS values, added in neighbouring pairs, then pairs of pairs, ...
 
-    A whole `tl.sum` adds in an order that the compiler's layout decides, which changes with dtypes, alignment and versions. A
-    sum of two has no order, so here it is decided by index, and a sample's bits depend on its values alone.
+    A whole `tl.sum` adds in an order that the compiler's layout decides, which changes with dtypes, alignment and versions.
+    A sum of two has no order, so here it is decided by index, and a sample's bits depend on its values alone.
     """
     for level in tl.static_range(LEVELS):
         values = tl.sum(tl.reshape(values, [1 << (LEVELS - level - 1), 2]), 1)
@@ -50,7 +50,7 @@ def step_mean(a, x, b, v):
 
 @triton.jit
 def words(low, high, first, COUNT: tl.constexpr):
-    """Return the words of COUNT / 4 counters: elements `first` (a multiple of 4, int64) and on, as `core.random.bits` has them."""
+    """Return the four words of COUNT / 4 counters: elements `first` (a multiple of 4, int64) on of `random.bits`."""
     counter = first // 4 + tl.arange(0, COUNT // 4)
     zero = tl.zeros([COUNT // 4], tl.uint32)
     return tl.philox_impl(

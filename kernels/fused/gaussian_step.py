@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluvial.kernels.fused.transforms import differentiable
 from fluvial.kernels.fused.device import load, step_mean, sum_chunks, tree_sum, velocity
 from fluvial.kernels.fused.rows import operand, partition, row_length
+from fluvial.kernels.fused.transforms import differentiable
 
 FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
 # What comes with a policy loss: ratio, log-ratio, clipped, KL to the old policy, KL to the reference, d loss / d log-prob.
@@ -53,10 +53,10 @@ def residual_sums(
         mask = offset < length - start
         v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
         x_next = load(next_ptr, row * s_next + start, offset, mask)
-        if x_ptr is None:
-            residual = x_next - v
-        else:
-            residual = x_next - step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
+        mean = v
+        if x_ptr is not None:
+            mean = step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
+        residual = x_next - mean
         squares = tl.fma(residual, residual, squares)
         if ref_ptr is not None:
             away = v - load(ref_ptr, row * s_ref + start, offset, mask)
@@ -182,10 +182,10 @@ def gradients(
         mask = offset < length - start
         v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
         x_next = load(next_ptr, row * s_next + start, offset, mask)
-        if x_ptr is None:
-            dmean = pull * (x_next - v)
-        else:
-            dmean = pull * (x_next - step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v))
+        mean = v
+        if x_ptr is not None:
+            mean = step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
+        dmean = pull * (x_next - mean)
         if dnext_ptr is not None:
             _store(dnext_ptr, written, offset, -dmean, mask)
         if step_ptr is not None:

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.transforms import differentiable
 from fluvial.kernels.fused.device import load, sum_chunks, tree_sum
 from fluvial.kernels.fused.rows import operand, partition, row_length, scalars
+from fluvial.kernels.fused.transforms import differentiable
 
 SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
 

@@ -46,8 +46,8 @@ def row_length(tensor: Tensor) -> int:
 def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """Return `[B, *event]` or `[B]` as (rows of unit stride, elements from one row to the next); None stays None.
 
-    It is a view where the layout allows it, else a copy. Rows may lie apart, or be one and the same: a slice of a trajectory,
-    one half of a guided batch, an expanded tensor.
+    It is a view where the layout allows it, else a copy. Rows may lie apart, or be one and the same: a slice of a
+    trajectory, one half of a guided batch, an expanded tensor.
     """
     if tensor is None:
         return None, 0

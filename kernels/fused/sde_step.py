@@ -10,10 +10,10 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.transforms import differentiable
 from fluvial.kernels.fused.device import load, normals, step_mean, velocity
 from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
 from fluvial.kernels.fused.rows import operand, partition, row_length, scalars
+from fluvial.kernels.fused.transforms import differentiable
 
 
 @triton.jit

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.transforms import differentiable
 from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
 from fluvial.kernels.fused.rows import scalars
+from fluvial.kernels.fused.transforms import differentiable
 
 
 @torch.library.custom_op("fluvial::step_log_prob", mutates_args=())

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.transforms import differentiable
 from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
+from fluvial.kernels.fused.transforms import differentiable
 
 
 @torch.library.custom_op("fluvial::velocity_error", mutates_args=())

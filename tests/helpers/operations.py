@@ -1,4 +1,4 @@
-"""One table over the operations of fluvial.kernels: a new one is one row, and inherits every test that runs over OPERATIONS."""
+"""One table over the operations of fluvial.kernels: a new one is one row, and inherits every test that runs over it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -73,7 +73,7 @@ def test_the_others_are_cores() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="a graph holds no run-time type checks")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("operation", (*OPERATIONS, *SDE_STEP), ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", [*OPERATIONS, *SDE_STEP], ids=lambda operation: operation.name)
 def test_compiled_is_the_reference(operation: Operation) -> None:
     """With its gradients, to rounding."""
     samples, scalars = inputs(operation, 2, (41,), torch.float32), numbers(2)

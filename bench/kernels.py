@@ -1,0 +1,209 @@
+"""The per-step hot path: the reference, torch.compile and the fused kernels, against a copy of the same bytes.
+
+On a CPU there is no fused kernel; eager, compiled and a loop over samples are timed, which says little about a GPU. On a
+GPU each time is the device's, with its cache cleared before every run.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fluvial.bench import harness
+from fluvial.bench.harness import Row
+from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
+from fluvial.core.checks import check_number
+
+MODES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Time the per-step hot path at the sizes of real models.
+
+    Args:
+        device: cpu or cuda; cuda (ROCm too) if there is one.
+        batches: samples a call.
+        shapes: names of latent shapes, all by default (on a CPU the small ones).
+        operations: names, all by default.
+        runs: of each; on a GPU at most as many as fit into `milliseconds`.
+        milliseconds: that a GPU's measurement of one row may take.
+        max_bytes: sizes that move more in a forward pass are left out.
+        out: folder of kernels.csv and the plots.
+    """
+
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    batches: tuple[int, ...] = (1, 8, 64) if torch.cuda.is_available() else (1, 8)
+    shapes: tuple[str, ...] = tuple(SHAPES) if torch.cuda.is_available() else ("handwriting", "SD3.5 512^2")
+    operations: tuple[str, ...] = tuple(operation.name for operation in OPERATIONS)
+    runs: int = 20
+    milliseconds: float = 60.0
+    max_bytes: int = 2**33
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        check_number("kernels", "runs", self.runs, low=1)
+        check_number("kernels", "milliseconds", self.milliseconds, low=1)
+        names = [operation.name for operation in OPERATIONS]
+        for field, known in (("shapes", list(SHAPES)), ("operations", names)):
+            if unknown := [name for name in getattr(self, field) if name not in known]:
+                raise ValueError(f"kernels: {field} has {unknown[0]!r}, expected some of {', '.join(known)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("kernels: device is cuda, and there is none here: use cpu")
+
+
+def run(config: KernelsConfig) -> list[Row]:
+    """Measure, append to kernels.csv, plot and print a table."""
+    rows = []
+    for operation in OPERATIONS:
+        if operation.name in config.operations:
+            rows += list(measure(operation, config))
+    harness.append(config.out / "kernels.csv", rows)
+    harness.show(f"per-step hot path on {rows[0].device}", rows, baseline="reference")
+    if config.device != "cpu":
+        print(f"fused, from 64 MiB up: at least {fraction_of_copy(rows, 'triton'):.2f} of a copy's bandwidth")
+    plot(rows, config.out)
+    return rows
+
+
+def measure(operation: Operation, config: KernelsConfig) -> Iterator[Row]:
+    """Yield the rows of an operation: every shape, batch, mode and provider."""
+    for shape in config.shapes:
+        for batch in config.batches:
+            moved = must_move(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
+            if moved["forward"] > config.max_bytes:
+                continue
+            for mode in MODES if operation.gradients else MODES[:1]:
+                yield from _rows(operation, shape, batch, mode, moved[mode], config)
+
+
+def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig) -> Iterator[Row]:
+    samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
+    work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(operation, mode, config.device)}
+    # Half of a copy's bytes are read and half are written.
+    source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=config.device)
+    target = torch.empty_like(source)
+    work["copy"] = lambda: target.copy_(source)
+    seconds = _seconds(work, config)
+    copied = moved / _median(seconds["copy"])
+    for name, times in seconds.items():
+        row = harness.row(
+            operation.name, times, provider=name, mode=mode, shape=f"{batch} x {shape}", amount=moved / 1e9, unit="GB",
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        yield replace(row, of_copy=1e9 * row.rate / copied, peak_bytes=_peak(work[name], config.device))
+
+
+def _providers(operation: Operation, mode: str, device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ("reference", "compiled", "loop")
+    return ("reference", "compiled", "triton", "empty launch")
+
+
+def _work(
+    operation: Operation, provider: str, mode: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]
+) -> Callable[[], object]:
+    """Return what one run of a provider does."""
+    if provider == "empty launch":
+        place = next(iter(samples.values()))
+        return lambda: _nothing[(1,)](place)
+    differentiated = [samples[name].requires_grad_(mode != "forward") for name in operation.gradients]
+
+    def forward() -> Tensor:
+        if provider != "loop":
+            return operation.call(provider, samples, numbers)
+        alone = [
+            operation.call(
+                "reference",
+                {n: t[i : i + 1] for n, t in samples.items()},
+                {n: t[i : i + 1] for n, t in numbers.items()},
+            )
+            for i in range(len(numbers["a"]))
+        ]
+        return torch.cat(alone)
+
+    if mode == "forward":
+        return torch.no_grad()(forward)
+    if mode == "both":
+        return lambda: torch.autograd.grad(forward().sum(), differentiated)
+    result = forward()
+    weight = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, differentiated, weight, retain_graph=True)
+
+
+@triton.jit
+def _nothing(ptr):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _seconds(work: dict[str, Callable[[], object]], config: KernelsConfig) -> dict[str, list[float]]:
+    if config.device == "cpu":
+        return harness.alternate(config.runs, work, warmup=2)
+    times = {}
+    for name, function in work.items():
+        function()
+        measured = triton.testing.do_bench(function, warmup=10, rep=config.milliseconds, return_mode="all")
+        times[name] = [1e-3 * millisecond for millisecond in measured]
+    return times
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(torch.tensor(seconds, dtype=torch.float64).median())
+
+
+def _peak(function: Callable[[], object], device: str) -> int:
+    """Return the memory that a run takes beyond what is there before it; 0 where the device does not count it."""
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def plot(rows: Sequence[Row], out: Path) -> list[Path]:
+    """Draw bandwidth and time against size, a picture an operation's pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    device = "cpu" if rows[0].unit == "GB" and not torch.cuda.is_available() else "gpu"
+    paths = []
+    for quantity, label in (("rate", "GB/s"), ("p50", "seconds")):
+        modes = [mode for mode in MODES if any(row.mode == mode for row in rows)]
+        operations = list(dict.fromkeys(row.op for row in rows))
+        figure, axes = pyplot.subplots(
+            len(operations), len(modes), figsize=(4.2 * len(modes), 2.8 * len(operations)), squeeze=False
+        )
+        for line, op in zip(axes, operations, strict=True):
+            for axis, mode in zip(line, modes, strict=True):
+                for provider in dict.fromkeys(row.provider for row in rows):
+                    these: list[Any] = [r for r in rows if (r.op, r.mode, r.provider) == (op, mode, provider)]
+                    points = sorted((1e9 * row.rate * row.p50, getattr(row, quantity)) for row in these)
+                    if points and (quantity == "p50" or provider != "empty launch"):
+                        axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=provider)
+                axis.set_title(f"{op}, {mode}", fontsize=8)
+                axis.set_xlabel("bytes that must move", fontsize=7)
+                axis.set_ylabel(label, fontsize=7)
+                axis.grid(alpha=0.3)
+        axes[0][0].legend(fontsize=6)
+        figure.tight_layout()
+        out.mkdir(parents=True, exist_ok=True)
+        paths.append(out / f"kernels-{device}-{'bandwidth' if quantity == 'rate' else 'time'}.png")
+        figure.savefig(paths[-1], dpi=110)
+        pyplot.close(figure)
+    return paths
+
+
+def fraction_of_copy(rows: Sequence[Row], provider: str) -> float:
+    """Return the least fraction of a copy's bandwidth that a provider reaches from 64 MiB up, NaN without such a row."""
+    large = [row.of_copy for row in rows if row.provider == provider and 1e9 * row.rate * row.p50 >= 2**26]
+    return min(large, default=math.nan)

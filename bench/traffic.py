@@ -1,0 +1,181 @@
+"""Bytes, launches and saved bytes of the per-step hot path, counted: eager, compiled and fused.
+
+    must move   every input read once and every result of that size written once
+    moves       what the launches read and write: of an eager operation its operands and results, of a compiled graph what
+                the compiler's own count says of its kernels, of a fused operation the operands of its launches
+    saved       bytes kept for the backward pass
+
+Nothing is timed, so a machine without a GPU counts what one with a GPU would do.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fluvial.bench import harness
+from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
+
+SHAPE = "SD3.5 512^2"
+VIEWS = (
+    "view",
+    "reshape",
+    "expand",
+    "slice",
+    "select",
+    "unsqueeze",
+    "detach",
+    "t.",
+    "transpose",
+    "permute",
+    "alias",
+    "empty",
+)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What a provider does in one forward and backward pass."""
+
+    op: str
+    provider: str
+    shape: str
+    must_move_bytes: int
+    moved_bytes: int
+    launches: int
+    saved_bytes: int
+    torch: str
+
+
+@dataclass(frozen=True)
+class TrafficConfig:
+    """Count bytes, launches and saved bytes of the per-step hot path.
+
+    Args:
+        batch: samples.
+        out: folder of traffic.csv, which is written anew.
+    """
+
+    batch: int = 2
+    out: Path = harness.RESULTS
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that launch something, and the bytes of their operands and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.moved = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(str(func).removeprefix("aten.").startswith(view) for view in VIEWS):
+            self.launches += 1
+            self.moved += sum(_bytes(t) for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
+        return result
+
+
+def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = SHAPE) -> TrafficRow:
+    """Count one forward and backward pass of an operation by eager, compiled or fused."""
+    event = SHAPES[shape]
+    samples, numbers = inputs(operation, batch, event, dtype=torch.bfloat16, device="cpu")
+    moved = must_move(operation, batch, event, dtype=torch.bfloat16)
+    counted = {"eager": _eager, "compiled": _compiled, "fused": _fused}[provider]
+    with _saved() as saved:
+        bytes_moved, launches = counted(operation, samples, numbers)
+    owned = {tensor.data_ptr() for tensor in samples.values()}
+    kept = {t.data_ptr(): _bytes(t) for t in saved if t.data_ptr() not in owned}
+    return TrafficRow(
+        op=operation.name,
+        provider=provider,
+        shape=f"{batch} x {shape}",
+        must_move_bytes=moved["both" if operation.gradients else "forward"],
+        moved_bytes=bytes_moved,
+        launches=launches,
+        saved_bytes=sum(kept.values()),
+        torch=torch.__version__,
+    )
+
+
+def _pass(operation: Operation, provider: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
+    differentiated = [samples[name].requires_grad_() for name in operation.gradients]
+    result = operation.call(provider, samples, numbers)
+    if differentiated:
+        torch.autograd.grad(result, differentiated, torch.ones_like(result))
+
+
+def _eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+    with _Operations() as counted:
+        _pass(operation, "reference", samples, numbers)
+    return counted.moved, counted.launches
+
+
+def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+    from torch._inductor import config, metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    with config.patch(fx_graph_cache=False, force_disable_caches=True):
+        _pass(operation, "compiled", samples, numbers)
+    return metrics.num_bytes_accessed, metrics.generated_kernel_count
+
+
+def _fused(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+    from fluvial.bench import aot
+
+    with aot.caught() as launches, aot.kernels_take_any_device():
+        _pass(operation, "triton", samples, numbers)
+    moved = 0
+    for launch in launches:
+        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+        moved += sum(_bytes(tensor) for tensor in tensors)
+    return moved, len(launches)
+
+
+@contextmanager
+def _saved() -> Iterator[list[Tensor]]:
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(note, same):
+        yield saved
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def run(config: TrafficConfig) -> list[TrafficRow]:
+    """Write traffic.csv anew and print it."""
+    import csv
+
+    rows = [
+        count(operation, provider, batch=config.batch)
+        for operation in OPERATIONS
+        for provider in ("eager", "compiled", "fused")
+    ]
+    config.out.mkdir(parents=True, exist_ok=True)
+    with (config.out / "traffic.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    table = Table(title="forward and backward, bytes and launches counted", title_justify="left")
+    for name in ("op", "provider", "shape", "must move MB", "moves MB", "launches", "saved MB"):
+        table.add_column(name, justify="left" if name in ("op", "provider", "shape") else "right")
+    for row in rows:
+        megabytes = [f"{value / 1e6:.2f}" for value in (row.must_move_bytes, row.moved_bytes, row.saved_bytes)]
+        table.add_row(row.op, row.provider, row.shape, megabytes[0], megabytes[1], str(row.launches), megabytes[2])
+    Console(width=120).print(table, highlight=False)
+    return rows

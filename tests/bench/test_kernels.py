@@ -1,0 +1,71 @@
+"""The kernel benchmarks: rows of every provider, and counts that show what fusing is for."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from fluvial.bench import kernels, operations, traffic
+from fluvial.bench.kernels import KernelsConfig
+from fluvial.bench.operations import OPERATIONS
+
+every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+@every
+def test_a_fused_operation_moves_what_must_move(operation: operations.Operation) -> None:
+    """Each operand once forward and once backward, in at most two launches a pass, and nothing of that size is saved."""
+    fused = traffic.count(operation, "fused")
+    passes = 2 if operation.gradients else 1
+    read_back = 10 * 2 * 65536 if operation.name == "sde_step" else 0  # v, x and the draw, for its log-prob
+    assert fused.moved_bytes == pytest.approx(fused.must_move_bytes + read_back, rel=0.001)
+    assert fused.launches <= 2 * passes + (operation.name == "sde_step")
+    assert fused.saved_bytes < 1000
+
+
+@every
+def test_eager_moves_several_times_as_much(operation: operations.Operation) -> None:
+    """The premise: a dozen launches or more, and temporaries of the samples' size."""
+    eager = traffic.count(operation, "eager")
+    assert eager.moved_bytes > 2.5 * eager.must_move_bytes
+    assert eager.launches >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_the_benchmark_writes_rows_and_pictures(tmp_path: Path) -> None:
+    """Every provider of a CPU, in every mode, beside a copy of the same bytes."""
+    config = KernelsConfig(
+        device="cpu", batches=(2,), shapes=("handwriting",), operations=("velocity_error", "sde_step"), runs=2, out=tmp_path
+    )
+    rows = kernels.run(config)
+    assert {(r.op, r.mode, r.provider) for r in rows} == {
+        (op, mode, provider)
+        for op, modes in (("velocity_error", kernels.MODES), ("sde_step", kernels.MODES[:1]))
+        for mode in modes
+        for provider in ("reference", "compiled", "loop", "copy")
+    }
+    assert all(row.of_copy == pytest.approx(1) for row in rows if row.provider == "copy")
+    with (tmp_path / "kernels.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    assert all((tmp_path / f"kernels-cpu-{name}.png").stat().st_size > 5000 for name in ("bandwidth", "time"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("shapes", ("SD9",), "shapes has 'SD9', expected some of handwriting"),
+        ("operations", ("conv",), "operations has 'conv', expected some of step_log_prob"),
+        ("runs", 0, "runs is 0"),
+    ],
+)
+def test_what_is_not_there_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KernelsConfig(**{"device": "cpu", field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="device is cuda, and there is none here"):
+        KernelsConfig(device="cuda")

@@ -1,0 +1,57 @@
+"""Every kernel, compiled for GPUs that are not there: wide accesses, each operand read once, no spills, few registers."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fluvial.bench import aot
+from fluvial.bench.aot import AotRow
+
+# A multiprocessor of 65,536 registers holds 4 blocks of 128 threads with 128 registers each; on gfx942 a wave may have 512.
+REGISTERS = 128
+SHARED_BYTES = 16 * 1024
+
+
+def faults(row: AotRow) -> Iterable[str]:
+    """Yield what is wrong with a kernel's machine code."""
+    if row.load_bits not in (0, 128):
+        yield f"reads {row.load_bits} bits at a time, or an operand twice"
+    if row.store_bits not in (0, 128):
+        yield f"writes {row.store_bits} bits at a time, or an operand twice"
+    if row.spill_bytes:
+        yield f"spills {row.spill_bytes} bytes"
+    if row.registers > REGISTERS:
+        yield f"takes {row.registers} registers"
+    if row.shared_bytes > SHARED_BYTES:
+        yield f"takes {row.shared_bytes} bytes of shared memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_the_machine_code_of_every_kernel(target: str) -> None:
+    rows = aot.table([target])
+    assert len(rows) > 100
+    assert {row.kernel.partition(".")[0] for row in rows} == {"gaussian_step", "sde_step", "nft_loss"}
+    assert [f"{row.kernel} ({row.operands}, {row.chunks} chunks): {fault}" for row in rows for fault in faults(row)] == []
+
+
+def test_the_committed_table_is_of_these_kernels() -> None:
+    """bench/results/aot.csv has a row for every launch and target, and nothing that the test above would refuse."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "aot.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(aot.launches()) * len(aot.TARGETS)
+    for row in rows:
+        numbers = {name: int(row[name]) for name in ("registers", "spill_bytes", "shared_bytes", "load_bits", "store_bits")}
+        texts = {name: row[name] for name in ("kernel", "target", "dtypes", "operands", "chunks", "triton")}
+        assert list(faults(AotRow(**numbers, **texts))) == []  # type: ignore[arg-type]
+
+
+def test_a_narrow_access_and_a_second_read_are_found() -> None:
+    """The test above can fail: operands off by one element are read a number at a time."""
+    launch = next(launch for launch in aot.launches() if launch.kernel.fn.__name__ == "residual_sums")
+    assert aot.compiled(launch, "sm_90").load_bits == 128
+    crooked = launch._replace(arguments=launch.arguments | {"s_v": launch.arguments["length"] + 1})
+    assert aot.compiled(crooked, "sm_90").load_bits < 128
