@@ -8,13 +8,16 @@ ARGS ?=
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint bench bench-gpu clean
+.PHONY: train test test-gpu lint bench bench-gpu clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -P -m pytest $(ARGS)
+
+test-gpu: $(VENV)/installed-test
+	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

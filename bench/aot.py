@@ -63,12 +63,13 @@ class Launch(NamedTuple):
     kernel: JITFunction
     arguments: dict[str, Any]
     warps: int
+    grid: tuple[int, ...]
 
     @property
     def tiles(self) -> dict[str, torch.dtype]:
         """Return the operands `[B, N]` of a kernel that goes over samples."""
         tensors = {name: t for name, t in self.arguments.items() if isinstance(t, Tensor)}
-        if "BLOCKS" not in self.arguments:
+        if "BLOCKS" not in self.arguments or self.arguments["length"] < SHORT:
             return {}
         return {name: t.dtype for name, t in tensors.items() if t.shape[-1] == self.arguments["length"]}
 
@@ -119,7 +120,7 @@ def caught() -> Iterator[list[Launch]]:
     run = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
-        launched.append(Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, num_warps))
+        launched.append(Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, num_warps, grid))
 
     JITFunction.run = note
     try:
@@ -142,6 +143,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
     written = [dtype for name, dtype in tiles.items() if name in OUTPUTS]
     name = launch.kernel.fn.__name__
     numbers = sum(isinstance(value, Tensor) for value in launch.arguments.values()) - len(tiles)
+    numbers += "weights_ptr" in launch.arguments  # two numbers a sample
     return AotRow(
         kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{name}",
         target=target,
@@ -289,17 +291,19 @@ def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
 
 def _calls() -> Iterator[Callable[[], object]]:
     for velocity, sample in DTYPES:
-        yield from _calls_of(ROW, velocity, sample)
-    yield from _calls_of(SHORT, *DTYPES[0])
+        yield from _calls_of(2, ROW, velocity, sample)
+    # One chunk a row, one sample, one element: other launches, and numbers that are 1 become constants.
+    for batch, length in ((2, SHORT), (1, ROW), (1, 1)):
+        yield from _calls_of(batch, length, *DTYPES[0])
 
 
-def _calls_of(length: int, velocity: torch.dtype, sample: torch.dtype) -> Iterator[Callable[[], object]]:
-    v, v_ref, v_uncond = (torch.zeros(2, length, dtype=velocity) for _ in range(3))
-    x, x_next = (torch.zeros(2, length, dtype=sample) for _ in range(2))
-    numbers = torch.full((2,), 0.5)
+def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtype) -> Iterator[Callable[[], object]]:
+    v, v_ref, v_uncond = (torch.zeros(batch, length, dtype=velocity) for _ in range(3))
+    x, x_next = (torch.zeros(batch, length, dtype=sample) for _ in range(2))
+    numbers = torch.full((batch,), 0.5)
     transition = Transition(numbers, numbers, numbers)
     options: dict[str, Any] = {"form": "density", "reduction": "mean"}
-    keys = fold_in(key(0), torch.arange(2))
+    keys = fold_in(key(0), torch.arange(batch))
     variants: tuple[dict[str, Any], ...] = (
         {"v_ref": None, "v_uncond": None, "guidance": None},
         {"v_ref": v_ref, "v_uncond": None, "guidance": None},

@@ -131,7 +131,8 @@ def _work(
         return torch.no_grad()(forward)
     if mode == "both":
         return lambda: torch.autograd.grad(forward().sum(), differentiated)
-    result = forward()
+    with torch._functorch.config.patch(donated_buffer=False):  # the graph is gone through more than once
+        result = forward()
     weight = torch.ones_like(result)
     return lambda: torch.autograd.grad(result, differentiated, weight, retain_graph=True)
 

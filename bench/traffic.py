@@ -8,16 +8,20 @@
 Nothing is timed, so a machine without a GPU counts what one with a GPU would do.
 """
 
+import csv
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -119,11 +123,14 @@ def _eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, 
 
 
 def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
-    from torch._inductor import config, metrics
+    from torch._inductor import compile_fx, config, metrics
 
     torch._dynamo.reset()
     metrics.reset()
-    with config.patch(fx_graph_cache=False, force_disable_caches=True):
+    # The compiler counts bytes when its metrics are logged.
+    log = patch.object(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: level == logging.INFO)
+    quiet = patch.object(compile_fx.inductor_metrics_log, "info", lambda *args, **kwargs: None)
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False), log, quiet:
         _pass(operation, "compiled", samples, numbers)
     return metrics.num_bytes_accessed, metrics.generated_kernel_count
 
@@ -159,8 +166,6 @@ def _bytes(tensor: Tensor) -> int:
 
 def run(config: TrafficConfig) -> list[TrafficRow]:
     """Write traffic.csv anew and print it."""
-    import csv
-
     rows = [
         count(operation, provider, batch=config.batch)
         for operation in OPERATIONS

@@ -266,7 +266,9 @@ def handwriting(out: Path = Path("runs/handwriting")) -> TrainConfig:
     """
     return TrainConfig(
         out=out,
+        updates=80,
         train="lora",
+        micro_batch=128,
         rollout=RolloutConfig(prompts=16, group=8, window=5, window_high=6),
         optimizer=OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
     )

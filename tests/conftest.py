@@ -6,8 +6,9 @@ import sys
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# The suite is of the CPU, with or without a GPU beside it; must be set before torch looks for one.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# The suite is of the CPU, with or without a GPU beside it (`make test-gpu` apart); must be set before torch looks for one.
+if "FLUVIAL_TEST_DEVICE" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # No deadline and no slowness check: torch's first call of an operation is slow, and the machine may be shared.
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])

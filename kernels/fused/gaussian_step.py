@@ -29,7 +29,7 @@ DIAGNOSTICS = 6
 @triton.jit
 def residual_sums(
     v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    sums_ptr,  # [2, B, chunks] float32, or None where a row is one chunk
+    sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
     out_ptr,  # [B] float32
     more_ptr,  # [.., B] float32, or None
     a_ptr, b_ptr, std_ptr, g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
@@ -67,38 +67,40 @@ def residual_sums(
         distance = tree_sum(distances, LEVELS)
     if sums_ptr is None:
         _results(
-            square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+            square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
             s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM,
+            ref_ptr is not None,
         )  # fmt: skip
     else:
-        tl.store(sums_ptr + program, square)
+        sums_ptr += 2 * row * chunks + program % chunks
+        tl.store(sums_ptr, square)
         if ref_ptr is not None:
-            tl.store(sums_ptr + batch.to(tl.int64) * chunks + program, distance)
+            tl.store(sums_ptr + chunks, distance)
 
 
 @triton.jit
 def finish(
-    ref_ptr, sums_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+    sums_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
     s_b, s_std, s_old, s_advantage, s_kl_scale, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
-    LEVELS: tl.constexpr, FORM: tl.constexpr,
+    LEVELS: tl.constexpr, FORM: tl.constexpr, HAS_REF: tl.constexpr,
 ):  # fmt: skip
     """Add up a row's chunks, in order, and store what they come to."""
     row = tl.program_id(0).to(tl.int64)
-    square = sum_chunks(sums_ptr + row * chunks, chunks, LEVELS)
+    square = sum_chunks(sums_ptr + 2 * row * chunks, chunks, LEVELS)
     distance = 0.0
-    if ref_ptr is not None:
-        distance = sum_chunks(sums_ptr + (batch + row) * chunks, chunks, LEVELS)
+    if HAS_REF:
+        distance = sum_chunks(sums_ptr + (2 * row + 1) * chunks, chunks, LEVELS)
     _results(
-        square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
-        s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM,
+        square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+        s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM, HAS_REF,
     )  # fmt: skip
 
 
 @triton.jit
 def _results(
-    square, distance, row, batch, ref_ptr, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
+    square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
     s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef,
-    FORM: tl.constexpr,
+    FORM: tl.constexpr, HAS_REF: tl.constexpr,
 ):  # fmt: skip
     """Store what the two sums of a sample come to: the error, log-prob and KL, or the policy loss and its diagnostics."""
     log_prob = -square * inverse
@@ -111,12 +113,12 @@ def _results(
             log_prob = log_prob / (2 * std * std)
         if FORM == 0:
             log_prob = tl.fma(-count, tl.log(std) + 0.9189385332046727, log_prob)  # log(2 pi) / 2
-        if ref_ptr is not None:
+        if HAS_REF:
             b = tl.load(b_ptr + row * s_b)
             kl = b * b * distance * inverse / (2 * std * std)
         if old_ptr is None:
             tl.store(out_ptr + row, log_prob)
-            if ref_ptr is not None:
+            if HAS_REF:
                 tl.store(more_ptr + row, kl)
         else:
             advantage = tl.load(advantage_ptr + row * s_advantage)
@@ -125,7 +127,7 @@ def _results(
             free = -advantage * ratio
             held = -advantage * _min(_max(ratio, 1 - clip_low), 1 + clip_high)
             loss = _max(free, held)
-            if ref_ptr is not None:
+            if HAS_REF:
                 loss = loss + kl_coef * tl.load(kl_scale_ptr + row * s_kl_scale) * kl
             clipped = held > free
             tl.store(out_ptr + row, loss)
@@ -272,7 +274,7 @@ def forward(
     if batch == 0:
         return out, more
     cut = partition(length)
-    partial = None if cut.chunks == 1 else out.new_empty((2, batch, cut.chunks))
+    partial = None if cut.chunks == 1 else out.new_empty((batch, 2, cut.chunks))
     tensors = [operand(t) for t in (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)]
     old, advantage, kl_scale, *numbers = policy or (None, None, None, 0.0, 0.0, 0.0)
     scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, old, advantage, kl_scale)]
@@ -285,9 +287,9 @@ def forward(
     if partial is not None:
         _, (b, s_b), (std, s_std), _, *of_policy = scalars
         finish[(batch,)](
-            tensors[3][0], partial, out, more, b, std, *(t for t, _ in of_policy),
+            partial, out, more, b, std, *(t for t, _ in of_policy),
             s_b, s_std, *(s for _, s in of_policy), batch, cut.chunks, *weights,
-            LEVELS=cut.chunk_levels, FORM=FORMS[form], num_warps=cut.chunk_warps,
+            LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=step.v_ref is not None, num_warps=cut.chunk_warps,
         )  # fmt: skip
     return out, more
 

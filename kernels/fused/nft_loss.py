@@ -18,11 +18,11 @@ SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
 @triton.jit
 def error_sums(
     v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
-    sums_ptr,  # [4, B, chunks] float32, or None where a row is one chunk
+    sums_ptr,  # [B, 4, chunks] float32, or None where a row is one chunk
     loss_ptr,  # [B] float32
     weights_ptr,  # [B, 2] float32: w+, w-
     t_ptr, prob_ptr,  # [B] float32, s_* apart
-    s_v, s_old, s_x0, s_xt, s_t, s_prob, length, batch, chunks, inverse, beta, scale, weight_min,
+    s_v, s_old, s_x0, s_xt, s_t, s_prob, length, chunks, inverse, beta, scale, weight_min,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Store each sample's loss, or where a row has several chunks their four sums."""
@@ -55,20 +55,20 @@ def error_sums(
         _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
     else:
         for k in tl.static_range(4):
-            tl.store(sums_ptr + k * batch.to(tl.int64) * chunks + program, sums[k])
+            tl.store(sums_ptr + (4 * row + k) * chunks + program % chunks, sums[k])
 
 
 @triton.jit
 def finish(
-    sums_ptr, loss_ptr, weights_ptr, prob_ptr, s_prob, batch, chunks, inverse, scale, weight_min, LEVELS: tl.constexpr
+    sums_ptr, loss_ptr, weights_ptr, prob_ptr, s_prob, chunks, inverse, scale, weight_min, LEVELS: tl.constexpr
 ):  # fmt: skip
     """Add up a row's chunks, in order, and store its loss."""
     row = tl.program_id(0).to(tl.int64)
     sums = (
-        sum_chunks(sums_ptr + row * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (batch + row) * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (2 * batch + row) * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (3 * batch + row) * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + 4 * row * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (4 * row + 1) * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (4 * row + 2) * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + (4 * row + 3) * chunks, chunks, LEVELS),
     )
     _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
 
@@ -133,17 +133,17 @@ def operation(
     if batch == 0:
         return loss, weights
     cut = partition(length)
-    partial = None if cut.chunks == 1 else loss.new_empty((SUMS, batch, cut.chunks))
+    partial = None if cut.chunks == 1 else loss.new_empty((batch, SUMS, cut.chunks))
     operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob)]
     (*samples, t_rows, prob), strides = [r for r, _ in operands], [s for _, s in operands]
     inverse, scale = 1 / length, adv_clip / beta
     error_sums[(batch * cut.chunks,)](
-        *samples, partial, loss, weights, t_rows, prob, *strides, length, batch, cut.chunks, inverse, beta, scale,
+        *samples, partial, loss, weights, t_rows, prob, *strides, length, cut.chunks, inverse, beta, scale,
         weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
     )  # fmt: skip
     if partial is not None:
         finish[(batch,)](
-            partial, loss, weights, prob, strides[-1], batch, cut.chunks, inverse, scale, weight_min,
+            partial, loss, weights, prob, strides[-1], cut.chunks, inverse, scale, weight_min,
             LEVELS=cut.chunk_levels, num_warps=cut.chunk_warps,
         )  # fmt: skip
     return loss, weights

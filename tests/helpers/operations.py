@@ -1,5 +1,6 @@
 """One table over the operations of fluvial.kernels: a new one is one row, and inherits every test that runs over it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,9 @@ from torch import Tensor
 from fluvial import kernels
 from fluvial.core.random import fold_in, key
 from fluvial.core.transitions import Transition
+
+# Where the table's tensors are: cpu, for Triton's interpreter, or with `make test-gpu` an accelerator.
+DEVICE = os.environ.get("FLUVIAL_TEST_DEVICE", "cpu")
 
 Samples = dict[str, Tensor]  # float tensors [B, *event]; all may need a gradient
 Numbers = dict[str, Tensor]  # [B]
@@ -35,7 +39,7 @@ def numbers(batch: int, *, std: float = 0.3, seed: int = 0, dtype: torch.dtype =
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: float, high: float) -> Tensor:
-        return (low + (high - low) * torch.rand(batch, generator=generator)).to(dtype)
+        return (low + (high - low) * torch.rand(batch, generator=generator, device="cpu")).to(dtype).to(DEVICE)
 
     return {
         "a": draw(0.8, 1.1), "b": draw(-0.3, -0.05), "std": draw(std, 2 * std), "guidance": draw(1, 7), "old": draw(-1, 1),
@@ -50,10 +54,10 @@ def inputs(
     generator = torch.Generator().manual_seed(seed)
     drawn: Samples = {}
     for name in operation.samples:
-        tensor = scale * torch.randn(batch, *event, generator=generator)
+        tensor = scale * torch.randn(batch, *event, generator=generator, device="cpu")
         if name == "x_next":
-            tensor = drawn["x"] + 0.3 * tensor
-        drawn[name] = tensor.to(torch.float32 if name in operation.wide else dtype)
+            tensor = drawn["x"].cpu() + 0.3 * tensor
+        drawn[name] = tensor.to(torch.float32 if name in operation.wide else dtype).to(DEVICE)
     return drawn
 
 
@@ -97,7 +101,7 @@ def _policy_loss(
 
 def _sde_step(implementation: Any, samples: Samples, numbers: Numbers, **options: Any) -> tuple[Tensor, ...]:
     v, x = samples["v"], samples["x"]
-    keys = fold_in(key(7), torch.arange(v.shape[0]))
+    keys = fold_in(key(7), torch.arange(v.shape[0], device=v.device))
     return kernels.sde_step(
         v, x, _transition(numbers), keys, implementation=implementation, **_guidance(samples, numbers), **options
     )

@@ -5,12 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fluvial.bench import aot
 from fluvial.bench.aot import AotRow
+from fluvial.kernels.fused.velocity_error import velocity_error
 
-# A multiprocessor of 65,536 registers holds 4 blocks of 128 threads with 128 registers each; on gfx942 a wave may have 512.
-REGISTERS = 128
+# A multiprocessor of 65,536 registers holds 3 blocks of 128 threads with 168 registers each, whose threads have 16 loads or
+# more of 16 bytes on their way: more than the 40 KiB that cover a Hopper's latency. On gfx942 a wave may have 512.
+REGISTERS = 168
 SHARED_BYTES = 16 * 1024
 
 
@@ -47,6 +50,15 @@ def test_the_committed_table_is_of_these_kernels() -> None:
         numbers = {name: int(row[name]) for name in ("registers", "spill_bytes", "shared_bytes", "load_bits", "store_bits")}
         texts = {name: row[name] for name in ("kernel", "target", "dtypes", "operands", "chunks", "triton")}
         assert list(faults(AotRow(**numbers, **texts))) == []  # type: ignore[arg-type]
+
+
+def test_a_grid_of_many_samples_fits() -> None:
+    """65,536 samples are more than the second dimension of a grid holds: programs are counted in the first alone."""
+    with aot.caught() as launches:
+        velocity_error(torch.empty(65536, 1), torch.empty(65536, 1))
+        velocity_error(torch.empty(1, 1).expand(65536, 2**20), torch.empty(1, 1).expand(65536, 2**20))
+    assert [launch.grid for launch in launches] == [(65536,), (2**24,), (65536,)]
+    assert 65536 * 2**20 > 2**31
 
 
 def test_a_narrow_access_and_a_second_read_are_found() -> None:

@@ -1,4 +1,7 @@
-"""The fused kernels against the reference in float64, in Triton's interpreter (test_interpreted.py starts this)."""
+"""The fused kernels against the reference in float64.
+
+test_interpreted.py starts this in Triton's interpreter, `make test-gpu` on an accelerator.
+"""
 
 import math
 import os
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if os.environ.get("TRITON_INTERPRET") != "1" and os.environ.get("FLUVIAL_TEST_DEVICE", "cpu") == "cpu":
     pytest.skip("runs in the session that test_interpreted.py starts", allow_module_level=True)
 
 import torch
@@ -15,7 +18,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
+from operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
 from torch import Tensor, nn
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +29,7 @@ from fluvial.core.random import bits, fold_in, key, normal
 from fluvial.core.transitions import Transition
 from fluvial.kernels.fused import device, gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
 
+torch.set_default_device(DEVICE)
 ALL = (*OPERATIONS, *SDE_STEP)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning"),  # the interpreter's numpy
@@ -72,7 +76,7 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
     roundings = 24 + math.ceil(math.log2(max(length, 1)))
     generator = torch.Generator().manual_seed(1)
     shapes = [result.shape for result in operation.call("reference", samples, scalars, **options)]
-    weights = [torch.randn(shape, generator=generator).double() for shape in shapes]
+    weights = [torch.randn(shape, generator=generator, device="cpu").double().to(DEVICE) for shape in shapes]
     got, got_grads = run(operation, "triton", samples, scalars, weights, **options)
     wide = {name: tensor.double().requires_grad_() for name, tensor in samples.items()}
     exact = {name: tensor.double() for name, tensor in scalars.items()}
@@ -404,7 +408,7 @@ def test_it_compiles_whole(operation: Operation) -> None:
 
 
 TWO = numbers(2)
-STORED = torch.randn(2, 2, 41, generator=torch.Generator().manual_seed(0))
+STORED = torch.randn(2, 2, 41, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
 
 
 def policy_update(v: Tensor, implementation: str = "triton") -> Tensor:
@@ -436,12 +440,14 @@ def test_activation_checkpointing() -> None:
 
 def test_under_fsdp(tmp_path: Any) -> None:
     """A sharded module trained through the fused loss has the gradients of the plain one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         torch.manual_seed(0)
         plain, sharded = nn.Linear(41, 41), nn.Linear(41, 41)
         sharded.load_state_dict(plain.state_dict())
-        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh(DEVICE, (1,)))
         data = torch.randn(2, 41)
         for module in (plain, sharded):
             policy_update(module(data)).backward()
@@ -459,7 +465,7 @@ def test_function_transforms(transform: str) -> None:
         def loss(v: Tensor) -> Tensor:
             return policy_update(v, implementation)
 
-        stacked = torch.randn(3, 2, 41, generator=torch.Generator().manual_seed(0))
+        stacked = torch.randn(3, 2, 41, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
         transforms: dict[str, Callable[[], Tensor]] = {
             "grad": lambda: grad(loss)(stacked[0]),
             "vmap": lambda: vmap(loss)(stacked),
