@@ -300,6 +300,7 @@ def _calls() -> Iterator[Callable[[], object]]:
 def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtype) -> Iterator[Callable[[], object]]:
     v, v_ref, v_uncond = (torch.zeros(batch, length, dtype=velocity) for _ in range(3))
     x, x_next = (torch.zeros(batch, length, dtype=sample) for _ in range(2))
+    v_uncond.requires_grad_()  # both halves of a guided batch are written
     numbers = torch.full((batch,), 0.5)
     transition = Transition(numbers, numbers, numbers)
     options: dict[str, Any] = {"form": "density", "reduction": "mean"}
@@ -312,10 +313,10 @@ def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtyp
     for variant in variants:
         policy = {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.5, "kl_scale": numbers, **options, **variant}
         yield lambda variant=variant: _both(  # type: ignore[misc]
-            lambda *t: step_log_prob.step_log_prob(*t, transition, **options, **variant), v, x, x_next
+            lambda v, x, n: step_log_prob.step_log_prob(v, x, n, transition, **options, **variant), v, x, x_next
         )
         yield lambda policy=policy: _both(  # type: ignore[misc]
-            lambda *t: policy_loss.policy_loss(*t, transition, numbers, numbers, **policy), v, x, x_next
+            lambda v, x, n: policy_loss.policy_loss(v, x, n, transition, numbers, numbers, **policy), v, x, x_next
         )
     for guidance in (variants[0], variants[2]):
         guided = {name: guidance[name] for name in ("v_uncond", "guidance")}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
@@ -59,10 +60,9 @@ class KernelsConfig:
 
 def run(config: KernelsConfig) -> list[Row]:
     """Measure, append to kernels.csv, plot and print a table."""
-    rows = []
-    for operation in OPERATIONS:
-        if operation.name in config.operations:
-            rows += list(measure(operation, config))
+    # A graph is gone through more than once.
+    with functorch_config.patch(donated_buffer=False):
+        rows = [row for operation in OPERATIONS if operation.name in config.operations for row in measure(operation, config)]
     harness.append(config.out / "kernels.csv", rows)
     harness.show(f"per-step hot path on {rows[0].device}", rows, baseline="reference")
     if config.device != "cpu":
@@ -83,6 +83,7 @@ def measure(operation: Operation, config: KernelsConfig) -> Iterator[Row]:
 
 
 def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig) -> Iterator[Row]:
+    torch._dynamo.reset()  # each shape is compiled for itself, as in a run that has one
     samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
     work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(operation, mode, config.device)}
     # Half of a copy's bytes are read and half are written.
@@ -131,8 +132,7 @@ def _work(
         return torch.no_grad()(forward)
     if mode == "both":
         return lambda: torch.autograd.grad(forward().sum(), differentiated)
-    with torch._functorch.config.patch(donated_buffer=False):  # the graph is gone through more than once
-        result = forward()
+    result = forward()
     weight = torch.ones_like(result)
     return lambda: torch.autograd.grad(result, differentiated, weight, retain_graph=True)
 

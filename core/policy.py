@@ -19,7 +19,7 @@ class PolicyInfo(NamedTuple):
     log_ratio: Tensor
     clipped: Tensor  # 1 where the clip holds the gradient back, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, whose mean estimates KL(old || current)
-    kl_ref: Tensor | None = None  # KL to the reference policy's step, where a loss has that term
+    kl_ref: Tensor  # KL to the reference policy's step where the loss has that term, else 0
 
 
 def clipped_surrogate(
@@ -96,4 +96,4 @@ def guard_surrogate(
 
 def _info(ratio: Tensor, log_ratio: Tensor, *, clipped: Tensor) -> PolicyInfo:
     ratio, log_ratio = ratio.detach(), log_ratio.detach()
-    return PolicyInfo(ratio, log_ratio, clipped.to(ratio.dtype), torch.expm1(log_ratio) - log_ratio)
+    return PolicyInfo(ratio, log_ratio, clipped.to(ratio.dtype), torch.expm1(log_ratio) - log_ratio, torch.zeros_like(ratio))

@@ -269,7 +269,7 @@ class Trainer:
             if kl is not None:
                 scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0
                 loss, info = loss + policy.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
-        return loss, info if info.kl_ref is not None else info._replace(kl_ref=torch.zeros_like(info.ratio))
+        return loss, info
 
     def _velocity(self, module: nn.Module, batch: Pairs) -> Tensor:
         timestep = self.grid.timesteps[batch.step]

@@ -306,7 +306,7 @@ def backward(
     kl_scale: Tensor | None = None,
     kl_coef: float = 0.0,
     step_grad: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward pass: gradients of (v, x, x_next, v_ref, v_uncond), each empty where it is not needed.
 
     Args:
@@ -331,7 +331,8 @@ def backward(
             length, cut.chunks, 1 / length if reduction == "mean" else 1.0, kl_coef,
             BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps,
         )  # fmt: skip
-    return tuple(step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
+    dv, dx, dnext, dref, duncond = (step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
+    return dv, dx, dnext, dref, duncond
 
 
 @torch.library.custom_op("fluvial::step_gradients", mutates_args=())

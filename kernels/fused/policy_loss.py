@@ -77,4 +77,4 @@ def policy_loss(
         v, x_next, x, v_ref, v_uncond, *coefficients, g, *numbers, clip_low, clip_high, kl_coef, form, reduction
     )
     ratio, log_ratio, clipped, kl_old, kl_ref, _ = more.detach().unbind(0)
-    return loss, PolicyInfo(ratio, log_ratio, clipped, kl_old, None if v_ref is None else kl_ref)
+    return loss, PolicyInfo(ratio, log_ratio, clipped, kl_old, kl_ref)

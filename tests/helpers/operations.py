@@ -86,8 +86,8 @@ def _policy_loss(
     # An old log-prob near the current one: a ratio of order 1, on both sides of the clip.
     with torch.no_grad():
         now, _ = kernels.step_log_prob(
-            *(t.detach().double() for t in (v, x, x_next)), Transition(*(t.double() for t in _transition(numbers))),
-            implementation="reference",
+            v.detach().double(), x.detach().double(), x_next.detach().double(),
+            Transition(*(t.double() for t in _transition(numbers))), implementation="reference",
             **{name: value.detach().double() for name, value in _guidance(samples, numbers).items()}, **options,
         )  # fmt: skip
     old = now + 0.1 * numbers["old"]
