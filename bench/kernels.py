@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 from fluvial.bench import harness
@@ -31,7 +32,8 @@ class KernelsConfig:
         device: cpu or cuda; cuda (ROCm too) if there is one.
         batches: samples a call.
         shapes: names of latent shapes, all by default (on a CPU the small ones).
-        operations: names, all by default.
+        operations: names; by default all on a CPU, and on a GPU those that make a run of less than 8 minutes, most of which
+            goes into torch.compile.
         runs: of each; on a GPU at most as many as fit into `milliseconds`.
         milliseconds: that a GPU's measurement of one row may take.
         max_bytes: sizes that move more in a forward pass are left out.
@@ -40,8 +42,12 @@ class KernelsConfig:
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     batches: tuple[int, ...] = (1, 8, 64) if torch.cuda.is_available() else (1, 8)
-    shapes: tuple[str, ...] = tuple(SHAPES) if torch.cuda.is_available() else ("handwriting", "SD3.5 512^2")
-    operations: tuple[str, ...] = tuple(operation.name for operation in OPERATIONS)
+    shapes: tuple[str, ...] = tuple(SHAPES)[1:] if torch.cuda.is_available() else ("handwriting", "SD3.5 512^2")
+    operations: tuple[str, ...] = (
+        ("step_log_prob with KL", "policy_loss with KL", "nft_loss", "sde_step")
+        if torch.cuda.is_available()
+        else tuple(operation.name for operation in OPERATIONS)
+    )
     runs: int = 20
     milliseconds: float = 60.0
     max_bytes: int = 2**33
@@ -60,8 +66,8 @@ class KernelsConfig:
 
 def run(config: KernelsConfig) -> list[Row]:
     """Measure, append to kernels.csv, plot and print a table."""
-    # A graph is gone through more than once.
-    with functorch_config.patch(donated_buffer=False):
+    # A graph is gone through more than once, and compiled for each shape, as in a run that has one.
+    with functorch_config.patch(donated_buffer=False), dynamo_config.patch(automatic_dynamic_shapes=False):
         rows = [row for operation in OPERATIONS if operation.name in config.operations for row in measure(operation, config)]
     harness.append(config.out / "kernels.csv", rows)
     harness.show(f"per-step hot path on {rows[0].device}", rows, baseline="reference")
@@ -78,12 +84,12 @@ def measure(operation: Operation, config: KernelsConfig) -> Iterator[Row]:
             moved = must_move(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
             if moved["forward"] > config.max_bytes:
                 continue
+            torch._dynamo.reset()
             for mode in MODES if operation.gradients else MODES[:1]:
                 yield from _rows(operation, shape, batch, mode, moved[mode], config)
 
 
 def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig) -> Iterator[Row]:
-    torch._dynamo.reset()  # each shape is compiled for itself, as in a run that has one
     samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
     work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(operation, mode, config.device)}
     # Half of a copy's bytes are read and half are written.
@@ -94,8 +100,8 @@ def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, c
     copied = moved / _median(seconds["copy"])
     for name, times in seconds.items():
         row = harness.row(
-            operation.name, times, provider=name, mode=mode, shape=f"{batch} x {shape}", amount=moved / 1e9, unit="GB",
-            dtype=torch.bfloat16,
+            operation.name, times, provider=name, mode=mode, shape=f"{batch} x {shape}",
+            amount=0.0 if name == "empty launch" else moved / 1e9, unit="GB", dtype=torch.bfloat16,
         )  # fmt: skip
         yield replace(row, of_copy=1e9 * row.rate / copied, peak_bytes=_peak(work[name], config.device))
 
@@ -176,7 +182,12 @@ def plot(rows: Sequence[Row], out: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    device = "cpu" if rows[0].unit == "GB" and not torch.cuda.is_available() else "gpu"
+    device = "gpu" if any(row.provider == "triton" for row in rows) else "cpu"
+    copies = {(row.op, row.mode, row.shape): 1e9 * row.rate * row.p50 for row in rows if row.provider == "copy"}
+
+    def size(row: Row) -> float:
+        return copies[row.op, row.mode, row.shape]
+
     paths = []
     for quantity, label in (("rate", "GB/s"), ("p50", "seconds")):
         modes = [mode for mode in MODES if any(row.mode == mode for row in rows)]
@@ -188,8 +199,8 @@ def plot(rows: Sequence[Row], out: Path) -> list[Path]:
             for axis, mode in zip(line, modes, strict=True):
                 for provider in dict.fromkeys(row.provider for row in rows):
                     these: list[Any] = [r for r in rows if (r.op, r.mode, r.provider) == (op, mode, provider)]
-                    points = sorted((1e9 * row.rate * row.p50, getattr(row, quantity)) for row in these)
-                    if points and (quantity == "p50" or provider != "empty launch"):
+                    points = sorted((size(row), getattr(row, quantity)) for row in these if getattr(row, quantity) > 0)
+                    if points:
                         axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=provider)
                 axis.set_title(f"{op}, {mode}", fontsize=8)
                 axis.set_xlabel("bytes that must move", fontsize=7)
