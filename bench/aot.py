@@ -5,14 +5,16 @@ compiled is what is launched: the launches are caught on their way, with their a
 """
 
 import csv
+import functools
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,10 +162,20 @@ def compiled(launch: Launch, target: str) -> AotRow:
 
 
 def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[AotRow]:
-    """Compile every launch for every target."""
-    work = [(launch, target) for target in targets for launch in launches()]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda item: compiled(*item), work))
+    """Compile every launch for every target, in processes: Python's parser is not safe to use from several threads."""
+    work = [(number, target) for target in targets for number in range(len(launches()))]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_numbered, work, chunksize=8))
+
+
+@functools.cache
+def _all_launches() -> list[Launch]:
+    return launches()
+
+
+def _numbered(item: tuple[int, str]) -> AotRow:
+    """Compile launch number `item[0]`: kernels do not travel between processes, and are the same in each."""
+    return compiled(_all_launches()[item[0]], item[1])
 
 
 @dataclass(frozen=True)

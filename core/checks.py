@@ -1,6 +1,8 @@
 """Argument checks: they always run, and raise one line with what was got and what was expected."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -66,9 +68,26 @@ def check_number(function: str, name: str, value: float, *, low: float = -math.i
         raise ValueError(f"{function}: {name} is {value}, expected a finite number {bounds}")
 
 
+_looking = True
+
+
+@contextmanager
+def trusted_values() -> Iterator[None]:
+    """Let no check read a tensor's values: they were validated when the schedule was built.
+
+    For loops that must not wait for a device, or pay for a look at each micro-batch. Shapes and dtypes are still checked.
+    """
+    global _looking
+    kept, _looking = _looking, False
+    try:
+        yield
+    finally:
+        _looking = kept
+
+
 def can_look(*tensors: Tensor) -> bool:
     """Whether the tensors' values can be read for nothing: on the CPU, outside compilation and torch.func transforms."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if not _looking or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     return all(tensor.device.type == "cpu" for tensor in tensors)
 

@@ -27,6 +27,18 @@ class World:
         """Whether this process writes the run folder and talks to the person."""
         return self.rank == 0
 
+    def hybrid_mesh(self, replicas: int) -> DeviceMesh:
+        """Return the mesh of a number of copies of what is sharded, each on its share of the ranks.
+
+        Raises:
+            UsageError: the ranks are no multiple of the replicas.
+        """
+        if replicas == 1:
+            return self.mesh
+        if self.size % replicas:
+            raise UsageError(f"engine: replicas is {replicas}, expected a divisor of the {self.size} ranks")
+        return init_device_mesh(self.device.type, (replicas, self.size // replicas), mesh_dim_names=("replicate", "shard"))
+
     def gather(self, local: Tensor) -> Tensor:
         """Return the ranks' equally shaped tensors, concatenated by rank along the first dimension, on every rank."""
         if self.size == 1:

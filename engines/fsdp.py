@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -15,12 +16,13 @@ import torch
 from diffusers.optimization import get_scheduler
 from optree import PyTree
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed._composable import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fluvial.core import ema
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_number, trusted_values
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import RunError
 
@@ -64,6 +66,44 @@ class OptimizerConfig:
                 raise ValueError("optimizer: a decay of 1 never takes in anything new, expected below 1")
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the module lies on the processes, and what is given up for memory.
+
+    Args:
+        comm: "keep" gathers parameters once an update and keeps them unsharded until its last backward pass; "reshard"
+            frees them after each use and gathers them again.
+        grad_sync: "last" reduces gradients once an update, and holds them unsharded until then; "every" reduces them after
+            each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
+        replicas: copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all ranks.
+        compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
+            CUDA). The master weights are float32, and numbers a sample (noise levels, timesteps) stay as they are.
+        reduce: dtype that gradients are reduced in.
+        checkpointing: keep a block's inputs alone for the backward pass, and compute the rest again.
+        offload: keep shards of parameters, gradients and optimizer state on the CPU, and move what is used.
+    """
+
+    comm: Literal["keep", "reshard"] = "keep"
+    grad_sync: Literal["last", "every"] = "last"
+    replicas: int = 1
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("engine", "replicas", self.replicas, low=1)
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype that is computed in on a device."""
+        if self.compute == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DTYPES[self.compute]
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
 class UpdateInfo(NamedTuple):
     """What one update did, read back from the device once."""
 
@@ -79,9 +119,10 @@ class UpdateInfo(NamedTuple):
 class Engine:
     """A module sharded with FSDP2, its optimizer, its learning-rate schedule and its moving average.
 
-    Memory held a parameter, on each of R ranks: 4 bytes / R for the fp32 master, and for trainable ones 8 / R for
-    AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient. With
-    comm="keep" an update also holds all parameters and gradients unsharded, 4 + 4 bytes each.
+    Memory held a parameter, sharded over R ranks (of one replica): 4 bytes / R for the fp32 master, and for trainable ones
+    8 / R for AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient; on
+    the CPU with offload. Unsharded an update holds, in the dtype of the computation, with comm="keep" all parameters, else
+    those of two blocks; and with grad_sync="last" all gradients, else those of a block.
 
     Args:
         module: on the CPU, with its weights; parameters that do not require gradients stay frozen.
@@ -89,8 +130,10 @@ class Engine:
         config: of the optimizer.
         world: of the processes.
         updates: planned in all, for the learning-rate schedule.
-        comm: "keep" gathers parameters once an update and keeps them unsharded until its last backward pass;
-            "reshard" frees them after each use and gathers them again. Gradients are reduced once an update in both.
+        sharding: how the module lies on them.
+
+    Raises:
+        UsageError: the ranks are no multiple of the replicas.
     """
 
     def __init__(
@@ -101,13 +144,15 @@ class Engine:
         world: World,
         *,
         updates: int,
-        comm: Literal["keep", "reshard"] = "keep",
+        sharding: EngineConfig | None = None,
     ) -> None:
-        self.config, self.world, self.comm = config, world, comm
-        self.module = module.to(world.device)
-        units: list[nn.Module] = [*blocks, self.module]
-        for unit in units:
-            fully_shard(unit, mesh=world.mesh, reshard_after_forward=comm == "reshard")
+        self.config, self.world, self.sharding = config, world, sharding or EngineConfig()
+        if self.sharding.offload:  # parameters stay on the CPU
+            for submodule in module.modules():
+                for name, buffer in submodule.named_buffers(recurse=False):
+                    setattr(submodule, name, buffer.to(world.device))
+        self.module = module if self.sharding.offload else module.to(world.device)
+        self._shard(blocks)
         for sharded in self._units():
             # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
             sharded.set_gradient_divide_factor(1.0)
@@ -127,6 +172,27 @@ class Engine:
         ).lr_lambdas[0]
         self.average = ema.init(self._local()) if config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
+
+    def _shard(self, blocks: Sequence[nn.Module]) -> None:
+        """Make each block, and the module with what is left, a unit of communication."""
+        sharding, mesh = self.sharding, self.world.hybrid_mesh(self.sharding.replicas)
+        dtype = sharding.compute_dtype(self.world.device)
+        if dtype != torch.float32:
+            self.module.register_forward_pre_hook(partial(_cast_samples, dtype=dtype), with_kwargs=True)
+        if sharding.checkpointing:
+            for block in blocks:
+                checkpoint(block)  # in place: names of parameters stay as they are
+        for unit in [*blocks, self.module]:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=sharding.comm == "reshard",
+                # The root would cast timesteps too, which have more digits than bfloat16 holds; the hook does not.
+                mp_policy=MixedPrecisionPolicy(dtype, DTYPES[sharding.reduce], cast_forward_inputs=unit is not self.module),
+                offload_policy=CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+                if sharding.offload
+                else OffloadPolicy(),
+            )
 
     def update(
         self, items: PyTree[Tensor], weight: Tensor, loss_fn: LossFn, *, count: int, micro_batch: int, pad_to: int
@@ -153,7 +219,8 @@ class Engine:
         for i in range(n):
             rows = slice(i * micro_batch, (i + 1) * micro_batch)
             self._set_last(i == n - 1)
-            loss, info = loss_fn(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items))
+            with trusted_values():
+                loss, info = loss_fn(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items))
             total = (loss * weight[rows]).sum() / count
             total.backward()
             names, leaves = info._fields, torch.stack([leaf.detach() * real[rows] for leaf in info])
@@ -168,7 +235,7 @@ class Engine:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         local = torch.cat([torch.stack([loss_sum, real.sum()]), sums, peaks])[None]
         # The one read-back of the update.
-        table = torch.cat([self.world.gather(local), norm.to(local.dtype).expand(1, local.shape[1])]).tolist()
+        table = torch.cat([self.world.gather(local), norm.to(local).expand(1, local.shape[1])]).tolist()
         return self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
 
     def _step(self, names: tuple[str, ...], *, ranks: list[list[float]], grad_norm: float, norm: Tensor) -> UpdateInfo:
@@ -226,7 +293,7 @@ class Engine:
             finally:
                 for unit in self._units():
                     unit.reshard()
-                    unit.set_reshard_after_forward(self.comm == "reshard")
+                    unit.set_reshard_after_forward(self.sharding.comm == "reshard")
                 if swap:
                     self._write_local(kept)
 
@@ -288,9 +355,9 @@ class Engine:
         """Set whether the next backward pass is the update's last: then gradients are reduced and parameters freed."""
         root = self.module
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last)
+        root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
         root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last or self.comm == "reshard")
+        root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
 
     def _local(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trainable parameters."""
@@ -303,6 +370,18 @@ class Engine:
     def _write_local(self, shards: dict[str, Tensor]) -> None:
         for name, shard in self._local().items():
             shard.copy_(shards[name])
+
+
+def _cast_samples(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], *, dtype: torch.dtype
+) -> tuple[tuple, dict[str, Any]]:
+    """Cast a module's floating-point inputs to the dtype that it computes in, except numbers a sample."""
+
+    def cast(value: Any) -> Any:
+        samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        return value.to(dtype) if samples else value
+
+    return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
 
 
 def _like(parameter: DTensor, shard: Tensor) -> DTensor:

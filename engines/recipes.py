@@ -14,7 +14,7 @@ from fluvial.core.advantages import Scale
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
-from fluvial.engines.fsdp import OptimizerConfig
+from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
 
@@ -173,7 +173,6 @@ class TrainConfig:
         micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
         implementation: of the per-step log-prob and loss: auto (Triton on an accelerator, else the reference), triton,
             compiled or reference.
-        comm: keep (parameters gathered once an update) or reshard (least memory).
         eval_every: updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: samples an evaluation in the course of the run.
         final_samples: samples of the evaluations before and after it.
@@ -191,7 +190,6 @@ class TrainConfig:
     prompts: Path | None = None
     micro_batch: int = 64
     implementation: Implementation = "auto"
-    comm: Literal["keep", "reshard"] = "keep"
     eval_every: int = 20
     eval_samples: int = 200
     final_samples: int = 1000
@@ -203,6 +201,7 @@ class TrainConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         for name in ("updates", "micro_batch", "eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"):
@@ -281,7 +280,10 @@ def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> Pretra
 
 def recorded(record: dict[str, Any]) -> TrainConfig:
     """Return the run that a run folder's config.json records."""
-    parts = {"rollout": RolloutConfig, "policy": PolicyConfig, "optimizer": OptimizerConfig, "lora": LoraConfig}
+    parts = {
+        "rollout": RolloutConfig, "policy": PolicyConfig, "optimizer": OptimizerConfig, "lora": LoraConfig,
+        "engine": EngineConfig,
+    }  # fmt: skip
     paths = ("out", "weights", "prompts", "resume_from")
     values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
     config = TrainConfig(**values | {name: Path(values[name]) for name in paths if values[name] is not None})

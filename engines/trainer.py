@@ -87,7 +87,7 @@ class Trainer:
         self.base = _digest(module)
         self.reference = copy.deepcopy(module).to(world.device).requires_grad_(False) if needs_copy else None
         self.engine = Engine(
-            module, job.model.blocks(module), config.optimizer, world, updates=config.updates, comm=config.comm
+            module, job.model.blocks(module), config.optimizer, world, updates=config.updates, sharding=config.engine
         )
         self.grid = sampling_grid(job.model, config.rollout.steps, device=world.device)
         self.sampler = config.rollout.bound_sampler(self.grid.sigmas)

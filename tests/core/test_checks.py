@@ -286,3 +286,6 @@ def test_values_are_looked_at_only_where_that_is_free() -> None:
     torch.func.grad(spy)(X)
     assert seen == [False, False]
     assert checks.can_look(S)
+    with checks.trusted_values():
+        assert not checks.can_look(S)
+    assert checks.can_look(S)

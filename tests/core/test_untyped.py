@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("core/test_compile.py", "core/test_checks.py", "kernels/test_dispatch.py")
+FILES = ("core/test_compile.py", "core/test_checks.py", "kernels/test_dispatch.py", "bench/test_kernels.py")
 
 
 @pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") == "1", reason="this is that session")

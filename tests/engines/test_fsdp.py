@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp import Engine, OptimizerConfig
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def one() -> Iterator[World]:
         yield processes
 
 
-def engine(one: World, *, comm: Any = "keep", **config: Any) -> Engine:
+def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
     """An engine over a fresh net."""
     net = Net()
-    return Engine(net, list(net.blocks), OptimizerConfig(**{"lr": 0.01, **config}), one, updates=100, comm=comm)
+    lies = EngineConfig(**{"comm": comm, **(sharding or {})})
+    return Engine(net, list(net.blocks), OptimizerConfig(**{"lr": 0.01, **config}), one, updates=100, sharding=lies)
 
 
 def full(trained: Engine) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp import Engine, OptimizerConfig
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 
 
 class Collectives(TorchDispatchMode):
@@ -33,11 +33,14 @@ def main(args: list[str]) -> int:
     """Write {counts: {comm: {n: {...}}}, weights: {...}, skipped, items}."""
     result: dict[str, Any] = {"counts": {}, "weights": {}}
     with world() as processes:
+        comm: Any
         for comm in ("keep", "reshard"):
             result["counts"][comm] = {}
             for n in (1, 2, 8):
                 net = Net()
-                engine = Engine(net, list(net.blocks), OptimizerConfig(), processes, updates=1, comm=comm)
+                engine = Engine(
+                    net, list(net.blocks), OptimizerConfig(), processes, updates=1, sharding=EngineConfig(comm=comm)
+                )
                 items, weight = data(3 * n)
                 with Collectives() as counter:
                     engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)
@@ -48,7 +51,9 @@ def main(args: list[str]) -> int:
         mine = slice(0, 5) if processes.rank == 0 else slice(5, 7)
         for comm in ("keep", "reshard"):
             net = Net()
-            engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), processes, updates=1, comm=comm)  # type: ignore[arg-type]
+            engine = Engine(
+                net, list(net.blocks), OptimizerConfig(lr=0.01), processes, updates=1, sharding=EngineConfig(comm=comm)
+            )
             share = {name: tensor[mine] for name, tensor in items.items()}
             info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
             result["weights"][comm] = {name: tensor.tolist() for name, tensor in engine.weights(average=False)}

@@ -42,3 +42,17 @@ def squared(module: nn.Module) -> Any:
         return error, Info(error.detach())
 
     return loss
+
+
+# The ways that a module can lie on the ranks; a new one is a row.
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "reshard": {"comm": "reshard"},
+    "sync every": {"grad_sync": "every"},
+    "reshard, sync every": {"comm": "reshard", "grad_sync": "every"},
+    "two replicas": {"replicas": 2},
+    "checkpointing": {"checkpointing": True},
+    "offload": {"offload": True},
+    "bfloat16": {"compute": "bfloat16"},
+    "bfloat16, all of it": {"compute": "bfloat16", "comm": "reshard", "checkpointing": True, "offload": True},
+}

@@ -56,7 +56,7 @@ def test_a_grid_of_many_samples_fits() -> None:
     """65,536 samples are more than the second dimension of a grid holds: programs are counted in the first alone."""
     with aot.caught() as launches:
         velocity_error(torch.empty(65536, 1), torch.empty(65536, 1))
-        velocity_error(torch.empty(1, 1).expand(65536, 2**20), torch.empty(1, 1).expand(65536, 2**20))
+        velocity_error(torch.empty(1, 2**20).expand(65536, 2**20), torch.empty(1, 2**20).expand(65536, 2**20))
     assert [launch.grid for launch in launches] == [(65536,), (2**24,), (65536,)]
     assert 65536 * 2**20 > 2**31
 

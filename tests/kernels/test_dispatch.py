@@ -71,7 +71,7 @@ def test_the_others_are_cores() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="a graph holds no run-time type checks")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("operation", [*OPERATIONS, *SDE_STEP], ids=lambda operation: operation.name)
 def test_compiled_is_the_reference(operation: Operation) -> None:
     """With its gradients, to rounding."""

@@ -1,0 +1,65 @@
+"""Run by torchrun: one update of the net for each way that a module can lie on the ranks, for test_sharding.py."""
+
+import json
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nets import SHARDINGS, Net, data, squared
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.engines.cli import exit_with
+from fluvial.engines.distributed import world
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+
+ITEMS, MICRO_BATCH = 7, 1
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main(args: list[str]) -> int:
+    """Write {name: {weights, counts, shard}}: after an update of items that are shared out unevenly."""
+    result: dict[str, Any] = {}
+    with world() as processes:
+        items, weight = data(ITEMS)
+        bounds = [round(ITEMS * (r / processes.size) ** 0.5) for r in range(processes.size + 1)]
+        mine = slice(bounds[processes.rank], bounds[processes.rank + 1])
+        longest = max(b - a for a, b in pairwise(bounds))
+        for name, sharding in SHARDINGS.items():
+            if processes.size % sharding.get("replicas", 1):
+                continue
+            net = Net()
+            engine = Engine(
+                net, list(net.blocks), OptimizerConfig(lr=0.01), processes, updates=1, sharding=EngineConfig(**sharding)
+            )
+            with Collectives() as counter:
+                engine.update(
+                    {key: tensor[mine] for key, tensor in items.items()}, weight[mine], squared(net),
+                    count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest,
+                )  # fmt: skip
+            result[name] = {
+                "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
+                "counts": dict(counter.counts),
+                "micro_batches": longest,
+                "shard": sum(tensor.numel() for tensor in engine._local().values()),
+            }
+    if processes.rank == 0:
+        Path(args[0]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])
