@@ -32,6 +32,7 @@ from fluvial.core.random import fold_in, key
 from fluvial.core.transitions import Transition
 from fluvial.kernels import dispatch
 from fluvial.kernels.fused import gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
+from fluvial.kernels.fused.rows import EXACT
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -122,7 +123,8 @@ def caught() -> Iterator[list[Launch]]:
     run = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
-        launched.append(Launch(self, dict(zip(self.arg_names, args, strict=False)) | kwargs, num_warps, grid))
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        launched.append(Launch(self, {name: given[name] for name in self.arg_names}, num_warps, grid))
 
     JITFunction.run = note
     try:
@@ -138,7 +140,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(launch.kernel, dict(types), dict(constants), attributes)
     warps = _warps(launch, gpu)
-    kernel = triton.compile(source, target=gpu, options={"num_warps": warps})
+    kernel = triton.compile(source, target=gpu, options={"num_warps": warps, **EXACT})
     code = (_nvidia if gpu.backend == "cuda" else _amd)(kernel.asm)
     tiles = launch.tiles
     read = [dtype for name, dtype in tiles.items() if name not in OUTPUTS]

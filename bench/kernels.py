@@ -5,6 +5,7 @@ GPU each time is the device's, with its cache cleared before every run.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +35,8 @@ class KernelsConfig:
         shapes: names of latent shapes, all by default (on a CPU the small ones).
         operations: names; by default all on a CPU, and on a GPU those that make a run of less than 8 minutes, most of which
             goes into torch.compile.
-        runs: of each; on a GPU at most as many as fit into `milliseconds`.
-        milliseconds: that a GPU's measurement of one row may take.
+        runs: of each.
+        seconds: after which no further size is begun, so that what was measured is kept.
         max_bytes: sizes that move more in a forward pass are left out.
         out: folder of kernels.csv and the plots.
     """
@@ -49,13 +50,13 @@ class KernelsConfig:
         else tuple(operation.name for operation in OPERATIONS)
     )
     runs: int = 20
-    milliseconds: float = 60.0
+    seconds: float = 420.0
     max_bytes: int = 2**33
     out: Path = harness.RESULTS
 
     def __post_init__(self) -> None:
         check_number("kernels", "runs", self.runs, low=1)
-        check_number("kernels", "milliseconds", self.milliseconds, low=1)
+        check_number("kernels", "seconds", self.seconds, low=0)
         names = [operation.name for operation in OPERATIONS]
         for field, known in (("shapes", list(SHAPES)), ("operations", names)):
             if unknown := [name for name in getattr(self, field) if name not in known]:
@@ -68,8 +69,12 @@ def run(config: KernelsConfig) -> list[Row]:
     """Measure, append to kernels.csv, plot and print a table."""
     # A graph is gone through more than once, and compiled for each shape, as in a run that has one.
     with functorch_config.patch(donated_buffer=False), dynamo_config.patch(automatic_dynamic_shapes=False):
-        rows = [row for operation in OPERATIONS if operation.name in config.operations for row in measure(operation, config)]
-    harness.append(config.out / "kernels.csv", rows)
+        began, rows = time.perf_counter(), list[Row]()
+        for operation in OPERATIONS:
+            if operation.name in config.operations:
+                measured = list(measure(operation, config, until=began + config.seconds))
+                harness.append(config.out / "kernels.csv", measured)
+                rows += measured
     harness.show(f"per-step hot path on {rows[0].device}", rows, baseline="reference")
     if config.device != "cpu":
         print(f"fused, from 64 MiB up: at least {fraction_of_copy(rows, 'triton'):.2f} of a copy's bandwidth")
@@ -77,13 +82,16 @@ def run(config: KernelsConfig) -> list[Row]:
     return rows
 
 
-def measure(operation: Operation, config: KernelsConfig) -> Iterator[Row]:
-    """Yield the rows of an operation: every shape, batch, mode and provider."""
+def measure(operation: Operation, config: KernelsConfig, *, until: float = math.inf) -> Iterator[Row]:
+    """Yield the rows of an operation: every shape, batch, mode and provider, those begun before a moment."""
     for shape in config.shapes:
         for batch in config.batches:
             moved = must_move(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
             if moved["forward"] > config.max_bytes:
                 continue
+            if time.perf_counter() > until:
+                print(f"out of time: {operation.name} at {batch} x {shape} and on is left out (--seconds)", flush=True)
+                return
             torch._dynamo.reset()
             for mode in MODES if operation.gradients else MODES[:1]:
                 yield from _rows(operation, shape, batch, mode, moved[mode], config)
@@ -96,14 +104,15 @@ def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, c
     source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=config.device)
     target = torch.empty_like(source)
     work["copy"] = lambda: target.copy_(source)
-    seconds = _seconds(work, config)
-    copied = moved / _median(seconds["copy"])
-    for name, times in seconds.items():
-        row = harness.row(
+    rows = {
+        name: harness.row(
             operation.name, times, provider=name, mode=mode, shape=f"{batch} x {shape}",
             amount=0.0 if name == "empty launch" else moved / 1e9, unit="GB", dtype=torch.bfloat16,
-        )  # fmt: skip
-        yield replace(row, of_copy=1e9 * row.rate / copied, peak_bytes=_peak(work[name], config.device))
+        )
+        for name, times in _seconds(work, config).items()
+    }  # fmt: skip
+    for name, row in rows.items():
+        yield replace(row, of_copy=row.rate / rows["copy"].rate, peak_bytes=_peak(work[name], config.device))
 
 
 def _providers(operation: Operation, mode: str, device: str) -> tuple[str, ...]:
@@ -151,16 +160,23 @@ def _nothing(ptr):  # type: ignore[no-untyped-def]
 def _seconds(work: dict[str, Callable[[], object]], config: KernelsConfig) -> dict[str, list[float]]:
     if config.device == "cpu":
         return harness.alternate(config.runs, work, warmup=2)
-    times = {}
-    for name, function in work.items():
+    return {name: _device_seconds(function, config.runs) for name, function in work.items()}
+
+
+def _device_seconds(function: Callable[[], object], runs: int) -> list[float]:
+    """Return the device's times: it is kept busy until the host has queued all of a run, and its cache is cleared before."""
+    for _ in range(3):
         function()
-        measured = triton.testing.do_bench(function, warmup=10, rep=config.milliseconds, return_mode="all")
-        times[name] = [1e-3 * millisecond for millisecond in measured]
-    return times
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(torch.tensor(seconds, dtype=torch.float64).median())
+    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        cache.zero_()
+        torch.cuda._sleep(5_000_000)  # cycles, some milliseconds
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e-3 * start.elapsed_time(end) for start, end in events]
 
 
 def _peak(function: Callable[[], object], device: str) -> int:

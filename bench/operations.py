@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial import kernels
-from fluvial.core.random import fold_in, key
+from fluvial.core.random import Key, fold_in, key
 from fluvial.core.transitions import Transition
 
 # One sample's latents.
@@ -42,6 +42,7 @@ def inputs(
         for name in operation.samples
     }
     numbers = {name: torch.full((batch,), value, device=device) for name, value in NUMBERS.items()}
+    numbers["key.low"], numbers["key.high"] = fold_in(key(0), torch.arange(batch, device=device))  # type: ignore[assignment]
     return samples, numbers
 
 
@@ -78,7 +79,7 @@ def _policy_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tens
 
 
 def _sde_step(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
-    keys = fold_in(key(0), torch.arange(len(samples["v"]), device=samples["v"].device))
+    keys = Key(numbers["key.low"], numbers["key.high"])
     return kernels.sde_step(samples["v"], samples["x"], _transition(numbers), keys, implementation=which)[1]
 
 

@@ -122,7 +122,15 @@ def sde_step(
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
     batch = v.shape[0]
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
-    check_per_sample(name, batch, key=torch.as_tensor(keys.low))
+    low, high = (
+        torch.as_tensor(word) if isinstance(word, Tensor) else torch.full((), word, device=v.device) for word in keys
+    )
+    words = {"key.low": low, "key.high": high}
+    check_per_sample(name, batch, **words)
+    check_same_device(name, v=v, **words)
+    for word, tensor in words.items():
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name}: {word} is {tensor.dtype}, expected torch.int64, as fluvial.core.random makes it")
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
     options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     if chosen == "triton":
@@ -177,8 +185,8 @@ def policy_loss(
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import policy_loss as fused
 
-        as_tensor = torch.as_tensor(kl_scale, dtype=torch.float32, device=v.device)
-        return fused(v, x, x_next, transition, log_prob_old, advantage, kl_scale=as_tensor, **options)
+        scale_of_kl = _number(kl_scale, v)
+        return fused(v, x, x_next, transition, log_prob_old, advantage, kl_scale=scale_of_kl, **options)
     reference = _reference(step.policy_loss, chosen)
     return reference(v, x, x_next, transition, log_prob_old, advantage, kl_weight=kl_weight, dt=dt, **options)
 
@@ -204,9 +212,10 @@ def nft_loss(
     name, samples = "nft_loss", {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     options = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
     nft.check_nft_numbers(**options)
-    dtype = compute_dtype(name, **samples, reward_prob=reward_prob)
+    compute_dtype(name, **samples, reward_prob=reward_prob)
     check_same_shape(name, **samples)
-    level = torch.as_tensor(t, dtype=dtype, device=None if isinstance(t, Tensor) else v.device)
+    _check_event(name, v)
+    level = _number(t, v)
     check_per_sample(name, v.shape[0], t=level, reward_prob=reward_prob)
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
     chosen = resolve(name, implementation, list(samples.values()), [level, reward_prob])
@@ -225,6 +234,7 @@ def velocity_error(v: Samples, target: Samples, *, implementation: Implementatio
     """
     compute_dtype("velocity_error", v=v, target=target)
     check_same_shape("velocity_error", v=v, target=target)
+    _check_event("velocity_error", v)
     check_same_device("velocity_error", v=v, target=target)
     chosen = resolve("velocity_error", implementation, [v, target])
     if chosen == "triton":
@@ -252,8 +262,9 @@ def _check_step(
     compute_dtype(function, **samples, **coefficients)
     check_same_shape(function, **samples)
     v = samples["v"]
+    _check_event(function, v)
     step.check_guidance(function, v_uncond, guidance)
-    scale = guidance if guidance is None or isinstance(guidance, Tensor) else torch.full((), guidance, device=v.device)
+    scale = None if guidance is None else _number(guidance, v)
     numbers = _given(**coefficients, guidance=scale)
     check_per_sample(function, v.shape[0], **numbers)
     check_same_device(function, **samples, **numbers)
@@ -271,11 +282,23 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | Non
         return f"the tensors are on {device}, expected {' or '.join(ACCELERATORS)} (or TRITON_INTERPRET=1)"
     if any(tensor.dtype == torch.float64 for tensor in (*samples, *numbers)):
         return "a tensor is float64, and the kernels compute in float32"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in numbers):
+    if torch.is_grad_enabled() and any(_requires_grad(tensor) for tensor in numbers):
         return "a number a sample (coefficient, advantage, ...) requires a gradient, which the kernels give to samples alone"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active, and the kernels have reverse mode alone"
+    if torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        return "torch.compile is outside of torch.func, which it does not trace through the kernels"
     return None
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    """Whether a gradient may be asked of a tensor, also where torch.func has wrapped it (a batched tensor says no)."""
+    if torch.compiler.is_compiling():
+        return tensor.requires_grad
+    functorch = torch._C._functorch
+    while not tensor.requires_grad and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def _transformed() -> bool:
@@ -289,6 +312,19 @@ def _reference(function: Callable[..., Any], chosen: str) -> Callable[..., Any]:
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
+
+
+def _check_event(function: str, v: Tensor) -> None:
+    """Raise ValueError if a sample has no elements: there is nothing to take the mean of."""
+    if 0 in v.shape[1:]:
+        raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element a sample")
+
+
+def _number(value: Scalar, v: Tensor) -> Tensor:
+    """Return a number as a tensor on v's device, made there: a copy from the host would wait for the device."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)
 
 
 def _given(**tensors: Tensor | None) -> dict[str, Tensor]:

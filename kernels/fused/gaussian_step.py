@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fluvial.kernels.fused.device import load, step_mean, sum_chunks, tree_sum, velocity
-from fluvial.kernels.fused.rows import operand, partition, row_length
-from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length
+from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
 # What comes with a policy loss: ratio, log-ratio, clipped, KL to the old policy, KL to the reference, d loss / d log-prob.
@@ -66,7 +66,7 @@ def residual_sums(
     if ref_ptr is not None:
         distance = tree_sum(distances, LEVELS)
     if sums_ptr is None:
-        _results(
+        results(
             square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
             s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM,
             ref_ptr is not None,
@@ -90,14 +90,14 @@ def finish(
     distance = 0.0
     if HAS_REF:
         distance = sum_chunks(sums_ptr + (2 * row + 1) * chunks, chunks, LEVELS)
-    _results(
+    results(
         square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
         s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef, FORM, HAS_REF,
     )  # fmt: skip
 
 
 @triton.jit
-def _results(
+def results(
     square, distance, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr, kl_scale_ptr,
     s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef,
     FORM: tl.constexpr, HAS_REF: tl.constexpr,
@@ -136,7 +136,7 @@ def _results(
             tl.store(more_ptr + 2 * batch + row, clipped.to(tl.float32))
             tl.store(more_ptr + 3 * batch + row, _exp_minus_one_minus(log_ratio))
             tl.store(more_ptr + 4 * batch + row, kl)
-            tl.store(more_ptr + 5 * batch + row, tl.where(clipped | (log_ratio > 80.0), 0.0, free))
+            tl.store(more_ptr + 5 * batch + row, tl.where(clipped | ~(log_ratio <= 80.0), 0.0, free))
 
 
 @triton.jit
@@ -161,33 +161,37 @@ def gradients(
     a, b, g = 0.0, 1.0, 1.0
     pull = 0.0  # times r is the gradient of the mean
     push = 0.0  # times v - v_ref is the KL's gradient of v
+    if a_ptr is not None:
+        a, b = tl.load(a_ptr + row * s_a), tl.load(b_ptr + row * s_b)
     if grad_ptr is not None:
         pull = tl.load(grad_ptr + row * s_grad) * inverse
-    if x_ptr is None:
-        pull = -2 * pull
-    else:
-        a, b = tl.load(a_ptr + row * s_a), tl.load(b_ptr + row * s_b)
-        std = positive(std_ptr + row * s_std)
-        if ref_ptr is not None:
-            if grad_kl_ptr is not None:
-                push = tl.load(grad_kl_ptr + row * s_grad_kl) * inverse
-            if slope_ptr is not None:
-                push = pull * kl_coef * tl.load(kl_scale_ptr + row * s_kl_scale)
-            push = push * b * b / (std * std)
+        if ref_ptr is not None and slope_ptr is not None:
+            std = positive(std_ptr + row * s_std)
+            push = pull * kl_coef * tl.load(kl_scale_ptr + row * s_kl_scale) * b * b / (std * std)
         if slope_ptr is not None:
             pull = pull * tl.load(slope_ptr + row * s_slope)
-        pull = 2 * pull if FORM == 2 else pull / (std * std)
+        if a_ptr is None:
+            pull = -2 * pull
+        elif FORM == 2:
+            pull = 2 * pull
+        else:
+            std = positive(std_ptr + row * s_std)
+            pull = pull / (std * std)
+    if grad_kl_ptr is not None:
+        std = positive(std_ptr + row * s_std)
+        push = tl.load(grad_kl_ptr + row * s_grad_kl) * inverse * b * b / (std * std)
     if uncond_ptr is not None:
         g = tl.load(g_ptr + row * s_g)
     for i in tl.static_range(BLOCKS):
         offset = tl.arange(0, BLOCK) + i * BLOCK
         mask = offset < length - start
         v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
-        x_next = load(next_ptr, row * s_next + start, offset, mask)
-        mean = v
-        if x_ptr is not None:
-            mean = step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
-        dmean = pull * (x_next - mean)
+        dmean = tl.zeros([BLOCK], tl.float32)
+        if grad_ptr is not None:
+            mean = v
+            if x_ptr is not None:
+                mean = step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
+            dmean = pull * (load(next_ptr, row * s_next + start, offset, mask) - mean)
         if dnext_ptr is not None:
             _store(dnext_ptr, written, offset, -dmean, mask)
         if step_ptr is not None:
@@ -260,6 +264,11 @@ class Policy(NamedTuple):
     kl_coef: float
 
 
+def reduction_weights(length: int, reduction: str) -> tuple[float, float]:
+    """Return what a sample's sum of squares is multiplied by, and how often its constant counts."""
+    return (1 / length, 1.0) if reduction == "mean" else (1.0, float(length))
+
+
 def forward(
     step: Step, *, form: str = "unscaled", reduction: str = "mean", policy: Policy | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -278,19 +287,21 @@ def forward(
     tensors = [operand(t) for t in (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)]
     old, advantage, kl_scale, *numbers = policy or (None, None, None, 0.0, 0.0, 0.0)
     scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, old, advantage, kl_scale)]
-    weights = (1 / length if reduction == "mean" else 1.0, 1.0 if reduction == "mean" else float(length), *numbers)
-    residual_sums[(batch * cut.chunks,)](
-        *(t for t, _ in tensors), partial, out, more, *(t for t, _ in scalars),
-        *(s for _, s in tensors), *(s for _, s in scalars), length, batch, cut.chunks, *weights,
-        BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps,
-    )  # fmt: skip
-    if partial is not None:
-        _, (b, s_b), (std, s_std), _, *of_policy = scalars
-        finish[(batch,)](
-            partial, out, more, b, std, *(t for t, _ in of_policy),
-            s_b, s_std, *(s for _, s in of_policy), batch, cut.chunks, *weights,
-            LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=step.v_ref is not None, num_warps=cut.chunk_warps,
+    weights = (*reduction_weights(length, reduction), *numbers)
+    with on_device_of(step.v):
+        residual_sums[(batch * cut.chunks,)](
+            *(t for t, _ in tensors), partial, out, more, *(t for t, _ in scalars),
+            *(s for _, s in tensors), *(s for _, s in scalars), length, batch, cut.chunks, *weights,
+            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
+        if partial is not None:
+            _, (b, s_b), (std, s_std), _, *of_policy = scalars
+            finish[(batch,)](
+                partial, out, more, b, std, *(t for t, _ in of_policy),
+                s_b, s_std, *(s for _, s in of_policy), batch, cut.chunks, *weights,
+                LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=step.v_ref is not None,
+                num_warps=cut.chunk_warps, **EXACT,
+            )  # fmt: skip
     return out, more
 
 
@@ -318,19 +329,25 @@ def backward(
     """
     batch, length = step.v.shape[0], row_length(step.v)
     inputs = (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)
+    grad_kl = None if step.v_ref is None else grad_kl
+    # What no gradient comes through is not read: an infinity there is none of the others' business.
+    no_kl = grad_kl is None and slope is None
+    read = (step.v, *((None, None) if grad is None else inputs[1:3]), None if no_kl else step.v_ref, step.v_uncond)
     wanted = [
-        tensor.new_empty(tensor.shape) if need and tensor is not None else None
-        for tensor, need in zip(inputs, needs, strict=True)
+        None if not need or tensor is None else tensor.new_zeros(tensor.shape) if unread else tensor.new_empty(tensor.shape)
+        for tensor, need, unread in zip(inputs, needs, (False, False, False, no_kl, False), strict=True)
     ]
     if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
         cut = partition(length)
-        tensors = [operand(t) for t in (*inputs, step_grad)]
+        tensors = [operand(t) for t in (*read, step_grad)]
         scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, grad, grad_kl, slope, kl_scale)]
-        gradients[(batch * cut.chunks,)](
-            *(t for t, _ in tensors), *wanted, *(t for t, _ in scalars), *(s for _, s in tensors), *(s for _, s in scalars),
-            length, cut.chunks, 1 / length if reduction == "mean" else 1.0, kl_coef,
-            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps,
-        )  # fmt: skip
+        with on_device_of(step.v):
+            gradients[(batch * cut.chunks,)](
+                *(t for t, _ in tensors), *wanted, *(t for t, _ in scalars),
+                *(s for _, s in tensors), *(s for _, s in scalars),
+                length, cut.chunks, reduction_weights(length, reduction)[0], kl_coef,
+                BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
+            )  # fmt: skip
     dv, dx, dnext, dref, duncond = (step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
     return dv, dx, dnext, dref, duncond
 
@@ -379,9 +396,16 @@ def save(ctx: Any, saved: Saved, **options: Any) -> None:
 
 
 def input_gradients(
-    ctx: Any, grad: Tensor | None, grad_kl: Tensor | None, needs: Sequence[bool], *, step_grad: Tensor | None = None
+    ctx: Any,
+    grad: Tensor | None,
+    grad_kl: Tensor | None,
+    needs: Sequence[bool],
+    *,
+    first_number: int = 5,
+    step_grad: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the gradients of (v, x, x_next, v_ref, v_uncond) from what `save` kept, None where there is none."""
+    refuse_gradient_of_numbers(ctx.needs_input_grad[first_number:])
     *step, slope, kl_scale = ctx.saved_tensors
     options = ctx.options
     results = step_gradients(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.device import load, sum_chunks, tree_sum
-from fluvial.kernels.fused.rows import operand, partition, row_length, scalars
-from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length, scalars
+from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
 
@@ -137,15 +137,16 @@ def operation(
     operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob)]
     (*samples, t_rows, prob), strides = [r for r, _ in operands], [s for _, s in operands]
     inverse, scale = 1 / length, adv_clip / beta
-    error_sums[(batch * cut.chunks,)](
-        *samples, partial, loss, weights, t_rows, prob, *strides, length, cut.chunks, inverse, beta, scale,
-        weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
-    )  # fmt: skip
-    if partial is not None:
-        finish[(batch,)](
-            partial, loss, weights, prob, strides[-1], cut.chunks, inverse, scale, weight_min,
-            LEVELS=cut.chunk_levels, num_warps=cut.chunk_warps,
+    with on_device_of(v):
+        error_sums[(batch * cut.chunks,)](
+            *samples, partial, loss, weights, t_rows, prob, *strides, length, cut.chunks, inverse, beta, scale,
+            weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps, **EXACT,
         )  # fmt: skip
+        if partial is not None:
+            finish[(batch,)](
+                partial, loss, weights, prob, strides[-1], cut.chunks, inverse, scale, weight_min,
+                LEVELS=cut.chunk_levels, num_warps=cut.chunk_warps, **EXACT,
+            )  # fmt: skip
     return loss, weights
 
 
@@ -167,10 +168,11 @@ def gradient_operation(
         cut = partition(length)
         operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob, grad)]
         (*samples, t_rows, prob, grad_rows), strides = [r for r, _ in operands], [s for _, s in operands]
-        gradient[(batch * cut.chunks,)](
-            *samples, dv, weights.contiguous(), t_rows, prob, grad_rows, *strides, length, cut.chunks, 1 / length,
-            beta, adv_clip / beta, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
-        )  # fmt: skip
+        with on_device_of(v):
+            gradient[(batch * cut.chunks,)](
+                *samples, dv, weights.contiguous(), t_rows, prob, grad_rows, *strides, length, cut.chunks, 1 / length,
+                beta, adv_clip / beta, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps, **EXACT,
+            )  # fmt: skip
     return dv
 
 
@@ -190,6 +192,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_gradient_of_numbers(ctx.needs_input_grad[4:])
     dv = None if grad is None else gradient_function(grad, *ctx.saved_tensors, *ctx.options)
     return dv, *[None] * 8
 

@@ -1,6 +1,7 @@
 """Tensors as rows, and how a row is cut into pieces: by its length alone, so that a sample's bits depend on nothing else."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor
 BLOCK = 1024
 BLOCKS = 4
 ELEMENTS_A_WARP = 8 * (64 if torch.version.hip else 32)
+
+
+# Multiply-adds are fused where the kernels say so (tl.fma) and nowhere else. Left to itself the compiler fuses what is next
+# to what, and the same log-prob comes out another number in a kernel that goes on to subtract from it.
+EXACT = {"enable_fp_fusion": False}
 
 
 class Partition(NamedTuple):
@@ -54,6 +60,13 @@ def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     if not tensor[:1].is_contiguous():
         tensor = tensor.contiguous()
     return tensor, tensor.stride(0)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """Make a tensor's device the current one, which is where Triton launches."""
+    if tensor.device.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(tensor.device.index)
 
 
 def scalars(tensor: Tensor, batch: int) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.device import load, normals, step_mean, velocity
-from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
-from fluvial.kernels.fused.rows import operand, partition, row_length, scalars
+from fluvial.kernels.fused.device import load, normals, step_mean, tree_sum, velocity
+from fluvial.kernels.fused.gaussian_step import FORMS, Saved, Step, finish, input_gradients, reduction_weights, results, save
+from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length, scalars
 from fluvial.kernels.fused.transforms import differentiable
 
 
@@ -20,12 +20,18 @@ from fluvial.kernels.fused.transforms import differentiable
 def draw(
     v_ptr, x_ptr, uncond_ptr,  # [B, N], rows s_* apart
     out_ptr,  # [B, N] float32, rows N apart
+    sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
+    log_prob_ptr,  # [B] float32
     a_ptr, b_ptr, std_ptr, g_ptr,  # [B] float32, s_* apart
     low_ptr, high_ptr,  # [B] int64, words of 32 bits
-    s_v, s_x, s_uncond, s_a, s_b, s_std, s_g, s_low, s_high, length, chunks,
-    BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
+    s_v, s_x, s_uncond, s_a, s_b, s_std, s_g, s_low, s_high, length, batch, chunks, inverse, count,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store a x + b v + std z, z being the numbers of each sample's key."""
+    """Store a x + b v + std z, z being the numbers of each sample's key, and its log-prob.
+
+    The residual is that of the sample as stored, term by term as `residual_sums` forms and adds it: an on-policy ratio is
+    exactly 1.
+    """
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
@@ -35,13 +41,25 @@ def draw(
     g = 1.0
     if uncond_ptr is not None:
         g = tl.load(g_ptr + row * s_g)
+    squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
         offset = tl.arange(0, BLOCK) + i * BLOCK
         mask = offset < length - start
         v = velocity(v_ptr, row * s_v + start, uncond_ptr, row * s_uncond + start, g, offset, mask)
         mean = step_mean(a, load(x_ptr, row * s_x + start, offset, mask), b, v)
         noise = normals(low, high, start + i * BLOCK, BLOCK)
-        tl.store(out_ptr + row * length + start + offset, tl.fma(std, noise, mean), mask=mask)
+        x_next = tl.fma(std, noise, mean)
+        tl.store(out_ptr + row * length + start + offset, x_next, mask=mask)
+        residual = tl.where(mask, x_next - mean, 0.0)
+        squares = tl.fma(residual, residual, squares)
+    square = tree_sum(squares, LEVELS)
+    if sums_ptr is None:
+        results(
+            square, 0.0, row, batch, log_prob_ptr, None, b_ptr, std_ptr, None, None, None, s_b, s_std, 0, 0, 0,
+            inverse, count, 0.0, 0.0, 0.0, FORM, False,
+        )  # fmt: skip
+    else:
+        tl.store(sums_ptr + 2 * row * chunks + program % chunks, square)
 
 
 @torch.library.custom_op("fluvial::sde_step", mutates_args=())
@@ -49,22 +67,28 @@ def operation(
     v: Tensor, x: Tensor, v_uncond: Tensor | None, a: Tensor, b: Tensor, std: Tensor, guidance: Tensor | None,
     low: Tensor, high: Tensor, form: str, reduction: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return x_next, float32 `[B, *event]`, and its log-prob, float32 `[B]`.
-
-    The log-prob is read back from the sample as stored, by the kernel that an update calls, so that an on-policy ratio is
-    exactly 1: two kernels that add in one pass what the other adds in another need not agree to the bit.
-    """
+    """Return x_next, float32 `[B, *event]`, and its log-prob, float32 `[B]`."""
     batch, length = v.shape[0], row_length(v)
     x_next = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    if batch > 0 and length > 0:
-        cut = partition(length)
-        operands = [operand(t) for t in (v, x, v_uncond, a, b, std, guidance, low, high)]
-        pointers, strides = [t for t, _ in operands], [s for _, s in operands]
+    log_prob = x_next.new_empty(batch)
+    if batch == 0:
+        return x_next, log_prob
+    cut = partition(length)
+    partial = None if cut.chunks == 1 else x_next.new_empty((batch, 2, cut.chunks))
+    operands = [operand(t) for t in (v, x, v_uncond, a, b, std, guidance, low, high)]
+    pointers, strides = [t for t, _ in operands], [s for _, s in operands]
+    weights = reduction_weights(length, reduction)
+    with on_device_of(v):
         draw[(batch * cut.chunks,)](
-            *pointers[:3], x_next, *pointers[3:], *strides, length, cut.chunks,
-            BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps,
+            *pointers[:3], x_next, partial, log_prob, *pointers[3:], *strides, length, batch, cut.chunks, *weights,
+            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
-    log_prob, _ = forward(Step(v, x_next, x, None, v_uncond, a, b, std, guidance), form=form, reduction=reduction)
+        if partial is not None:
+            finish[(batch,)](
+                partial, log_prob, None, *pointers[4:6], None, None, None, *strides[4:6], 0, 0, 0, batch, cut.chunks,
+                *weights, 0.0, 0.0, 0.0,
+                LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=False, num_warps=cut.chunk_warps, **EXACT,
+            )  # fmt: skip
     return x_next, log_prob
 
 
@@ -81,7 +105,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 def _backward(ctx: Any, step_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     need_v, need_x, need_uncond, *_ = ctx.needs_input_grad
     needs = (need_v, need_x, False, False, need_uncond)
-    dv, dx, _, _, duncond = input_gradients(ctx, grad, None, needs, step_grad=step_grad)
+    dv, dx, _, _, duncond = input_gradients(ctx, grad, None, needs, first_number=3, step_grad=step_grad)
     return dv, dx, duncond, *[None] * 8
 
 
@@ -102,5 +126,5 @@ def sde_step(
     """Return sample and log-prob; arguments as `core.step.sde_step` takes them, already checked, with a key a sample."""
     coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
     g = None if guidance is None else scalars(guidance, v.shape[0])
-    low, high = (torch.as_tensor(word, device=v.device) for word in key)
+    low, high = (torch.as_tensor(word, device=v.device).expand(v.shape[0]) for word in key)
     return function(v, x, v_uncond, *coefficients, g, low, high, form, reduction)

@@ -15,6 +15,14 @@ SetupContext = Callable[[Any, tuple, Any], None]
 Backward = Callable[..., Any]
 
 
+def refuse_gradient_of_numbers(needed: Sequence[bool]) -> None:
+    """Raise if a gradient is asked for of what is a number a sample: a coefficient, an advantage, ..."""
+    if any(needed):
+        raise NotImplementedError(
+            "the fused kernels give gradients to samples, not to numbers a sample: use implementation='reference'"
+        )
+
+
 def differentiable(
     operation: torch.library.CustomOpDef,
     *,

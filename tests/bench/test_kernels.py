@@ -19,9 +19,8 @@ def test_a_fused_operation_moves_what_must_move(operation: operations.Operation)
     """Each operand once forward and once backward, in at most two launches a pass, and nothing of that size is saved."""
     fused = traffic.count(operation, "fused")
     passes = 2 if operation.gradients else 1
-    read_back = 10 * 2 * 65536 if operation.name == "sde_step" else 0  # v, x and the draw, for its log-prob
-    assert fused.moved_bytes == pytest.approx(fused.must_move_bytes + read_back, rel=0.001)
-    assert fused.launches <= 2 * passes + (operation.name == "sde_step")
+    assert fused.moved_bytes == pytest.approx(fused.must_move_bytes, rel=0.001)
+    assert fused.launches <= 2 * passes
     assert fused.saved_bytes < 1000
 
 

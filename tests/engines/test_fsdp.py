@@ -116,7 +116,7 @@ def test_too_many_skips_in_a_row_end_the_run(one: World) -> None:
 
 def test_a_restored_engine_goes_on_to_the_bit(one: World) -> None:
     """Weights, moments, average, learning rate and counters are all there is."""
-    config = {"ema_decay": 0.9, "schedule": "cosine", "warmup": 3}
+    config: dict[str, Any] = {"ema_decay": 0.9, "schedule": "cosine", "warmup": 3}
     items, weight = data(5)
 
     def steps(trained: Engine, count: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fluvial import kernels
 from fluvial.core import flow_matching, gaussian, guidance, nft, policy
-from fluvial.core.random import fold_in, key, normal
+from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.transitions import Transition
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import IMPLEMENTATIONS
@@ -134,7 +134,15 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "keys": (
         lambda which: kernels.sde_step(V, X, STEP, fold_in(key(0), torch.arange(2)), implementation=which),
-        r"sde_step: key has shape \[2\], expected \[\] or \[3\]",
+        r"sde_step: key.low has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "words of a key": (
+        lambda which: kernels.sde_step(V, X, STEP, Key(torch.ones(3), torch.ones(3)), implementation=which),
+        r"sde_step: key.low is torch.float32, expected torch.int64",
+    ),
+    "no elements": (
+        lambda which: kernels.velocity_error(V[:, :0], X[:, :0], implementation=which),
+        r"velocity_error: v has shape \[3, 0, 5\], expected at least one element a sample",
     ),
     "advantage": (
         lambda which: kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE[:1], **CLIP, implementation=which),
