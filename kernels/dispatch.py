@@ -43,9 +43,9 @@ def resolve(
     """Return the implementation that runs.
 
     "auto" is Triton on CUDA, ROCm and XPU where the kernels serve the arguments, and the reference elsewhere. On two CPU
-    cores the compiled reference was 1.2 to 3.7 times as fast forward and backward at 65,536 elements a sample, and no faster
-    at the 256 of the built-in job (`python -P -m fluvial.bench kernels`); but its first call takes seconds for each new kind
-    of argument, and what a rollout and an update compile need not round alike, so that a first ratio would not be exactly 1.
+    cores the compiled reference was 0.8 to 4.0 times as fast forward and backward at 65,536 elements a sample, and 0.4 to 1.3
+    times at the 256 of the built-in job (`python -P -m fluvial.bench kernels`); but its first call takes seconds for each new
+    kind of argument, and what a rollout and an update compile need not round alike, so that a first ratio would not be 1.
 
     Args:
         function: for messages.
@@ -286,7 +286,9 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | Non
         return "a number a sample (coefficient, advantage, ...) requires a gradient, which the kernels give to samples alone"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active, and the kernels have reverse mode alone"
-    if torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+    # Dynamo knows this question, and not maybe_current_level.
+    functorch = torch._C._functorch
+    if torch.compiler.is_compiling() and isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
         return "torch.compile is outside of torch.func, which it does not trace through the kernels"
     return None
 
