@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -177,8 +176,7 @@ class Engine:
         """Make each block, and the module with what is left, a unit of communication."""
         sharding, mesh = self.sharding, self.world.hybrid_mesh(self.sharding.replicas)
         dtype = sharding.compute_dtype(self.world.device)
-        if dtype != torch.float32:
-            self.module.register_forward_pre_hook(partial(_cast_samples, dtype=dtype), with_kwargs=True)
+        cast_samples(self.module, dtype)
         if sharding.checkpointing:
             for block in blocks:
                 checkpoint(block)  # in place: names of parameters stay as they are
@@ -372,16 +370,31 @@ class Engine:
             shard.copy_(shards[name])
 
 
-def _cast_samples(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], *, dtype: torch.dtype
-) -> tuple[tuple, dict[str, Any]]:
-    """Cast a module's floating-point inputs to the dtype that it computes in, except numbers a sample."""
+def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module take its floating-point inputs in the dtype that it computes in, except numbers a sample."""
 
     def cast(value: Any) -> Any:
         samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
         return value.to(dtype) if samples else value
 
-    return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
+
+    if dtype != torch.float32:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def forward_only(module: nn.Module, world: World, sharding: EngineConfig) -> nn.Module:
+    """Make a module that is not trained compute what an engine's module with the same weights computes, in place.
+
+    Memory held a parameter: 2 or 4 bytes on every rank, by `sharding.compute`; it is not sharded.
+    """
+    dtype = sharding.compute_dtype(world.device)
+    module.to(world.device).requires_grad_(False)
+    for parameter in module.parameters():  # and not buffers, which stay in float32 in a sharded module too
+        parameter.data = parameter.data.to(dtype)
+    cast_samples(module, dtype)
+    return module
 
 
 def _like(parameter: DTensor, shard: Tensor) -> DTensor:

@@ -26,7 +26,7 @@ from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation, evaluate
 from fluvial.engines.export import export
-from fluvial.engines.fsdp import Engine, UpdateInfo
+from fluvial.engines.fsdp import Engine, UpdateInfo, forward_only
 from fluvial.engines.generate import Chunk, generate, sampling_grid, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.pairs import Pairs
@@ -85,7 +85,7 @@ class Trainer:
         # With LoRA the reference is the module without its adapters, and costs no copy.
         needs_copy = config.policy.kl_coef > 0 and config.train == "full"
         self.base = _digest(module)
-        self.reference = copy.deepcopy(module).to(world.device).requires_grad_(False) if needs_copy else None
+        self.reference = forward_only(copy.deepcopy(module), world, config.engine) if needs_copy else None
         self.engine = Engine(
             module, job.model.blocks(module), config.optimizer, world, updates=config.updates, sharding=config.engine
         )

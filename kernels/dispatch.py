@@ -43,9 +43,9 @@ def resolve(
     """Return the implementation that runs.
 
     "auto" is Triton on CUDA, ROCm and XPU where the kernels serve the arguments, and the reference elsewhere. On two CPU
-    cores the compiled reference was 0.8 to 4.0 times as fast forward and backward at 65,536 elements a sample, and 0.4 to 1.3
-    times at the 256 of the built-in job (`python -P -m fluvial.bench kernels`); but its first call takes seconds for each new
-    kind of argument, and what a rollout and an update compile need not round alike, so that a first ratio would not be 1.
+    cores the compiled reference was 0.8 to 4.0 times as fast forward and backward at 65,536 elements a sample, and 0.4 to
+    1.3 times at the 256 of the built-in job (`python -P -m fluvial.bench kernels`); but its first call takes seconds for a
+    new kind of argument, and what a rollout and an update compile need not round alike: a first ratio would not be 1.
 
     Args:
         function: for messages.

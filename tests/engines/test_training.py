@@ -20,7 +20,7 @@ from torch import Tensor
 from fluvial.core.advantages import SCALES
 from fluvial.engines import jobs
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp import OptimizerConfig
+from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
 from fluvial.engines.recipes import PolicyConfig, RolloutConfig, TrainConfig
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.trainer import train
@@ -178,6 +178,17 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     assert moved
     assert all(name.endswith(".weight") for name in moved)
     assert small.records(tmp_path / "run")[-2]["policy"]["kl_ref"] > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
+    """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
+    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "policy": PolicyConfig(kl_coef=0.1)}
+    train(config(tmp_path / "run", train=kind, **changes), job())
+    updates = [record for record in small.records(tmp_path / "run") if "policy" in record]
+    assert [update["first_pass_max_abs_log_ratio"] for update in updates] == [0.0, 0.0]
+    assert updates[0]["policy"]["kl_ref"] == 0.0
+    assert updates[1]["policy"]["kl_ref"] > 0.0
 
 
 @pytest.mark.parametrize("scale", SCALES)
