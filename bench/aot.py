@@ -49,7 +49,7 @@ DTYPES = (
 )
 OUTPUTS = frozenset({"out_ptr", "dv_ptr", "dx_ptr", "dnext_ptr", "dref_ptr", "duncond_ptr"})
 # Numbers that a program stores at most: partial sums, or a sample's results.
-STORED_NUMBERS = {"residual_sums": 1 + gaussian_step.DIAGNOSTICS, "error_sums": 4}
+STORED_NUMBERS = {"residual_sums": 1 + gaussian_step.DIAGNOSTICS, "error_sums": 4, "draw": 1}
 ROW = 8192  # elements of a sample: two chunks, all of it aligned
 SHORT = 1024  # one chunk
 TYPES = {
