@@ -2,7 +2,7 @@
 
 An operation's tensors have the batch in front, so a dimension that vmap adds joins the batch: one rule for all of them.
 `torch.library` registers it, and the gradient, for autograd and torch.compile; torch.func's grad does not take that
-registration and wants the same functions on an autograd.Function, which is what `functional` makes of them.
+registration and wants the same functions on an autograd.Function, which is what `differentiable` makes of them.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,32 +2,17 @@
 
 import json
 import sys
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nets import SHARDINGS, Net, data, squared
-from torch.utils._python_dispatch import TorchDispatchMode
+from nets import SHARDINGS, Collectives, Net, data, squared
 
 from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import world
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 
 ITEMS, MICRO_BATCH = 7, 1
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def main(args: list[str]) -> int:

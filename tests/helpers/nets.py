@@ -1,9 +1,11 @@
 """A net with two blocks, data for it and a loss: what the engine's tests train, in one process and in several."""
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Info(NamedTuple):
@@ -42,6 +44,19 @@ def squared(module: nn.Module) -> Any:
         return error, Info(error.detach())
 
     return loss
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
 
 
 # The ways that a module can lie on the ranks; a new one is a row.
