@@ -102,7 +102,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 micro_batch=config.micro_batch,
                 world=processes,
             )
-        export(engine, config.out, build=model.build, merge=False, world=processes)
+        export(engine.module, config.out, average=engine.averaged(), world=processes)
         record = {
             "command": "fluvial pretrain handwriting",
             "updates": config.updates,

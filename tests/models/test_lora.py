@@ -1,89 +1,321 @@
-"""LoRA: it starts as nothing, trains alone, can be left out, and folds into the weights."""
+"""LoRA: it starts as nothing, trains alone, can be chosen and left out, sharded or not, and folds into the weights."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import adapted
+import peft
 import pytest
 import torch
-from torch import nn
+from adapted import LORA, MODEL, inputs, loss_of, perturb, run
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fluvial.engines.distributed import World, world
+from fluvial.engines.fsdp import Engine
+from fluvial.engines.optimizer import OptimizerConfig
+from fluvial.engines.parallelize import EngineConfig
 from fluvial.models import LoraConfig, add_lora
-from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import merge_lora, without_lora
+from fluvial.models.lora import (
+    adapter_names,
+    adapter_parameters,
+    blend_adapter,
+    copy_adapter,
+    lora_layers,
+    merge_lora,
+    use_adapter,
+    without_lora,
+)
+
+ALL = ("default", "old", "ref")
 
 
-def adapted(*, seed: int = 0) -> tuple[Handwriting, nn.Module]:
-    """The handwriting model with adapters."""
-    model = Handwriting()
-    module = model.build()
-    add_lora(module, LoraConfig(rank=2, alpha=4.0), model.lora_targets, seed=seed)
-    return model, module
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
 
 
-def run(model: Handwriting, module: nn.Module) -> torch.Tensor:
-    """Its velocity of two fixed samples."""
-    x = torch.linspace(-2, 2, 2 * 8 * 32).reshape(2, 1, 8, 32)
-    with torch.no_grad():
-        return model.velocity(module, x, torch.tensor([0.9, 0.4]), model.encode(["0427", "1999"]))
+def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """A copy of an adapter, in full."""
+    return {
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+        for name, parameter in adapter_parameters(module, adapter).items()
+    }
 
 
-def perturb(module: nn.Module) -> None:
-    """Move the adapters from where they are nothing."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.05)
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether two adapters are equal, to the bit."""
+    assert list(left) == list(right)
+    return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_new_adapter_changes_nothing() -> None:
     """To the bit; only the adapters are trained; every target has one."""
-    model, module = adapted()
-    assert torch.equal(run(model, module), run(model, model.build()))
+    module = adapted.adapted()
+    assert torch.equal(run(module), run(MODEL.build()))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    for target in model.lora_targets:
+    for target in MODEL.lora_targets:
         assert any(f".{target}.lora_A" in name for name in trained), target
 
 
 def test_the_seed_decides_the_adapter() -> None:
     """And torch's global generator is left alone."""
     before = torch.random.get_rng_state()
-    one, same, other = (
-        torch.cat([p.flatten() for p in adapted(seed=seed)[1].parameters() if p.requires_grad]) for seed in (1, 1, 2)
-    )
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    one, same_seed, other = (values(adapted.adapted(seed=seed), "default") for seed in (1, 1, 2))
+    assert same(one, same_seed)
+    assert not same(one, other)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_adapter_is_what_peft_makes() -> None:
+    """After the seed, whatever adapters come after it: older runs started from the same values."""
+    plain = MODEL.build()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        targets = list(MODEL.lora_targets)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=LORA.rank, target_modules=targets, lora_dropout=0.0), plain)
+    want = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" in name}
+    for adapters in (("default",), ALL):
+        module = adapted.adapted(*adapters, seed=5)
+        names, found = adapter_names(module, "default"), values(module, "default")
+        assert same(want, {names[name]: tensor for name, tensor in found.items()})
+
+
+def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
+    """All but `default` is frozen, the base too."""
+    module = adapted.adapted(*ALL)
+    assert same(values(module, "default"), values(module, "old"))
+    assert same(values(module, "default"), values(module, "ref"))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == set(adapter_names(module, "default").values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
+    """The weights stay on meta, the very same parameters; adapters have the values and dtype as on real weights."""
+    real, meta = MODEL.build().to(dtype), MODEL.build(empty=True).to(dtype)
+    before = dict(meta.named_parameters())
+    for module in (real, meta):
+        add_lora(module, LORA, MODEL.lora_targets, adapters=ALL, seed=3)
+    for adapter in ALL:
+        assert same(values(real, adapter), values(meta, adapter))
+    for name, parameter in meta.named_parameters():
+        if ".lora_" in name:
+            assert not parameter.is_meta
+        else:
+            assert parameter is before[name.replace(".base_layer.", ".")]
+            assert parameter.is_meta
+    want = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in real.named_parameters()]
+    assert [(name, parameter.dtype, parameter.requires_grad) for name, parameter in meta.named_parameters()] == want
+
+
+def test_names_are_those_of_peft() -> None:
+    """As it writes them to files, and the same for all adapters."""
+    module = adapted.adapted(*ALL)
+    for adapter in ALL:
+        perturb(module, adapter, seed=ALL.index(adapter))
+        assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
 
 
 def test_without_lora_is_the_reference() -> None:
     """Inside the context the base computes, after it the adapters do again."""
-    model, module = adapted()
+    module = adapted.adapted()
     perturb(module)
-    base, with_adapters = run(model, model.build()), run(model, module)
+    base, with_adapters = run(MODEL.build()), run(module)
     assert not torch.allclose(base, with_adapters, atol=1e-3)
     with without_lora(module):
-        assert torch.equal(run(model, module), base)
-    assert torch.equal(run(model, module), with_adapters)
+        assert torch.equal(run(module), base)
+    assert torch.equal(run(module), with_adapters)
+
+
+def test_each_adapter_computes_in_its_context() -> None:
+    """As a module that holds it alone; nested, and after an exception; what is trained stays as it is."""
+    module, want = adapted.adapted(*ALL), {}
+    for seed, adapter in enumerate(ALL):
+        perturb(module, adapter, seed=seed)
+        alone = adapted.adapted()
+        perturb(alone, seed=seed)
+        want[adapter] = run(alone)
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    with use_adapter(module, "old"):
+        assert torch.equal(run(module), want["old"])
+        with without_lora(module):
+            with use_adapter(module, "ref"):
+                assert torch.equal(run(module), want["ref"])
+                assert [parameter.requires_grad for parameter in module.parameters()] == trained
+            assert torch.equal(run(module), run(MODEL.build()))
+        with use_adapter(module, "default"):
+            assert torch.equal(run(module), want["default"])
+        with pytest.raises(KeyError), use_adapter(module, "default"):
+            raise KeyError
+        assert torch.equal(run(module), want["old"])
+    assert torch.equal(run(module), want["default"])
+    assert [parameter.requires_grad for parameter in module.parameters()] == trained
+
+
+def test_what_is_not_there_is_named() -> None:
+    """The message says which adapters there are; without any, the module is its own reference."""
+    module, plain = adapted.adapted("default", "old"), MODEL.build()
+    with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
+        pass
+    with pytest.raises(ValueError, match="there is no adapter ref"):
+        copy_adapter(module, "ref", "old")
+    with pytest.raises(ValueError, match="there is no adapter ref"):
+        blend_adapter(module, "default", "ref", 0.5)
+    with pytest.raises(ValueError, match="the module has none"):
+        adapter_parameters(plain, "default")
+    with without_lora(plain):
+        assert run(plain).isfinite().all()
+
+
+def test_copy_and_blend() -> None:
+    """In place, with the numbers of the equation, and neither changes the source."""
+    module = adapted.adapted(*ALL)
+    for seed, adapter in enumerate(ALL):
+        perturb(module, adapter, seed=seed)
+    default, old, ref = (values(module, adapter) for adapter in ALL)
+    parameters = adapter_parameters(module, "old")
+    blend_adapter(module, "default", "old", 0.75)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach(), 0.75 * old[name] + 0.25 * default[name])
+    copy_adapter(module, "default", "old")
+    assert same(values(module, "old"), default)
+    assert same(values(module, "default"), default)
+    assert same(values(module, "ref"), ref)
+    assert not any(parameter.requires_grad for parameter in parameters.values())
+    with pytest.raises(ValueError, match="decay"):
+        blend_adapter(module, "default", "old", 1.5)
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
     """And has the names of the plain model."""
-    model, module = adapted()
+    module = adapted.adapted()
     perturb(module)
-    before = run(model, module)
+    before = run(module)
     merge_lora(module)
-    torch.testing.assert_close(run(model, module), before, rtol=1e-4, atol=1e-4)
-    assert set(module.state_dict()) == set(model.build().state_dict())
+    torch.testing.assert_close(run(module), before, rtol=1e-4, atol=1e-4)
+    assert set(module.state_dict()) == set(MODEL.build().state_dict())
+    assert not lora_layers(module)
+    assert "peft_config" not in vars(module)  # diffusers would take the adapter's name for taken
 
 
-def test_a_target_that_is_not_there_is_an_error() -> None:
-    """PEFT names it."""
-    model = Handwriting()
-    with pytest.raises(ValueError, match="nowhere"):
-        add_lora(model.build(), LoraConfig(), ["nowhere"])
+def test_another_adapter_can_be_merged() -> None:
+    """It alone goes into the weights; then the module is plain enough for new adapters."""
+    module = adapted.adapted("default", "old")
+    perturb(module, "default", seed=0)
+    perturb(module, "old", seed=1)
+    with use_adapter(module, "old"):
+        before = run(module)
+    merge_lora(module, "old")
+    torch.testing.assert_close(run(module), before, rtol=1e-4, atol=1e-4)
+    add_lora(module, LORA, MODEL.lora_targets)
+    torch.testing.assert_close(run(module), before, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}])
+def test_the_config_may_choose_the_layers() -> None:
+    """Its targets are taken in place of the model's."""
+    module = MODEL.build()
+    add_lora(module, LoraConfig(targets=("to_q", "transformer_blocks.1.ff.net.2")), MODEL.lora_targets)
+    want = {f"transformer_blocks.{block}.attn.to_q" for block in range(4)} | {"transformer_blocks.1.ff.net.2"}
+    assert set(lora_layers(module)) == want
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["nowhere"], "no layer's name ends in nowhere"),
+        (["to_q", "q"], "no layer's name ends in q"),  # a part of a name is not the end of one
+        (["attn"], "expected a linear layer"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
+    """Before anything is changed."""
+    module = MODEL.build()
+    with pytest.raises(ValueError, match=message):
+        add_lora(module, LoraConfig(), targets)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
+def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
+    """It is called `default`, and the names differ."""
+    with pytest.raises(ValueError, match="expected default and then others"):
+        add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
 def test_a_wrong_setting_is_refused(wrong: dict) -> None:
     """When the config is built."""
     with pytest.raises(ValueError, match=r"lora\."):
         LoraConfig(**wrong)
+
+
+# Sharded.
+
+SHARDINGS: list[dict[str, Any]] = [
+    {},
+    {"comm": "reshard", "checkpointing": "block"},
+    {"checkpointing": "selective", "grad_sync": "every"},
+    {"offload": "always"},
+]
+
+
+def engine_of(module: nn.Module, one: World, **sharding: Any) -> Engine:
+    """An engine of the module."""
+    return Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=EngineConfig(**sharding))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_an_update_changes_the_trained_adapter_alone(one: World, sharding: dict[str, Any]) -> None:
+    """To what plain torch makes of it, with old policy and reference in the loss, checkpointed or not."""
+    plain, module = adapted.adapted(*ALL), adapted.adapted(*ALL)
+    for each in (plain, module):
+        perturb(each, "default", seed=0)
+        perturb(each, "old", seed=1)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    others = ("old", None)
+    (loss_of(plain, others)(inputs(4))[0].sum() / 4).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+
+    engine = engine_of(module, one, **sharding)
+    before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    engine.update(inputs(4), torch.ones(4), loss_of(module, others), count=4, micro_batch=2, pad_to=4)
+    trained = set(adapter_names(module, "default").values())
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (name not in trained or name in UNUSED), name
+    want = values(plain, "default")
+    for name, tensor in values(module, "default").items():
+        error = (tensor - want[name]).abs()  # Adam's first step is as long for a gradient that is rounding alone
+        assert error.max() <= 0.001
+        assert error.mean() <= 1e-6
+
+
+# The last block drops its text stream, and with it what one adapter does.
+UNUSED = {f"transformer_blocks.3.attn.add_q_proj.lora_{factor}.default.weight" for factor in "AB"}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_sharded_adapters_are_copied_and_blended(one: World, sharding: dict[str, Any]) -> None:
+    """Also right after a forward pass, which leaves parameters gathered; the next one computes with the new values."""
+    module = adapted.adapted(*ALL)
+    perturb(module, "default", seed=0)
+    perturb(module, "old", seed=1)
+    engine_of(module, one, **sharding)
+    default, old = values(module, "default"), values(module, "old")
+    first = run(module)
+    with use_adapter(module, "ref"):
+        assert not torch.equal(run(module), first)
+    copy_adapter(module, "default", "ref")
+    with use_adapter(module, "ref"):
+        assert torch.equal(run(module), first)
+    blend_adapter(module, "default", "old", 0.75)
+    state = module.state_dict()  # the shards, and not what a forward pass gathered
+    for short, name in adapter_names(module, "old").items():
+        torch.testing.assert_close(state[name].full_tensor(), 0.75 * old[short] + 0.25 * default[short])
+    assert same(values(module, "ref"), default)
+    assert same(values(module, "default"), default)
