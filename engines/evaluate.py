@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.distributed import World
-from fluvial.engines.generate import SamplingGrid, generate, slots
+from fluvial.engines.generate import NO_GUIDANCE, Guidance, SamplingGrid, generate, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.rewards import RewardRunner
 
@@ -27,7 +27,15 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    job: Job, module: nn.Module, *, grid: SamplingGrid, samples: int, micro_batch: int, world: World, show: int = 16
+    job: Job,
+    module: nn.Module,
+    *,
+    grid: SamplingGrid,
+    samples: int,
+    micro_batch: int,
+    world: World,
+    guidance: Guidance = NO_GUIDANCE,
+    show: int = 16,
 ) -> Evaluation:
     """Sample held-out prompts with the ODE and let every judge score them; every rank must take part.
 
@@ -38,6 +46,7 @@ def evaluate(
         samples: in all; they are the same samples, to the noise, whatever the number of ranks.
         micro_batch: samples a chunk.
         world: of the processes.
+        guidance: of every step.
         show: pictures to return.
 
     Raises:
@@ -47,7 +56,9 @@ def evaluate(
     ids, _ = slots(samples, micro_batch=micro_batch, world=world)
     places = (uniform(fold_in(root, 0), (samples,)) * len(job.heldout_prompts)).long().tolist()
     prompts = [job.heldout_prompts[places[i]] for i in ids]
-    chunks = generate(job.model, module, prompts, ids, grid=grid, key=fold_in(root, 1), micro_batch=micro_batch)
+    chunks = generate(
+        job.model, module, prompts, ids, grid=grid, key=fold_in(root, 1), micro_batch=micro_batch, guidance=guidance
+    )
     pictures = torch.cat([chunk.pictures.cpu() for chunk in chunks])
     scores = []
     for judge in job.judges.values():
@@ -60,7 +71,7 @@ def evaluate(
             runner.close()
     show = min(show, samples)
     local = torch.stack(scores, dim=1)
-    table = world.gather(local.to(world.device))[:samples].cpu()
+    table = world.gather_data(local.to(world.device))[:samples].cpu()
     return Evaluation(
         score=dict(zip(job.judges, table.mean(0).tolist(), strict=True)),
         exact=dict(zip(job.judges, (table == 1).float().mean(0).tolist(), strict=True)),

@@ -7,100 +7,30 @@ and what its loss means come in as a pytree and a function.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import optree
 import torch
-from diffusers.optimization import get_scheduler
 from optree import PyTree
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fluvial.core import ema
-from fluvial.core.checks import check_number, trusted_values
+from fluvial.core.checks import trusted_values
+from fluvial.engines import export
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.flops import FlopCounter
+from fluvial.engines.optimizer import OptimizerConfig, adamw, lr_factor
+from fluvial.engines.parallelize import EngineConfig
+from fluvial.engines.parking import Parking
+from fluvial.engines.sharded import Sharded
 
 # loss_fn(items) -> (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], tuple[Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW, its learning-rate schedule, gradient clipping and the average of weights.
-
-    Args:
-        lr: peak learning rate.
-        betas: decay of AdamW's first and second moment.
-        weight_decay: of AdamW.
-        schedule: "constant" or "cosine" (to 0 at the last update), after the warm-up.
-        warmup: updates over which the learning rate rises linearly from 0.
-        max_grad_norm: the gradient's norm over all parameters and ranks is clipped to this.
-        ema_decay: decay of the moving average of weights, which evaluation and export use; 0 uses the weights as they are.
-        max_skipped: stop after this many updates in a row whose gradient was not finite.
-    """
-
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = 0
-    max_grad_norm: float = 1.0
-    ema_decay: float = 0.0
-    max_skipped: int = 10
-
-    def __post_init__(self) -> None:
-        check_number("optimizer", "lr", self.lr, low=0)
-        check_number("optimizer", "weight_decay", self.weight_decay, low=0)
-        check_number("optimizer", "warmup", self.warmup, low=0)
-        check_number("optimizer", "max_grad_norm", self.max_grad_norm, low=1e-12)
-        check_number("optimizer", "max_skipped", self.max_skipped, low=1)
-        for beta in (*self.betas, self.ema_decay):
-            check_number("optimizer", "betas and ema_decay", beta, low=0, high=1)
-            if beta == 1:
-                raise ValueError("optimizer: a decay of 1 never takes in anything new, expected below 1")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How the module lies on the processes, and what is given up for memory.
-
-    Args:
-        comm: "keep" gathers parameters once an update and keeps them unsharded until its last backward pass; "reshard"
-            frees them after each use and gathers them again.
-        grad_sync: "last" reduces gradients once an update, and holds them unsharded until then; "every" reduces them after
-            each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
-        replicas: copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all ranks.
-        compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            CUDA). The master weights are float32, and numbers a sample (noise levels, timesteps) stay as they are.
-        reduce: dtype that gradients are reduced in.
-        checkpointing: keep a block's inputs alone for the backward pass, and compute the rest again.
-        offload: keep shards of parameters, gradients and optimizer state on the CPU, and move what is used.
-    """
-
-    comm: Literal["keep", "reshard"] = "keep"
-    grad_sync: Literal["last", "every"] = "last"
-    replicas: int = 1
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    reduce: Literal["float32", "bfloat16"] = "float32"
-    checkpointing: bool = False
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("engine", "replicas", self.replicas, low=1)
-
-    def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype that is computed in on a device."""
-        if self.compute == "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
-        return DTYPES[self.compute]
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UpdateInfo(NamedTuple):
@@ -113,26 +43,29 @@ class UpdateInfo(NamedTuple):
     mean: dict[str, float]  # of each diagnostic, over the items that were computed
     max_abs: dict[str, float]
     items: int  # computed, over all ranks
+    flops: int  # of the model's forward and backward passes on this rank, without what checkpointing computed again
 
 
 class Engine:
     """A module sharded with FSDP2, its optimizer, its learning-rate schedule and its moving average.
 
-    Memory held a parameter, sharded over R ranks (of one replica): 4 bytes / R for the fp32 master, and for trainable ones
-    8 / R for AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient; on
-    the CPU with offload. Unsharded an update holds, in the dtype of the computation, with comm="keep" all parameters, else
-    those of two blocks; and with grad_sync="last" all gradients, else those of a block.
+    Memory held a parameter is what `Sharded` holds, and for trainable ones, sharded over the R ranks of one replica, 8 bytes
+    / R for AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient; on
+    the CPU with offload="always". Unsharded an update holds, in the dtype of the computation, with grad_sync="last" all
+    gradients, else those of a block; `fluvial plan` adds it up.
 
     Args:
-        module: on the CPU, with its weights; parameters that do not require gradients stay frozen.
+        module: as `Sharded` takes it; parameters that do not require gradients stay frozen.
         blocks: the repeated blocks of the module; each is one unit of communication.
         config: of the optimizer.
         world: of the processes.
         updates: planned in all, for the learning-rate schedule.
         sharding: how the module lies on them.
+        weights: folder that parameters on the meta device are read from.
 
     Raises:
-        UsageError: the ranks are no multiple of the replicas.
+        UsageError: the configuration does not fit the module or the ranks.
+        ValueError: the module has nothing to train.
     """
 
     def __init__(
@@ -144,53 +77,20 @@ class Engine:
         *,
         updates: int,
         sharding: EngineConfig | None = None,
+        weights: Path | None = None,
     ) -> None:
-        self.config, self.world, self.sharding = config, world, sharding or EngineConfig()
-        if self.sharding.offload:  # parameters stay on the CPU
-            for submodule in module.modules():
-                for name, buffer in submodule.named_buffers(recurse=False):
-                    setattr(submodule, name, buffer.to(world.device))
-        self.module = module if self.sharding.offload else module.to(world.device)
-        self._shard(blocks)
-        for sharded in self._units():
-            # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
+        self.sharded = Sharded(module, blocks, world, sharding or EngineConfig(), weights=weights)
+        self.config, self.world, self.sharding = config, self.sharded.world, self.sharded.config
+        self.module = self.sharded.module
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
-        self.optimizer = torch.optim.AdamW(
-            self.trainable.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
-        # Only the function of the number of updates is taken: without state there is nothing to resume.
-        self.lr_factor: Callable[[int], float] = get_scheduler(
-            "constant_with_warmup" if config.schedule == "constant" else "cosine",
-            self.optimizer,
-            num_warmup_steps=config.warmup,
-            num_training_steps=updates,
-        ).lr_lambdas[0]
+        self.optimizer = adamw(self.trainable.values(), config)
+        self.lr_factor = lr_factor(self.optimizer, config, updates=updates)
         self.average = ema.init(self._local()) if config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
-
-    def _shard(self, blocks: Sequence[nn.Module]) -> None:
-        """Make each block, and the module with what is left, a unit of communication."""
-        sharding, mesh = self.sharding, self.world.hybrid_mesh(self.sharding.replicas)
-        dtype = sharding.compute_dtype(self.world.device)
-        cast_samples(self.module, dtype)
-        if sharding.checkpointing:
-            for block in blocks:
-                checkpoint(block)  # in place: names of parameters stay as they are
-        for unit in [*blocks, self.module]:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=sharding.comm == "reshard",
-                # The root would cast timesteps too, which have more digits than bfloat16 holds; the hook does not.
-                mp_policy=MixedPrecisionPolicy(dtype, DTYPES[sharding.reduce], cast_forward_inputs=unit is not self.module),
-                offload_policy=CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-                if sharding.offload
-                else OffloadPolicy(),
-            )
+        self.parking = Parking(self.world.device)  # of the optimizer state, the average and gradients
+        self.flops: dict[int, int] = {}  # of the model, by the size of the micro-batch
 
     def update(
         self, items: PyTree[Tensor], weight: Tensor, loss_fn: LossFn, *, count: int, micro_batch: int, pad_to: int
@@ -211,17 +111,20 @@ class Engine:
         Raises:
             RunError: the gradient was not finite in `max_skipped` updates in a row.
         """
-        items, weight, real = _padded(items, weight, pad_to=pad_to, micro_batch=micro_batch)
-        n = weight.shape[0] // micro_batch
-        loss_sum, sums, peaks, names = weight.new_zeros(()), None, None, ()
-        for i in range(n):
-            rows = slice(i * micro_batch, (i + 1) * micro_batch)
+        self._check_onloaded()
+        device, held, n = self.world.device, weight.shape[0], math.ceil(pad_to / micro_batch)
+        real = torch.zeros(n * micro_batch, device=device)
+        real[:held] = 1
+        batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
+        loss_sum, sums, peaks, names = torch.zeros((), device=device), None, None, ()
+        for i, (batch, factor) in enumerate(batches):
+            counted = real[i * micro_batch : (i + 1) * micro_batch]
             self._set_last(i == n - 1)
-            with trusted_values():
-                loss, info = loss_fn(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items))
-            total = (loss * weight[rows]).sum() / count
-            total.backward()
-            names, leaves = info._fields, torch.stack([leaf.detach() * real[rows] for leaf in info])
+            with self.sharded.train(), trusted_values(), self._counted(micro_batch):
+                loss, info = loss_fn(batch)
+                total = (loss * factor * counted).sum() / count
+                total.backward()
+            names, leaves = info._fields, torch.stack([leaf.detach() * counted for leaf in info])
             loss_sum = loss_sum + total.detach()
             sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
             peak = leaves.abs().amax(1)
@@ -233,8 +136,20 @@ class Engine:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         local = torch.cat([torch.stack([loss_sum, real.sum()]), sums, peaks])[None]
         # The one read-back of the update.
-        table = torch.cat([self.world.gather(local), norm.to(local).expand(1, local.shape[1])]).tolist()
-        return self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
+        table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
+        info = self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
+        return info._replace(flops=n * self.flops[micro_batch])
+
+    @contextmanager
+    def _counted(self, micro_batch: int) -> Iterator[None]:
+        """Count the FLOPs of the first micro-batch of a size; those of the others are the same."""
+        if micro_batch in self.flops:
+            yield
+            return
+        # A compiled block is counted as it was written: what the compiler makes of it, no counter sees.
+        with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.sharding.compile else "default"):
+            yield
+        self.flops[micro_batch] = counter.model
 
     def _step(self, names: tuple[str, ...], *, ranks: list[list[float]], grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and put the ranks' numbers together."""
@@ -270,6 +185,7 @@ class Engine:
             mean={name: sum(values) / max(items, 1) for name, values in columns.items()},
             max_abs={name: _max(values) for name, values in peaks.items()},
             items=int(items),
+            flops=0,
         )
 
     @contextmanager
@@ -280,36 +196,61 @@ class Engine:
             average: with the moving average in place of the weights, if there is one.
         """
         swap = average and bool(self.average)
+        if swap:
+            self._check_onloaded()
         kept = ema.init(self._local()) if swap else {}
-        with torch.no_grad():
+        if swap:
+            self._write_local(self.average)
+        try:
+            with self.sharded.inference() as module:
+                yield module
+        finally:
             if swap:
-                self._write_local(self.average)
-            for unit in self._units():
-                unit.set_reshard_after_forward(False)
-            try:
-                yield self.module
-            finally:
-                for unit in self._units():
-                    unit.reshard()
-                    unit.set_reshard_after_forward(self.sharding.comm == "reshard")
-                if swap:
-                    self._write_local(kept)
+                self._write_local(kept)
 
-    def weights(self, *, average: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) of every parameter and buffer, one at a time; every rank must take part.
+    def offload(self, *, parameters: bool = True) -> None:
+        """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
+
+        Memory: the host holds as much, pinned for a GPU; the device keeps nothing of it.
+
+        Args:
+            parameters: if false, the parameters stay, so that samples can still be made.
+        """
+        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        self.parking.park(_local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
+        if parameters:
+            self.sharded.offload()
+
+    def onload(self) -> None:
+        """Bring back what was offloaded, to the bit."""
+        self.sharded.onload()
+        self.parking.restore()
+
+    def _check_onloaded(self) -> None:
+        self.sharded.parking.check_restored()
+        self.parking.check_restored()
+
+    def weights(
+        self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor on the CPU), one at a time, as `export.weights` does; every rank must take part.
 
         Args:
             average: take the moving average where there is one.
+            adapter, merge, dtype: which tensors, and as what.
         """
-        for name, tensor in self.module.state_dict().items():
-            if average and name in self.average:
-                trained = self.trainable[name]
-                assert isinstance(trained, DTensor)
-                tensor = _like(trained, self.average[name])
-            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        averaged = self.averaged() if average else None
+        return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
+        self._check_onloaded()
+        return {name: _like(self.trainable[name], shard) for name, shard in self.average.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run must find again, as a flat dict of (sharded) tensors: weights, moments, average."""
+        self._check_onloaded()
         state: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             assert isinstance(parameter, DTensor)
@@ -346,9 +287,6 @@ class Engine:
                     assert isinstance(averaged, DTensor)
                     self.average[name] = averaged.to_local().clone()
 
-    def _units(self) -> list[FSDPModule]:
-        return [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
-
     def _set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the update's last: then gradients are reduced and parameters freed."""
         root = self.module
@@ -359,46 +297,16 @@ class Engine:
 
     def _local(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trainable parameters."""
-        shards = {}
-        for name, parameter in self.trainable.items():
-            assert isinstance(parameter, DTensor)
-            shards[name] = parameter.to_local().detach()
-        return shards
+        return self.sharded.shards(trainable=True)
 
     def _write_local(self, shards: dict[str, Tensor]) -> None:
         for name, shard in self._local().items():
             shard.copy_(shards[name])
 
 
-def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module take its floating-point inputs in the dtype that it computes in, except numbers a sample."""
-
-    def cast(value: Any) -> Any:
-        samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
-        return value.to(dtype) if samples else value
-
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
-
-    if dtype != torch.float32:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def forward_only(module: nn.Module, world: World, sharding: EngineConfig) -> nn.Module:
-    """Make a module that is not trained compute what an engine's module with the same weights computes, in place.
-
-    Memory held a parameter: 2 or 4 bytes on every rank, by `sharding.compute`; it is not sharded.
-    """
-    dtype = sharding.compute_dtype(world.device)
-    module.to(world.device).requires_grad_(False)
-    for parameter in module.parameters():  # and not buffers, which stay in float32 in a sharded module too
-        parameter.data = parameter.data.to(dtype)
-    cast_samples(module, dtype)
-    return module
-
-
-def _like(parameter: DTensor, shard: Tensor) -> DTensor:
+def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
     """Return this rank's shard as part of a tensor laid out as `parameter`."""
+    assert isinstance(parameter, DTensor)
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -409,15 +317,24 @@ def _like(parameter: DTensor, shard: Tensor) -> DTensor:
     )
 
 
-def _padded(
-    items: PyTree[Tensor], weight: Tensor, *, pad_to: int, micro_batch: int
-) -> tuple[PyTree[Tensor], Tensor, Tensor]:
-    """Fill items up with repeats of weight 0 to whole micro-batches: (items, weight, 1 where an item is real)."""
-    length = math.ceil(pad_to / micro_batch) * micro_batch
-    index = torch.arange(length, device=weight.device)
-    real = (index < weight.shape[0]).to(weight.dtype)
-    take = index % weight.shape[0]
-    return optree.tree_map(lambda tensor: tensor[take], items), weight[take] * real, real
+def micro_batches(
+    items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device
+) -> Iterator[PyTree[Tensor]]:
+    """Yield the items of a pytree, `[P, ...]`, in ceil(pad_to / micro_batch) micro-batches on a device.
+
+    All are whole: what is missing repeats items from the first on. Micro-batches without repeats are views.
+    """
+    held = len(optree.tree_leaves(items)[0])
+    for start in range(0, pad_to, micro_batch):
+        stop = start + micro_batch
+        # On the host: where the items are, a slice and an index are taken alike.
+        rows = slice(start, stop) if stop <= held else [i % held for i in range(start, stop)]
+        yield optree.tree_map(lambda tensor, rows=rows: tensor[rows].to(device, non_blocking=True), items)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that may be sharded; it shares its storage."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _max(values: list[float]) -> float:

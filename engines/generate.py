@@ -5,13 +5,15 @@ on the number of ranks nor on which of them made it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from fluvial.core import transitions
+from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory, rollout
@@ -20,9 +22,40 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.distributed import World
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, VelocityModel
+from fluvial.models.guided import Guided, guided_velocity
 
 # Initial noise and the noise of the steps are drawn from keys apart.
 INITIAL, STEPS = 0, 1
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance of every step, arXiv 2207.12598.
+
+    Args:
+        scale: g in v_uncond + g (v - v_uncond); 1 is none, and computes no unconditional half.
+        negative: the prompt that is guided away from; for most models the empty one.
+        forwards: one forward pass of both halves, or two, which takes less memory.
+        gradient: in training flows through both halves, or through the conditional one alone.
+    """
+
+    scale: float = 1.0
+    negative: str = ""
+    forwards: Literal["one", "two"] = "one"
+    gradient: Literal["both", "conditional"] = "both"
+
+    def __post_init__(self) -> None:
+        check_number("guidance", "scale", self.scale, low=0)
+
+    def encode(self, model: VelocityModel, prompts: Sequence[str]) -> Cond:
+        """Return the conditioning of a batch of prompts, with what it is guided away from if there is guidance."""
+        cond = model.encode(prompts)
+        if self.scale == 1:
+            return cond
+        return Guided(cond, model.encode([self.negative] * len(prompts)), torch.full((len(prompts),), self.scale))
+
+
+NO_GUIDANCE = Guidance()
 
 
 class Slots(NamedTuple):
@@ -33,9 +66,9 @@ class Slots(NamedTuple):
 
 
 def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
-    """Return this rank's slots of a batch, as many on every rank; gathered by rank they are 0, 1, ... and then repeats."""
-    share = -(-samples // (micro_batch * world.size)) * micro_batch
-    mine = range(world.rank * share, (world.rank + 1) * share)
+    """Return this rank's slots of a batch, as many on every rank; gathered by group they are 0, 1, ... and then repeats."""
+    share = -(-samples // (micro_batch * world.data_size)) * micro_batch
+    mine = range(world.data_rank * share, (world.data_rank + 1) * share)
     return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
 
 
@@ -77,6 +110,7 @@ def generate(
     reduction: Reduction = "mean",
     keep_velocity: bool = False,
     implementation: Implementation = "auto",
+    guidance: Guidance = NO_GUIDANCE,
 ) -> Iterator[Chunk]:
     """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
 
@@ -93,6 +127,7 @@ def generate(
         form, reduction: of the recorded log-probs.
         keep_velocity: also record the model's output.
         implementation: of the log-prob, see `fluvial.kernels.dispatch`.
+        guidance: of every step.
     """
     device = grid.timesteps.device
 
@@ -103,10 +138,11 @@ def generate(
         chunk = prompts[start : start + micro_batch]
         rows = slice(start, start + micro_batch)
         own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, initial or ids))
-        cond = optree.tree_map(lambda tensor: tensor.to(device), model.encode(chunk))
+        cond = optree.tree_map(lambda tensor: tensor.to(device), guidance.encode(model, chunk))
 
         def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
-            return model.velocity(module, x, sigma, cond, timestep=grid.timesteps[step].expand(len(x)))
+            timestep = grid.timesteps[step].expand(len(x))
+            return guided_velocity(model, module, x, sigma, cond, timestep=timestep, forwards=guidance.forwards)
 
         with torch.no_grad():
             trajectory = rollout(

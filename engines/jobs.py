@@ -46,14 +46,14 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None) -> 
     )
 
 
-def build(job: Job) -> nn.Module:
-    """Return a job's network with its weights, on the CPU.
+def build(job: Job, *, empty: bool = False) -> nn.Module:
+    """Return a job's network with its weights, on the CPU, or `empty`, with parameters on the meta device.
 
     Raises:
         UsageError: the weights are missing, damaged or of another model.
     """
     try:
-        return job.model.build()
+        return job.model.build(empty=empty)
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"the model cannot be loaded: {reason}") from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.distributed import World
 from fluvial.models import Cond
 
 
@@ -23,7 +24,7 @@ class Pairs(NamedTuple):
     log_prob_old: Tensor
     advantage: Tensor
     weight: Tensor  # 0 for pairs that only fill up
-    cond: Cond
+    sample: Tensor  # int64, the row of the conditioning that it was made with, which the steps of a sample share
     v_old: Tensor | None  # the velocity that the rollout was made with, if the objective asks for it
     v_ref: Tensor | None  # the reference model's velocity, if a KL term asks for it
 
@@ -36,13 +37,12 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Cond) -> Pairs:
+def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor) -> Pairs:
     """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
 
     Args:
         trajectory: B samples, S recorded steps.
         advantage, weight: `[B]`.
-        cond: a pytree of tensors `[B, ...]`.
     """
     batch, count = trajectory.log_prob.shape
 
@@ -56,7 +56,7 @@ def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Con
         log_prob_old=trajectory.log_prob.transpose(0, 1).flatten(),
         advantage=spread(advantage),
         weight=spread(weight),
-        cond=optree.tree_map(spread, cond),
+        sample=spread(torch.arange(batch, device=advantage.device)),
         v_old=None if trajectory.velocity is None else trajectory.velocity.transpose(0, 1).flatten(0, 1),
         v_ref=None,
     )
@@ -65,14 +65,51 @@ def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor, cond: Con
 def kept(pairs: Pairs, adds: Tensor) -> Pairs:
     """Return the pairs that add something to the loss, in order; the others need not be computed.
 
-    If none does, the first pair stays, with weight 0, so that there is something to run.
-
     Args:
         pairs: P pairs.
         adds: `[P]` on the host, so that no device is waited for; 0 for pairs that add nothing.
     """
-    if not adds.any():
-        first: Pairs = optree.tree_map(lambda tensor: tensor[:1], pairs)
-        return first._replace(weight=torch.zeros_like(first.weight))
     rows = torch.nonzero(adds).flatten().to(pairs.step.device)
     return optree.tree_map(lambda tensor: tensor[rows], pairs)
+
+
+def moves(counts: Sequence[int]) -> list[list[int]]:
+    """Return how many pairs each rank gives to each, so that all have as many, but for one; few pairs are moved.
+
+    Args:
+        counts: pairs of each rank.
+    """
+    ranks = range(len(counts))
+    share, more = divmod(sum(counts), len(counts))
+    surplus = [count - share - (rank < more) for rank, count in enumerate(counts)]
+    plan = [[0] * len(counts) for _ in ranks]
+    for giver in ranks:
+        for taker in ranks:
+            if surplus[giver] > 0 > surplus[taker]:
+                plan[giver][taker] = moved = min(surplus[giver], -surplus[taker])
+                surplus[giver], surplus[taker] = surplus[giver] - moved, surplus[taker] + moved
+    return plan
+
+
+def balanced(pairs: Pairs, cond: Cond, counts: Sequence[int], world: World) -> tuple[Pairs, Cond]:
+    """Move pairs between ranks as `moves` says, with their conditioning; every rank must take part.
+
+    Args:
+        pairs: of this rank, the last of which are given away.
+        cond: a pytree of tensors `[B, ...]`, in which `pairs.sample` counts.
+        counts: pairs of each rank, the same on all.
+        world: of the processes.
+    """
+    plan, rank = moves(counts), world.data_rank
+    send, receive = plan[rank], [row[rank] for row in plan]
+    stay = len(pairs.step) - sum(send)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return world.exchange(tensor[stay:], send, receive)
+
+    rows = pairs.sample[stay:]
+    known = len(optree.tree_leaves(cond)[0])
+    received: Pairs = optree.tree_map(moved, pairs)
+    received = received._replace(sample=known + torch.arange(sum(receive), device=rows.device))
+    cond = optree.tree_map(lambda table: torch.cat([table, world.exchange(table[rows], send, receive)]), cond)
+    return optree.tree_map(lambda own, new: torch.cat([own[:stay], new]), pairs, received), cond

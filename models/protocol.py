@@ -1,6 +1,7 @@
 """What the rest of fluvial asks of a model: one small adapter an architecture, none an algorithm."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -34,8 +35,13 @@ class VelocityModel(Protocol):
         """Names of the linear layers that LoRA adapts, as PEFT spells them (suffixes of module names)."""
         ...
 
-    def build(self) -> nn.Module:
-        """Return the trained network with its base weights."""
+    @property
+    def weights(self) -> Path | None:
+        """The folder of the base weights, as diffusers saves a model; None where the network builds them itself."""
+        ...
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the network that is trained, with its base weights, or `empty`, with parameters on the meta device."""
         ...
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -51,7 +57,7 @@ class VelocityModel(Protocol):
         ...
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Return the conditioning of a batch of prompts."""
+        """Return the conditioning of a batch of prompts; the empty prompt is none, for guidance away from it."""
         ...
 
     def velocity(

@@ -65,15 +65,17 @@ class Handwriting:
     def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
         self.weights, self.seed = weights, seed
 
-    def build(self) -> nn.Module:
-        """Return the transformer with its weights, in float32.
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the transformer with its weights, in float32, or `empty`, with parameters on the meta device.
 
         Raises:
-            ValueError: the weights' folder is missing a file or holds another model.
+            ValueError: the weights' folder is missing a file or holds another model, or empty was asked for without one.
         """
         from diffusers import SD3Transformer2DModel
 
         if self.weights is None:
+            if empty:
+                raise ValueError("a model with random weights has no folder that they could be read from")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 return SD3Transformer2DModel(**CONFIG)
@@ -85,6 +87,11 @@ class Handwriting:
             raise ValueError(f"{config} is not of a model: it holds no settings")
         if different := [name for name, value in CONFIG.items() if found.get(name) != value]:
             raise ValueError(f"{config} is not of the handwriting model: {', '.join(different)} differ")
+        if empty:
+            from accelerate import init_empty_weights
+
+            with init_empty_weights(include_buffers=False):
+                return SD3Transformer2DModel(**CONFIG)
         module = SD3Transformer2DModel.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
         if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
             raise ValueError(f"{self.weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
@@ -109,8 +116,13 @@ class Handwriting:
         check_code(prompt)
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
-        """Return the codes one-hot; the transformer's first linear layers make embeddings of them."""
-        digits = nn.functional.one_hot(as_digits(prompts), 10).to(torch.float32)
+        """Return the codes one-hot, and zeros for the empty one; the transformer's first linear layers embed them.
+
+        The shipped weights were not trained without a code, so guidance away from the empty one is of no use to them.
+        """
+        given = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
+        digits = nn.functional.one_hot(as_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * given
+        digits = digits.to(torch.float32)
         position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
 

@@ -6,8 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nets import SHARDINGS, Collectives, Net, data, squared
+from nets import SHARDINGS, Net, data, squared
 
+from fluvial.bench.counting import Collectives
 from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import world
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig

@@ -116,7 +116,7 @@ def test_checkpointing_keeps_a_blocks_inputs_alone(one: World) -> None:
 
     def saved(checkpointing: bool) -> int:
         net, (items, _) = Net(), data(7)
-        sharding = EngineConfig(checkpointing=checkpointing)
+        sharding = EngineConfig(checkpointing="block" if checkpointing else "none")
         engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=sharding)
         counted = 0
 

@@ -7,42 +7,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small
 import torch
+from runs import alternating, config, job
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.core.advantages import SCALES
-from fluvial.engines import jobs
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
-from fluvial.engines.recipes import PolicyConfig, RolloutConfig, TrainConfig
+from fluvial.engines.recipes import PolicyConfig, RolloutConfig
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.trainer import train
-
-
-def config(out: Path, **changes: Any) -> TrainConfig:
-    """A run of two updates of eight samples."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
-    run = TrainConfig(
-        out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
-    )
-    return replace(run, **changes)
-
-
-def alternating(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward that differs within every group."""
-    return torch.arange(len(prompts)).float() % 2
-
-
-def job(**changes: Any) -> jobs.Job:
-    """The built-in job with another reward."""
-    return replace(jobs.handwriting(), **{"reward": alternating, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +169,20 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
     assert [update["first_pass_max_abs_log_ratio"] for update in updates] == [0.0, 0.0]
     assert updates[0]["policy"]["kl_ref"] == 0.0
     assert updates[1]["policy"]["kl_ref"] > 0.0
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Path, kind: Any) -> None:
+    """With a reference, an average and evaluations between the updates."""
+    weights = []
+    for offload in ("none", "phases"):
+        run = config(
+            tmp_path / offload, train=kind, eval_every=1, optimizer=OptimizerConfig(ema_decay=0.5),
+            policy=PolicyConfig(kl_coef=0.1), engine=EngineConfig(offload=offload),  # type: ignore[arg-type]
+        )  # fmt: skip
+        train(run, job())
+        weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("scale", SCALES)

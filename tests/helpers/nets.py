@@ -1,11 +1,9 @@
 """A net with two blocks, data for it and a loss: what the engine's tests train, in one process and in several."""
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Info(NamedTuple):
@@ -46,19 +44,6 @@ def squared(module: nn.Module) -> Any:
     return loss
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # The ways that a module can lie on the ranks; a new one is a row.
 SHARDINGS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -66,8 +51,10 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "sync every": {"grad_sync": "every"},
     "reshard, sync every": {"comm": "reshard", "grad_sync": "every"},
     "two replicas": {"replicas": 2},
-    "checkpointing": {"checkpointing": True},
-    "offload": {"offload": True},
+    "checkpointing": {"checkpointing": "block"},
+    "selective checkpointing": {"checkpointing": "selective"},
+    "offload": {"offload": "always"},
+    "offload between phases": {"offload": "phases"},
     "bfloat16": {"compute": "bfloat16"},
-    "bfloat16, all of it": {"compute": "bfloat16", "comm": "reshard", "checkpointing": True, "offload": True},
+    "bfloat16, all of it": {"compute": "bfloat16", "comm": "reshard", "checkpointing": "block", "offload": "always"},
 }

@@ -43,13 +43,22 @@ def command(*args: str, ranks: int = 1) -> list[str]:
     """Return the argument list of a run on a number of ranks."""
     if ranks == 1:
         return [sys.executable, "-P", "-m", "fluvial.engines", *args]
-    launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, "-m", "fluvial.engines", *args]
+    return [*launcher(ranks), "-m", "fluvial.engines", *args]
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which one and several ranks use the same number of threads, and so the same kernels."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+def launcher(ranks: int) -> list[str]:
+    """Return the beginning of a torchrun command line."""
+    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def environment(*, helpers: bool = False) -> dict[str, str]:
+    """Return an environment in which one and several ranks use the same number of threads, and so the same kernels.
+
+    Args:
+        helpers: let a script that is run by its path import what lies beside this file.
+    """
+    path = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"} if helpers else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **path}
 
 
 def one_line(text: str) -> str:

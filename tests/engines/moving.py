@@ -1,0 +1,54 @@
+"""Run by torchrun: pairs whose every field tells which pair it is, moved between ranks, for test_pairs.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from fluvial.engines.cli import exit_with
+from fluvial.engines.distributed import world
+from fluvial.engines.pairs import Pairs, balanced
+
+
+def main(args: list[str]) -> int:
+    """Write [{found by rank, expected}], a pair being [its number by each field]."""
+    result = []
+    with world() as processes:
+        for sequence in (1, 2):
+            grouped = processes.grouped(sequence)
+            for counts in ([5, 0, 2, 1], [1, 9, 0, 3]):
+                counts = counts[: grouped.data_size]
+                rank, samples = grouped.data_rank, 3
+                numbers = torch.arange(counts[rank]) + 100 * rank
+                rows = torch.arange(counts[rank]) % samples
+                pairs = Pairs(
+                    x=numbers.float()[:, None, None].expand(-1, 2, 3), x_next=numbers.float()[:, None] + 0.5, step=numbers,
+                    log_prob_old=numbers.double(), advantage=numbers.float(), weight=torch.ones(counts[rank]),
+                    sample=rows, v_old=None, v_ref=None,
+                )  # fmt: skip
+                cond = {"tokens": (10.0 * rank + torch.arange(samples))[:, None].expand(-1, 4)}
+                moved, table = balanced(pairs, cond, counts, grouped)
+                found = [
+                    [int(a), float(b), float(c), int(d), float(e)]
+                    for a, b, c, d, e in zip(
+                        moved.step, moved.x[:, 1, 2], moved.x_next[:, 0], moved.log_prob_old,
+                        table["tokens"][moved.sample][:, 3], strict=True,
+                    )
+                ]  # fmt: skip
+                expected = [
+                    [n + 100 * r, n + 100.0 * r, n + 100.0 * r + 0.5, n + 100 * r, 10.0 * r + n % samples]
+                    for r, count in enumerate(counts)
+                    for n in range(count)
+                ]
+                everyone = processes.gather_items(found)
+                for own in range(sequence):  # the ranks of a group have the same
+                    assert everyone[own::sequence] == everyone[::sequence]
+                result.append({"found": everyone[::sequence], "expected": expected})
+        if processes.is_main:
+            Path(args[0]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Ranks that share a sample's tokens take the update that one process takes, and hand out whole velocities."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import tokens
+import torch
+from nets import Net
+
+from fluvial.engines.distributed import World, world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """The number of ranks, in pairs, and what context.py found."""
+    out = tmp_path_factory.mktemp("context") / "result.json"
+    done = subprocess.run(
+        [*small.launcher(request.param), str(HERE / "context.py"), str(out)],
+        env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return request.param, json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("lies", tokens.LIES)
+@pytest.mark.parametrize("model", tokens.MODELS)
+def test_loss_and_gradients_are_those_of_one_process(
+    ranks: tuple[int, dict[str, Any]], one: World, model: str, lies: str
+) -> None:
+    """Velocities, loss, and every gradient."""
+    size, result = ranks
+    build, velocity = tokens.MODELS[model]
+    net, items, found = build(), tokens.data(), result[model][lies]
+    with torch.no_grad():
+        whole = velocity(net, items)
+    engine = Engine(net, tokens.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
+    info = engine.update(
+        items, torch.ones(tokens.ITEMS), tokens.loss_of(velocity, net),
+        count=tokens.ITEMS, micro_batch=2, pad_to=tokens.ITEMS,
+    )  # fmt: skip
+    assert found["info"]["items"] == tokens.ITEMS
+    assert found["info"]["loss"] == pytest.approx(info.loss, rel=1e-5)
+    assert found["info"]["grad_norm"] == pytest.approx(info.grad_norm, rel=1e-5)
+    assert found["info"]["flops"] < info.flops
+    copies = torch.tensor(found["velocity"]).reshape(size // 2, 2, -1, *whole.shape[1:])
+    assert torch.equal(copies[:, 0], copies[:, 1])  # every rank of a pair has the same, so its log-probs have
+    torch.testing.assert_close(copies[:, 0].flatten(0, 1), whole, rtol=1e-5, atol=1e-5)
+    for name, gradient in tokens.gradients(engine).items():
+        torch.testing.assert_close(torch.tensor(found["gradients"][name]), gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", tokens.MODELS)
+def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]], model: str) -> None:
+    """By the name of the input and its number of tokens."""
+    _, result = ranks
+    assert "context_parallel is 2, but encoder_hidden_states has 3 tokens" in result[model]["odd"]
+
+
+def test_what_cannot_be_split_is_refused(one: World) -> None:
+    """Ranks that do not divide, and models that diffusers has no plan for."""
+    config = EngineConfig(context_parallel=2)
+    net = Net()
+    with pytest.raises(UsageError, match="context_parallel is 2, expected a divisor of the 1 ranks"):
+        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=config)

@@ -1,0 +1,45 @@
+"""Pairs that are dropped and moved: every rank ends up with as many, and all of them are still there once."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluvial.engines.pairs import moves
+
+HERE = Path(__file__).parent
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_moves_level_the_ranks(counts: list[int]) -> None:
+    """Nothing is made or lost, shares differ by one at most, and nobody both gives and takes."""
+    plan = moves(counts)
+    after = [
+        count - sum(plan[rank]) + sum(row[rank] for row in plan) for rank, count in enumerate(counts)
+    ]
+    assert sum(after) == sum(counts)
+    assert max(after) - min(after) <= 1
+    for rank in range(len(counts)):
+        gives, takes = sum(plan[rank]), sum(row[rank] for row in plan)
+        assert not (gives and takes)
+        assert 0 <= gives <= counts[rank]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pairs_move_whole(tmp_path: Path, ranks: int) -> None:
+    """On real ranks: each pair with its own tensors and its own conditioning, once."""
+    out = tmp_path / "result.json"
+    done = subprocess.run(
+        [*small.launcher(ranks), str(HERE / "moving.py"), str(out)],
+        env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case in json.loads(out.read_text()):
+        found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
+        assert sorted(found) == sorted(case["expected"])
+        assert max(map(len, case["found"])) - min(map(len, case["found"])) <= 1

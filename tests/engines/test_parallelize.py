@@ -1,0 +1,141 @@
+"""What is done to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokens
+import torch
+from nets import Net, data, squared
+from torch import Tensor, nn
+
+from fluvial.engines.determinism import deterministic
+from fluvial.engines.distributed import World, world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+from fluvial.models.handwriting import Handwriting
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, the last product of which makes what the next block takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Blocks of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean((1, 2))
+
+
+def engine(one: World, **sharding: Any) -> Engine:
+    """An engine over a tower."""
+    tower = Tower()
+    return Engine(tower, list(tower.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(**sharding))
+
+
+def gradients(built: Engine) -> dict[str, Tensor]:
+    """The gradients of an update of two micro-batches."""
+    items = {"x": torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(4)}
+    built.update(items, torch.ones(4), squared(built.module), count=4, micro_batch=2, pad_to=4)
+    return tokens.gradients(built)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_blocks_that_are_alike_share_one_compiled_region(one: World) -> None:
+    """Four blocks, one graph, and one more for the first, whose input needs no gradient; the gradients are those of eager mode, and FLOPs are counted all the same."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager, compiled = engine(one), engine(one, compile=True)
+    expected, found = gradients(eager), gradients(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert compiled.flops == eager.flops
+    assert compiled.flops[2] > 0
+    checkpointed = engine(one, compile=True, checkpointing="block", comm="reshard")
+    for name, gradient in gradients(checkpointed).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_compilation_decides_itself_what_it_keeps() -> None:
+    with pytest.raises(ValueError, match="checkpointing is selective and compile is on"):
+        EngineConfig(compile=True, checkpointing="selective")
+
+
+def test_checkpointing_trades_memory_for_operations(one: World) -> None:
+    """Selective keeps less than none and more than block, and recomputes less than block; gradients are the same."""
+    from fluvial.engines.flops import FlopCounter
+
+    kept, again = {}, {}
+    expected = gradients(engine(one))
+    for kind in ("none", "selective", "block"):
+        built, held = engine(one, checkpointing=kind), set()
+
+        def pack(tensor: Tensor, held: set[int] = held) -> Tensor:
+            held.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        x = torch.randn(2, 5, 8)
+        with FlopCounter() as counter:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = built.module(x)
+            out.sum().backward()
+        kept[kind], again[kind] = len(held), counter.recomputed
+        for name, gradient in gradients(engine(one, checkpointing=kind)).items():
+            assert torch.equal(gradient, expected[name]), name
+    assert kept["block"] < kept["none"]
+    assert 0 == again["none"] < again["selective"] < again["block"]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_an_attention_backend_is_set_or_refused(one: World) -> None:
+    """Where diffusers' model asks for one; else in words, also where diffusers itself would say nothing."""
+    net = tokens.flux()
+    expected = tokens.flux_velocity(net, tokens.data())
+    Engine(net, tokens.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention="native"))
+    torch.testing.assert_close(tokens.flux_velocity(net, tokens.data()), expected)
+    assert {block.attn.processor._attention_backend for block in net.transformer_blocks} == {"native"}
+    for module, backend, says in (
+        (tokens.flux(), "no_such", "attention no_such cannot be used"),
+        (Handwriting(weights=None).build(), "native", "attention is native, but SD3Transformer2DModel does not choose"),
+        (Net(), "native", "attention is native, but Net does not choose"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Engine(module, [], OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention=backend))
+
+
+def test_deterministic_algorithms_and_back() -> None:
+    """The flag is set within, an operation that has no such algorithm is refused, and all is as before afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with deterministic(False):
+        assert torch.are_deterministic_algorithms_enabled() == before[0]
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
+    assert torch.utils.deterministic.fill_uninitialized_memory

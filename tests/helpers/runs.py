@@ -1,0 +1,31 @@
+"""Runs of the built-in job in this process, small and with a reward that needs no reader."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.engines import jobs
+from fluvial.engines.recipes import RolloutConfig, TrainConfig
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    """A run of two updates of eight samples."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
+    run = TrainConfig(
+        out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+    )
+    return replace(run, **changes)
+
+
+def alternating(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that differs within every group."""
+    return torch.arange(len(prompts)).float() % 2
+
+
+def job(**changes: Any) -> jobs.Job:
+    """The built-in job with another reward."""
+    return replace(jobs.handwriting(), **{"reward": alternating, **changes})
