@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -102,13 +103,16 @@ def row(
     )
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
+def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
     """Append rows to a CSV, with a header if it is new.
+
+    Args:
+        rows: dataclasses of the kind.
 
     Raises:
         ValueError: the file has other columns.
     """
-    names = [field.name for field in fields(Row)]
+    names = [field.name for field in fields(kind)]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or not path.read_text().strip()
     if not new and (found := path.read_text().splitlines()[0].split(",")) != names:

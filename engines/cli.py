@@ -1,4 +1,4 @@
-"""The command line: `fluvial train|pretrain|eval|sample NAME --field value`, generated from the recipes' dataclasses."""
+"""The command line: `fluvial train|pretrain|eval|sample|plan NAME --field value`, generated from dataclasses."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
+from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, UsageError
 
 USAGE = """usage: fluvial COMMAND NAME [--field value ...]
 
@@ -18,8 +18,10 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   pretrain NAME   make a built-in model's base weights
   eval NAME       score weights on held-out prompts
   sample NAME     draw pictures of prompts into a PNG
+  plan NAME       work out the memory of training, and what to turn so that it fits
 
 NAME is a job: handwriting (the built-in one: a small SD3 transformer that writes 4-digit codes).
+plan knows sd3.5-medium, flux.1-dev and qwen-image too.
 fluvial COMMAND NAME --help lists its fields. With several processes: torchrun --nproc-per-node 2 -m fluvial.engines ...
 """
 
@@ -137,13 +139,14 @@ def _command(args: list[str]) -> int:
         "pretrain": _pretrain,
         "eval": _eval,
         "sample": _sample,
+        "plan": lambda program, rest: _plan(args[1], program, rest),
     }
     if args[0] not in commands:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(commands)} (fluvial --help)")
     if len(args) > 1 and args[1] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    if len(args) < 2 or args[1] != "handwriting":
+    if len(args) < 2 or (args[1] != "handwriting" and args[0] != "plan"):
         given = repr(args[1]) if len(args) > 1 else "nothing"
         raise UsageError(f"{args[0]} needs the name of a job, got {given}, expected handwriting (fluvial --help)")
     commands[args[0]](f"fluvial {args[0]} {args[1]}", args[2:])
@@ -158,7 +161,11 @@ def _train(program: str, args: list[str]) -> None:
     if config.resume or config.resume_from is not None:
         # A run goes on with its own settings; what is typed now comes on top.
         config = parsed(recipes.TrainConfig, lambda: _recorded(config.out), program, args)
-    train(config, console=_console())
+    try:
+        train(config, console=_console())
+    except LostProcessError as error:
+        advice = f"earlier checkpoints are as they were, go on with --resume --out {config.out}"
+        raise LostProcessError(f"{error}; {advice}") from error
 
 
 def _recorded(out: Path) -> Any:
@@ -244,6 +251,17 @@ def _sample(program: str, args: list[str]) -> None:
     except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
         raise UsageError(f"--out {config.out} cannot be written: {error}") from error
     _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
+
+
+def _plan(name: str, program: str, args: list[str]) -> None:
+    from fluvial.engines.plan import PlanConfig, check_known, show, show_table
+    from fluvial.engines.plan_check import check
+
+    check_known(name)
+    config = parsed(PlanConfig, PlanConfig, program, args)
+    {(False, False): show, (True, False): show_table, (False, True): check}[config.table, config.check](
+        name, config, console=_console()
+    )
 
 
 def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]) -> Any:

@@ -15,3 +15,7 @@ class RunError(FluvialError, RuntimeError):
 
 class ElsewhereError(RunError):
     """Another rank could not go on, and says so itself."""
+
+
+class LostProcessError(RunError):
+    """Another process of the run died, or no longer answers."""

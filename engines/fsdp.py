@@ -28,6 +28,7 @@ from fluvial.engines.optimizer import OptimizerConfig, adamw, lr_factor
 from fluvial.engines.parallelize import EngineConfig
 from fluvial.engines.parking import Parking
 from fluvial.engines.sharded import Sharded
+from fluvial.engines.uses import LastUse
 
 # loss_fn(items) -> (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], tuple[Tensor, Any]]
@@ -82,6 +83,7 @@ class Engine:
         self.sharded = Sharded(module, blocks, world, sharding or EngineConfig(), weights=weights)
         self.config, self.world, self.sharding = config, self.sharded.world, self.sharded.config
         self.module = self.sharded.module
+        self.last_use = LastUse(self.sharded.units, reshard=self.sharding.comm == "reshard")
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
@@ -129,6 +131,7 @@ class Engine:
             sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
             peak = leaves.abs().amax(1)
             peaks = peak if peaks is None else torch.maximum(peaks, peak)
+        self.last_use.end()
         assert sums is not None
         assert peaks is not None
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
@@ -294,6 +297,7 @@ class Engine:
         root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
+        self.last_use.begin(last)
 
     def _local(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trainable parameters."""

@@ -67,7 +67,11 @@ def fingerprint(folder: Path) -> str:
     """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
 
     Training moves every tensor, so two sets of weights differ there; the whole of a large model is not read.
+
+    Raises:
+        UsageError: there are none, or one cannot be read.
     """
+    shapes(folder)
     rows = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

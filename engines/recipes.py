@@ -14,7 +14,9 @@ from fluvial.core.advantages import Scale
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
-from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
+from fluvial.engines.generate import Guidance
+from fluvial.engines.optimizer import OptimizerConfig
+from fluvial.engines.parallelize import EngineConfig
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
 
@@ -55,6 +57,7 @@ class RolloutConfig:
         window_high: end of the steps that the window may cover; None is the end of the schedule.
         form: of the log-probability: density, no_const or unscaled.
         reduction: of the log-probability over pixels: mean (nats a dimension, which the clip range is in) or sum.
+        guidance: classifier-free guidance of every step, in rollout, update and evaluation alike.
     """
 
     prompts: int = 8
@@ -68,6 +71,7 @@ class RolloutConfig:
     window_high: int | None = None
     form: Form = "density"
     reduction: Reduction = "mean"
+    guidance: Guidance = field(default_factory=Guidance)
 
     def __post_init__(self) -> None:
         check_number("rollout", "prompts", self.prompts, low=1)
@@ -171,15 +175,22 @@ class TrainConfig:
             by default.
         prompts: text file of prompts to train on, one a line; all training codes by default.
         micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
+        init: "sharded" lets each rank read its own shards of the base weights, so that none holds the whole model; "whole"
+            loads them on every rank and shards them then, as a model must that is not read from a folder.
         implementation: of the per-step log-prob and loss: auto (Triton on an accelerator, else the reference), triton,
             compiled or reference.
         eval_every: updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: samples an evaluation in the course of the run.
         final_samples: samples of the evaluations before and after it.
         checkpoint_every: updates between checkpoints.
+        checkpoint_async: write checkpoints in the background, from a copy on the host.
+        checkpoints: folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`.
         keep_checkpoints: how many are kept.
+        export_dtype: of the weights that are exported at the end.
+        collective_timeout: seconds that processes wait for each other in a collective, before they give up on one that died
+            or hangs.
         resume: continue the run in `out` from its newest checkpoint, with its own settings where none is given.
-        resume_from: the same from this checkpoint.
+        resume_from: the same from this checkpoint, a folder or a URL.
     """
 
     out: Path
@@ -189,14 +200,19 @@ class TrainConfig:
     weights: Path | None = None
     prompts: Path | None = None
     micro_batch: int = 64
+    init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
     eval_every: int = 20
     eval_samples: int = 200
     final_samples: int = 1000
     checkpoint_every: int = 20
+    checkpoint_async: bool = False
+    checkpoints: str | None = None
     keep_checkpoints: int = 2
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    collective_timeout: float = 600.0
     resume: bool = False
-    resume_from: Path | None = None
+    resume_from: str | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -207,6 +223,7 @@ class TrainConfig:
         for name in ("updates", "micro_batch", "eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"):
             check_number("train", name, getattr(self, name), low=1, high=2**31)
         check_number("train", "eval_every", self.eval_every, low=0)
+        check_number("train", "collective_timeout", self.collective_timeout, low=1, high=1e6)
         check_number("train", "seed", self.seed, low=0, high=2**63 - 1)
         rollout, rule = self.rollout, SAMPLERS[self.rollout.sampler]
         if self.policy.objective == "guard" and not rule.guard:
@@ -226,6 +243,13 @@ class TrainConfig:
             ("no_const", "mean"),
         ):
             raise ValueError("train: guard takes log-probabilities of form density or no_const and reduction mean")
+
+    @property
+    def checkpoint_folder(self) -> Path | str:
+        """Where checkpoints are: a folder, or a URL as text."""
+        if self.checkpoints is None:
+            return self.out / "checkpoints"
+        return self.checkpoints if "://" in self.checkpoints else Path(self.checkpoints)
 
 
 @dataclass(frozen=True)
@@ -284,7 +308,9 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
         "rollout": RolloutConfig, "policy": PolicyConfig, "optimizer": OptimizerConfig, "lora": LoraConfig,
         "engine": EngineConfig,
     }  # fmt: skip
-    paths = ("out", "weights", "prompts", "resume_from")
+    paths = ("out", "weights", "prompts")
+    rollout = record["rollout"]
+    record = {**record, "rollout": {**rollout, "guidance": Guidance(**rollout["guidance"])}}
     values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
     config = TrainConfig(**values | {name: Path(values[name]) for name in paths if values[name] is not None})
     low, high = config.optimizer.betas

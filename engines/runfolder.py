@@ -12,7 +12,7 @@ from typing import Any
 
 import optree
 
-from fluvial.engines import pictures
+from fluvial.engines import pictures, restart
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation
 
@@ -29,6 +29,7 @@ def claim(out: Path, *, resume: bool) -> None:
     if resume and not held:
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
     if held and not resume:
+        restart.unmark(out)
         raise UsageError(f"{out} already holds a run: continue it with --resume, or choose another folder with --out")
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
@@ -36,6 +37,7 @@ def claim(out: Path, *, resume: bool) -> None:
         raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise UsageError(f"run folder {out} cannot be written")
+    restart.mark(out)
 
 
 class RunFolder:

@@ -1,4 +1,4 @@
-"""Stopping on request: finish the update, save, exit 0. A second request stops at once."""
+"""Stopping on request: finish the update, save, exit 0. A second Ctrl-C stops at once."""
 
 import signal
 from collections.abc import Iterator
@@ -20,14 +20,16 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Note the first SIGINT or SIGTERM instead of acting on it; from then on both act as they do by default."""
+    """Note SIGINT and SIGTERM instead of acting on them; after the first, SIGINT acts as it does by default.
+
+    A repeated SIGTERM says nothing new: torchrun hands on the one that it gets, and a scheduler may send one to all.
+    """
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def note(number: int, frame: FrameType | None) -> None:
-        request.name = signal.Signals(number).name
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        request.name = request.name or signal.Signals(number).name
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     for number in SIGNALS:
         signal.signal(number, note)

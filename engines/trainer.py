@@ -1,12 +1,12 @@
 """Training: prompts -> rollout -> rewards -> advantages -> update -> log -> evaluate -> checkpoint."""
 
-import copy
 import dataclasses
 import hashlib
 import json
 import platform
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,21 +21,27 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.policy import PolicyInfo, guard_surrogate
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.core.sigmas import sde_window
-from fluvial.engines import checkpoint, jobs, pairs, pictures, runfolder
+from fluvial.engines import checkpoint, flops, jobs, pairs, pictures, restart, runfolder
+from fluvial.engines.determinism import deterministic
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation, evaluate
-from fluvial.engines.export import export
-from fluvial.engines.fsdp import Engine, UpdateInfo, forward_only
+from fluvial.engines.export import export, write_lora
+from fluvial.engines.fsdp import Engine, UpdateInfo, micro_batches
 from fluvial.engines.generate import Chunk, generate, sampling_grid, slots
 from fluvial.engines.jobs import Job
+from fluvial.engines.loading import fingerprint
 from fluvial.engines.pairs import Pairs
+from fluvial.engines.parallelize import DTYPES
 from fluvial.engines.progress import RunProgress, table
 from fluvial.engines.recipes import TrainConfig
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.runfolder import RunFolder
+from fluvial.engines.sharded import Sharded
 from fluvial.engines.signals import StopRequest, stop_request
 from fluvial.kernels import policy_loss, step_log_prob
+from fluvial.models import Cond
+from fluvial.models.guided import guided_velocity
 from fluvial.models.lora import add_lora, without_lora
 
 # Streams of an update's randomness, folded into the key of (seed, update).
@@ -43,7 +49,8 @@ WINDOW, PROMPTS, SAMPLES = 0, 1, 2
 # What a run may change between its start and a resumption without becoming another run.
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
-    "keep_checkpoints", "resume", "resume_from",
+    "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "collective_timeout", "resume", "resume_from",
+    "engine",
 }  # fmt: skip
 
 
@@ -59,7 +66,9 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         UsageError: the run cannot be done as configured.
         RunError: it cannot go on.
     """
-    with world() as processes, stop_request() as stop:
+    deterministically = deterministic(config.engine.deterministic)
+    with deterministically, world(timeout=config.collective_timeout) as processes, stop_request() as stop:
+        config = restart.continued(config, processes, console=console)
         with processes.agreed():
             if job is None:
                 job = jobs.handwriting(weights=config.weights, prompts=config.prompts)
@@ -67,7 +76,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
         trainer = Trainer(config, job, processes, console=console if processes.is_main else None)
-        saved = checkpoint.listed(config.out / "checkpoints")
+        saved = checkpoint.listed(config.checkpoint_folder)
         if config.resume_from is not None:
             trainer.resume(config.resume_from)
         elif config.resume and saved:  # a run that died before its first checkpoint begins again
@@ -79,16 +88,22 @@ class Trainer:
     """A training run on its processes: the engine, the job, and what has been counted so far."""
 
     def __init__(self, config: TrainConfig, job: Job, world: World, *, console: Console | None) -> None:
-        self.config, self.job, self.world, self.console = config, job, world, console
+        self.config, self.job, self.console = config, job, console
+        self.world = world = world.grouped(config.engine.context_parallel)
+        weights = job.model.weights if config.init == "sharded" else None
         with world.agreed():
             module = self._build()
-        # With LoRA the reference is the module without its adapters, and costs no copy.
-        needs_copy = config.policy.kl_coef > 0 and config.train == "full"
-        self.base = _digest(module)
-        self.reference = forward_only(copy.deepcopy(module), world, config.engine) if needs_copy else None
+            self.base = _digest(module) if weights is None else fingerprint(weights)
         self.engine = Engine(
-            module, job.model.blocks(module), config.optimizer, world, updates=config.updates, sharding=config.engine
-        )
+            module, job.model.blocks(module), config.optimizer, world,
+            updates=config.updates, sharding=config.engine, weights=weights,
+        )  # fmt: skip
+        # With LoRA the reference is the module without its adapters, and costs no copy.
+        self.reference: Sharded | None = None
+        if config.policy.kl_coef > 0 and config.train == "full":
+            with world.agreed():
+                module = self._build().requires_grad_(False)
+            self.reference = Sharded(module, job.model.blocks(module), world, config.engine, weights=weights)
         self.grid = sampling_grid(job.model, config.rollout.steps, device=world.device)
         self.sampler = config.rollout.bound_sampler(self.grid.sigmas)
         self.sigmas = self.grid.sigmas.to(world.device)
@@ -98,6 +113,8 @@ class Trainer:
         self.max_log_ratio = 0.0
         self.before: dict[str, Any] | None = None
         self.saved_at = 0
+        self.background = world.background() if config.checkpoint_async else None
+        self.saving: Future[Any] | None = None
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until the last update or a request to stop; save, and at the end evaluate, export and sum up."""
@@ -130,23 +147,27 @@ class Trainer:
                     if stopping or done % config.checkpoint_every == 0 or done == config.updates:
                         self.save()
                     if stopping:
+                        self.saved()
                         progress.say(
                             f"{stop.name or 'asked'}: stopped after update {done}, all saved; "
                             f"go on with --resume --out {config.out}"
                         )
                         return {}
+                self.saved()
                 return self._finish(folder, progress)
         finally:
             runner.close()
             if folder:
                 folder.close()
+            if self.saving is not None:  # something else went wrong: what was being saved is still worth having
+                wait([self.saving])
 
-    def save(self) -> Path:
-        """Write a checkpoint, unless this update's is already there."""
-        folder = self.config.out / "checkpoints"
+    def save(self) -> None:
+        """Write a checkpoint, or begin to if that is done in the background, unless this update's is already there."""
+        self.saved()
         update = self.engine.updates
         if self.saved_at == update:
-            return folder / f"{update:06d}"
+            return
         self.saved_at = update
         meta = {
             "engine": self.engine.counters(),
@@ -154,20 +175,33 @@ class Trainer:
             "seconds": self.seconds,
             "max_log_ratio": self.max_log_ratio,
             "before": self.before,
-            "versions": versions(),
-            "ranks": self.world.size,
+            "runs_on": self._runs_on(),
         }
-        return checkpoint.save(
-            folder,
-            self.engine.state(),
-            meta,
-            update=update,
-            fingerprint=self._fingerprint(),
-            world=self.world,
-            keep=self.config.keep_checkpoints,
-        )
+        written: dict[str, Any] = {
+            "update": update, "fingerprint": self._fingerprint(), "keep": self.config.keep_checkpoints,
+        }  # fmt: skip
+        where, state = self.config.checkpoint_folder, self.engine.state()
+        if self.background is None:
+            checkpoint.save(where, state, meta, **written, world=self.world)
+        else:
+            self.saving = checkpoint.save_async(where, state, meta, **written, world=self.background)
 
-    def resume(self, path: Path) -> None:
+    def saved(self) -> None:
+        """Wait until the checkpoint that is written in the background is there.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            saving.result()
+
+    def _runs_on(self) -> dict[str, Any]:
+        """Return what a run's bits depend on besides its settings."""
+        engine = {f"engine.{name}": value for name, value in dataclasses.asdict(self.config.engine).items()}
+        return {**versions(), "ranks": self.world.size, "threads": torch.get_num_threads(), **engine}
+
+    def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint. What comes next is the same to the bit as if the run had not been interrupted."""
         state = optree.tree_map(torch.empty_like, self.engine.state())
         meta = checkpoint.load(path, state, fingerprint=self._fingerprint(), world=self.world)
@@ -179,6 +213,10 @@ class Trainer:
             raise UsageError(
                 f"--updates is {self.config.updates}, but {path} is after update {self.engine.updates}: give at least that"
             )
+        now = self._runs_on()
+        changed = [f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was]
+        if self.console and changed:
+            self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
         if self.console:
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
 
@@ -192,6 +230,10 @@ class Trainer:
         prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
         seconds: dict[str, float] = {}
 
+        if config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            if self.reference is not None:
+                self.reference.offload()
         with _timed(seconds, "rollout"), self.engine.inference() as module:
             chunks = []
             for chunk in generate(
@@ -201,18 +243,24 @@ class Trainer:
                 micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
                 reduction=rollout.reduction,
                 keep_velocity=config.policy.objective == "guard", implementation=config.implementation,
+                guidance=rollout.guidance,
             ):  # fmt: skip
                 runner.submit(chunk.pictures, chunk.prompts)
                 chunks.append(chunk)
         with _timed(seconds, "reward"):
+            if config.engine.offload == "phases":
+                self.engine.offload()
             with self.world.agreed():
                 rewards = runner.collect()
             # The request to stop travels with the rewards, so that all ranks stop after the same update.
             local = torch.cat([rewards, torch.tensor([float(bool(stop))])]).to(self.world.device)
-            gathered = self.world.gather(local[None]).cpu()
+            gathered = self.world.gather_data(local[None]).cpu()
             reward, stopping = gathered[:, :-1].flatten()[: rollout.batch], bool(gathered[:, -1].any())
             group = torch.arange(rollout.batch) // rollout.group
             advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
+            self.engine.onload()
+            if self.reference is not None:
+                self.reference.onload()
         with _timed(seconds, "update"):
             info = self._optimize(chunks, advantage)
         self.samples += rollout.batch
@@ -224,34 +272,43 @@ class Trainer:
     def _optimize(self, chunks: list[Chunk], advantage: Tensor) -> UpdateInfo:
         """Take one optimizer step on this rank's chunks, given the advantages of all samples."""
         rollout, policy, device = self.config.rollout, self.config.policy, self.world.device
+        micro_batch = self.config.micro_batch
         slots_a_rank = sum(len(chunk.prompts) for chunk in chunks)
-        spread = torch.zeros(2, self.world.size, slots_a_rank)
+        spread = torch.zeros(2, self.world.data_size, slots_a_rank)
         spread.view(2, -1)[:, : rollout.batch] = torch.stack([advantage, torch.ones(rollout.batch)])
-        mine, weight = spread[:, self.world.rank]
+        mine, weight = spread[:, self.world.data_rank]
         trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
         recorded = trajectory.log_prob.shape[1]
         cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
-        flat = pairs.flatten(trajectory, mine.to(device), weight.to(device), cond)
+        flat = pairs.flatten(trajectory, mine.to(device), weight.to(device))
         # What a pair adds to the loss: its advantage times something, and with a KL term that as well.
         adds = spread[1] if policy.kl_coef > 0 else spread[0]
-        flat = pairs.kept(flat, adds[self.world.rank].repeat(recorded))
-        longest = int((adds != 0).sum(1).max())
+        held = [int(count) * recorded for count in (adds != 0).sum(1)]
+        first: Pairs = optree.tree_map(lambda tensor: tensor[:1], flat)
+        flat = pairs.kept(flat, adds[self.world.data_rank].repeat(recorded))
+        longest = -(-sum(held) // len(held))
+        if -(-max(held) // micro_batch) > -(-longest // micro_batch):
+            flat, cond = pairs.balanced(flat, cond, held, self.world)
+        else:  # moving pairs would save no forward pass
+            longest = max(held)
+        if not len(flat.step):  # there has to be something to run
+            flat = first._replace(weight=torch.zeros_like(first.weight))
         if policy.kl_coef > 0:
-            flat = flat._replace(v_ref=self._reference_velocity(flat))
+            flat = flat._replace(v_ref=self._reference_velocity(flat, cond, max(longest, 1)))
         return self.engine.update(
             flat,
             flat.weight,
-            self._loss,
+            lambda batch: self._loss(batch, cond),
             count=rollout.batch * recorded,
-            micro_batch=self.config.micro_batch,
-            pad_to=max(longest * recorded, 1),
+            micro_batch=micro_batch,
+            pad_to=max(longest, 1),
         )
 
-    def _loss(self, batch: Pairs) -> tuple[Tensor, PolicyInfo]:
+    def _loss(self, batch: Pairs, cond: Cond) -> tuple[Tensor, PolicyInfo]:
         """Return the policy objective of a micro-batch of pairs, with the KL to the reference in it if asked for."""
         rollout, policy = self.config.rollout, self.config.policy
         sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
-        transition, v = self.sampler(sigma, sigma_next), self._velocity(self.engine.module, batch)
+        transition, v = self.sampler(sigma, sigma_next), self._velocity(self.engine.module, batch, cond)
         step = (v, batch.x, batch.x_next, transition)
         options: dict[str, Any] = {
             "v_ref": batch.v_ref, "form": rollout.form, "reduction": rollout.reduction,
@@ -271,19 +328,31 @@ class Trainer:
                 loss, info = loss + policy.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
         return loss, info
 
-    def _velocity(self, module: nn.Module, batch: Pairs) -> Tensor:
-        timestep = self.grid.timesteps[batch.step]
-        return self.job.model.velocity(module, batch.x, self.sigmas[batch.step], batch.cond, timestep=timestep)
+    def _velocity(self, module: nn.Module, batch: Pairs, cond: Cond) -> Tensor:
+        guidance = self.config.rollout.guidance
+        return guided_velocity(
+            self.job.model,
+            module,
+            batch.x,
+            self.sigmas[batch.step],
+            optree.tree_map(lambda table: table[batch.sample], cond),
+            timestep=self.grid.timesteps[batch.step],
+            forwards=guidance.forwards,
+            gradient=guidance.gradient,
+        )
 
-    def _reference_velocity(self, flat: Pairs) -> Tensor:
+    def _reference_velocity(self, flat: Pairs, cond: Cond, pad_to: int) -> Tensor:
         """Return the reference policy's velocity of every pair; two means differ by b (v - v_ref), so this is all of it."""
-        micro_batch, count = self.config.micro_batch, len(flat.step)
-        chunks = [optree.tree_map(lambda t, i=i: t[i : i + micro_batch], flat) for i in range(0, count, micro_batch)]
-        with torch.no_grad():
-            if self.reference is not None:
-                return torch.cat([self._velocity(self.reference, chunk) for chunk in chunks])
+        if self.reference is None:
             with self.engine.inference() as module, without_lora(module):
-                return torch.cat([self._velocity(module, chunk) for chunk in chunks])
+                return self._velocities(module, flat, cond, pad_to)
+        with self.reference.inference() as module:
+            return self._velocities(module, flat, cond, pad_to)
+
+    def _velocities(self, module: nn.Module, flat: Pairs, cond: Cond, pad_to: int) -> Tensor:
+        """Return the velocity of every pair, in the update's own micro-batches: the same bits, and as many on every rank."""
+        chunks = micro_batches(flat, micro_batch=self.config.micro_batch, pad_to=pad_to, device=self.world.device)
+        return torch.cat([self._velocity(module, chunk, cond) for chunk in chunks])[: len(flat.step)]
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Note the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
@@ -306,14 +375,24 @@ class Trainer:
             "policy": info.mean,
             "first_pass_max_abs_log_ratio": info.max_abs["log_ratio"],
             "pairs": info.items,
+            "speed": self._speed(info, seconds["update"]),
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
         }
 
+    def _speed(self, info: UpdateInfo, seconds: float) -> dict[str, float]:
+        """Return the update's model FLOPs a second on this rank, and what part of its device's peak that is, where it is known."""
+        speed = {"update_flops": info.flops / seconds}
+        dtype = self.config.engine.compute_dtype(self.world.device)
+        if (most := flops.peak(self.world.device, dtype)) is not None:
+            speed["mfu"] = flops.mfu(info.flops, seconds, peak=most, ranks=1)
+        return speed
+
     def _evaluate(self, folder: RunFolder | None, name: str, samples: int) -> Evaluation:
         with self.engine.inference(average=True) as module:
             result = evaluate(
-                self.job, module, grid=self.grid, samples=samples, micro_batch=self.config.micro_batch, world=self.world
+                self.job, module, grid=self.grid, samples=samples, micro_batch=self.config.micro_batch, world=self.world,
+                guidance=self.config.rollout.guidance,
             )
         if folder:
             folder.log({"update": self.engine.updates, "score": result.score, "exact": result.exact})
@@ -325,7 +404,13 @@ class Trainer:
         config = self.config
         after = self._evaluate(folder, "after", config.final_samples)
 
-        export(self.engine, config.out / "weights", build=self._build, merge=config.train == "lora", world=self.world)
+        written: dict[str, Any] = {
+            "average": self.engine.averaged(), "dtype": DTYPES[config.export_dtype], "world": self.world,
+        }  # fmt: skip
+        lora = config.train == "lora"
+        export(self.engine.module, config.out / "weights", merge=lora, **written)
+        if lora:
+            write_lora(self.engine.module, config.out / "lora", **written)
         assert self.before is not None
         seconds = sum(self.seconds.values())
         summary = {
@@ -376,9 +461,12 @@ class Trainer:
 
     def _build(self) -> nn.Module:
         """Return the network as it is trained, before sharding."""
-        module = jobs.build(self.job)
+        module = jobs.build(self.job, empty=self.config.init == "sharded" and self.job.model.weights is not None)
         if self.config.train == "lora":
-            add_lora(module, self.config.lora, self.job.model.lora_targets, seed=self.config.seed)
+            try:
+                add_lora(module, self.config.lora, self.job.model.lora_targets, seed=self.config.seed)
+            except ValueError as error:
+                raise UsageError(f"--lora.targets: {error}") from error
         return module
 
     def _fingerprint(self) -> dict[str, Any]:

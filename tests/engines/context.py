@@ -14,6 +14,7 @@ from fluvial.engines.distributed import world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 
+
 def main(args: list[str]) -> int:
     """Write {model: {how it lies: {gradients, info, velocity}}}, and what odd numbers of tokens are told."""
     result: dict[str, Any] = {}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small
@@ -72,7 +73,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --out {tmp}/empty.txt/run", "cannot be made: Not a directory"),
     ("train handwriting --out {tmp}/new --weights {tmp}", "holds no model: config.json is missing"),
     ("train handwriting --out {tmp}/new --weights {tmp}/foreign", "is not of the handwriting model: num_layers"),
-    ("train handwriting --out {tmp}/new --weights {tmp}/cut", "cannot be loaded"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/cut", "cannot be read"),
     ("pretrain handwriting --out {tmp}/foreign", "already holds a model"),
     ("pretrain handwriting --batch 0", "batch is 0"),
     ("eval handwriting --weights {tmp}/nowhere", "config.json is missing"),
@@ -81,6 +82,15 @@ WRONG: list[tuple[str, str]] = [
     ("sample handwriting --prompts", "--prompts"),
     ("sample handwriting --out {tmp}/empty.txt/x.png", "cannot be written"),
     ("sample handwriting --out {tmp}/x.nonsense", "cannot be written"),
+    ("plan", "needs the name of a job"),
+    ("plan sd4", "knows no transformer 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),
+    ("plan handwriting --gpus 0", "gpus is 0"),
+    ("plan handwriting --resolution 64", "has pictures of one size only"),
+    ("plan flux.1-dev --resolution 1000", "resolution is 1000, expected a multiple of 16"),
+    ("plan flux.1-dev --gpus 8 --engine.replicas 3", "engine.replicas is 3, expected a divisor of the 8 GPUs"),
+    ("plan flux.1-dev --check", "flux.1-dev is too large for that"),
+    ("plan handwriting --check --gpus 2", "runs on 1 process(es), but the plan is for 2 GPUs"),
+    ("plan handwriting --check --table", "ask one"),
 ]
 
 
@@ -134,10 +144,10 @@ def test_help_says_what_there_is(typed: str, capfd: pytest.CaptureFixture[str]) 
     """Every command, in a few lines."""
     assert cli.run(typed.split()) == 0
     text = capfd.readouterr().out
-    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "torchrun"))
+    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "plan", "torchrun"))
 
 
-@pytest.mark.parametrize("command", ["train", "pretrain", "eval", "sample"])
+@pytest.mark.parametrize("command", ["train", "pretrain", "eval", "sample", "plan"])
 def test_help_of_a_command_explains_every_field(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Every flag has a text; nothing is listed bare."""
     assert cli.run([command, "handwriting", "--help"]) == 0
@@ -175,3 +185,32 @@ def test_weights_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
     assert "heldout" in text
     assert "reward" in text
     assert "6 samples of the shipped base" in " ".join(text.split())
+
+
+def test_a_plan_is_printed_and_checked(capfd: pytest.CaptureFixture[str]) -> None:
+    """What each kind takes, whether it fits, what to turn; and that it is what an update here takes."""
+    typed = "plan handwriting --train full --gpus 8 --memory-gib 0.03 --reserve-gib 0"
+    assert cli.run(typed.split()) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "parameters, full, on 8 GPUs" in text
+    assert "With --engine.checkpointing block it does" in text
+    assert cli.run(["plan", "handwriting", "--table"]) == 0
+    assert "full, 64 GPUs │ as it is" in " ".join(capfd.readouterr().out.split())
+    assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 0
+    assert "allocated at the peak" in capfd.readouterr().out
+
+
+def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, and one line that names the kinds."""
+    from fluvial.engines import memory
+
+    right = memory.account
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        found = right(*args, **options)
+        return found._replace(moments=found.moments + 4, activations=found.activations // 2)
+
+    monkeypatch.setattr(memory, "account", wrong)
+    assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 1
+    line = small.one_line(capfd.readouterr().err)
+    assert line.endswith("the plan does not agree with what was measured: moments, allocated at the peak")

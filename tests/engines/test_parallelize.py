@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tokens
 import torch
-from nets import Net, data, squared
+from nets import Net, squared
 from torch import Tensor, nn
 
 from fluvial.engines.determinism import deterministic
@@ -65,7 +65,10 @@ def gradients(built: Engine) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_blocks_that_are_alike_share_one_compiled_region(one: World) -> None:
-    """Four blocks, one graph, and one more for the first, whose input needs no gradient; the gradients are those of eager mode, and FLOPs are counted all the same."""
+    """Four blocks, one graph, and one more for the first, whose input needs no gradient.
+
+    The gradients are those of eager mode, and FLOPs are counted all the same.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager, compiled = engine(one), engine(one, compile=True)

@@ -1,5 +1,7 @@
 """Training runs: what they leave behind, how they stop and go on, and what makes them fail."""
 
+import errno
+import io
 import json
 import shutil
 import signal
@@ -7,19 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small
 import torch
+from rich.console import Console
 from runs import alternating, config, job
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
+from fluvial.engines import checkpoint
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
+from fluvial.engines.generate import Guidance
 from fluvial.engines.recipes import PolicyConfig, RolloutConfig
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.trainer import train
@@ -148,9 +155,9 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     from fluvial.models.handwriting import BASE
 
     train(config(tmp_path / "run", train="lora", policy=PolicyConfig(kl_coef=0.1)), job())
-    checkpoint = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
-    assert checkpoint
-    assert all("lora_" in name for name in checkpoint)
+    saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
+    assert saved
+    assert all("lora_" in name for name in saved)
     base = load_file(BASE / "diffusion_pytorch_model.safetensors")
     merged = load_file(tmp_path / "run" / "weights" / "diffusion_pytorch_model.safetensors")
     assert set(base) == set(merged)
@@ -183,6 +190,91 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
+    """In one forward pass or two: the ratio is exactly 1, the gradient is the same, and another one than without."""
+    norms = {}
+    for name, guidance in {
+        "none": Guidance(), "one": Guidance(2.0), "two": Guidance(2.0, forwards="two"),
+        "half": Guidance(2.0, gradient="conditional"), "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
+    }.items():  # fmt: skip
+        rollout = replace(config(tmp_path).rollout, guidance=guidance)
+        train(config(tmp_path / name, train=kind, updates=1, rollout=rollout), job())
+        record = next(record for record in small.records(tmp_path / name) if "reward" in record)
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        norms[name] = record["grad_norm"]
+    assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
+    assert norms["two, half"] == pytest.approx(norms["half"], rel=1e-5)
+    assert len({round(norms[name], 9) for name in ("none", "one", "half")}) == 3
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
+    """To the bit, with the reference's, as with every rank reading all of them."""
+    for init in ("sharded", "whole"):
+        run = config(tmp_path / init, train=kind, init=init, policy=PolicyConfig(kl_coef=0.1))
+        train(run, job())
+    assert small.weights(tmp_path / "sharded") == small.weights(tmp_path / "whole")
+
+
+def test_flops_are_recorded(tmp_path: Path) -> None:
+    """A positive speed; no share of a peak that nobody knows."""
+    train(config(tmp_path / "run", updates=1), job())
+    record = next(record for record in small.records(tmp_path / "run") if "reward" in record)
+    assert record["speed"]["update_flops"] > 1e6
+    assert "mfu" not in record["speed"]
+
+
+def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None:
+    """The flag is on in rollout and update, and off afterwards."""
+    seen = []
+
+    def watching(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return alternating(pictures, prompts)
+
+    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(reward=watching))
+    assert seen
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("where", ["folder", "URL"])
+def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
+    """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
+    train(config(tmp_path / "straight", updates=4), job())
+    changes: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 1}
+    if where == "URL":
+        changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
+    train(config(tmp_path / "run", updates=3, **changes), job())
+    saved = checkpoint.listed(config(tmp_path / "run", **changes).checkpoint_folder)
+    assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
+    assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
+    train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())
+    assert small.weights(tmp_path / "run") == small.weights(tmp_path / "straight")
+
+
+def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next save at the latest, by the checkpoint's name."""
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(RunError, match="checkpoint .*000001 could not be saved: the disk is full"):
+        train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
+
+
+def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
+    """Settings of the engine may change, and threads; what may differ by it is said in one line."""
+    train(config(tmp_path / "run"), job())
+    console = Console(file=io.StringIO(), width=500)
+    engine = EngineConfig(checkpointing="block", comm="reshard")
+    train(config(tmp_path / "run", updates=3, resume=True, engine=engine), job(), console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "engine.comm keep then, reshard now, engine.checkpointing none then, block now: bits may differ" in said
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -359,7 +451,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     assert done.returncode == 0, done.stderr
     assert small.weights(killed) == small.weights(tmp_path / "straight")
     timeless = [
-        [{key: value for key, value in record.items() if key != "seconds"} for record in small.records(out)]
+        [{key: value for key, value in record.items() if key not in ("seconds", "speed")} for record in small.records(out)]
         for out in (tmp_path / "straight", killed)
     ]
     assert timeless[0] == timeless[1]

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nets import Collectives, Net, data, squared
+from nets import Net, data, squared
 
+from fluvial.bench.counting import Collectives
 from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import world
 from fluvial.engines.errors import RunError

@@ -1,0 +1,242 @@
+"""The engine's update counted, on one process and on two: collectives, host reads, memory, and the gradient."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from torch import Tensor
+
+from fluvial.bench import update
+from fluvial.bench.counting import Collectives, HostReads
+from fluvial.bench.update import MODEL, SIZES, Compared, CountRow, UpdateConfig, summarize
+from fluvial.models.guided import Guided, guided_velocity
+from fluvial.models.handwriting.model import CodeCond
+
+HERE = Path(__file__).parent
+UNITS = 3  # two blocks, and the rest of the model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> int:
+    """The number of processes."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def result(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What updates.py found on that many processes."""
+    out = tmp_path_factory.mktemp("updates") / "result.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            *(str(HERE / "updates.py"), str(out)),
+        ],
+        env={**small.environment(), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+def rows(result: dict[str, Any], sharding: str) -> list[dict[str, Any]]:
+    """The counts of every guidance mode, number of recorded steps and number of micro-batches."""
+    found = [row for row in result["counts"] if row["sharding"] == sharding]
+    assert {row["guidance"] for row in found} == {"off", "one", "two"}
+    assert {row["steps"] for row in found} == {2, 10, 50}
+    assert {row["n"] for row in found} == {1, 2, 10}
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["keep", "checkpointed"])
+def test_keep_gathers_and_reduces_once_an_update(result: dict[str, Any], ranks: int, sharding: str) -> None:
+    """A unit, whatever the micro-batches, the recorded steps and the guidance. One process alone talks to nobody."""
+    for row in rows(result, sharding):
+        assert (row["gathers"], row["scatters"]) == ((UNITS, UNITS) if ranks > 1 else (0, 0)), row
+
+
+def test_reshard_gathers_twice_a_micro_batch_and_reduces_once(result: dict[str, Any], ranks: int) -> None:
+    """In the forward and in the backward pass; with guidance in two passes a block in both, the root in one more."""
+    for row in rows(result, "reshard"):
+        a_micro_batch = 4 * (UNITS - 1) + 3 if row["guidance"] == "two" else 2 * UNITS
+        assert (row["gathers"], row["scatters"]) == ((a_micro_batch * row["n"], UNITS) if ranks > 1 else (0, 0)), row
+
+
+def test_sync_every_reduces_each_micro_batch(result: dict[str, Any], ranks: int) -> None:
+    """And gathers once an update."""
+    for row in rows(result, "every"):
+        assert (row["gathers"], row["scatters"]) == ((UNITS, UNITS * row["n"]) if ranks > 1 else (0, 0)), row
+
+
+def test_the_host_reads_once_an_update(result: dict[str, Any]) -> None:
+    """And never in a micro-batch."""
+    for row in result["counts"]:
+        assert row["reads"] == {"tolist": 1}, row
+
+
+def test_other_collectives_do_not_grow(result: dict[str, Any], ranks: int) -> None:
+    """The gradient's norm, and the update's numbers."""
+    assert {row["others"] for row in result["counts"]} == {2 if ranks > 1 else 0}
+
+
+def test_memory_is_that_of_a_micro_batch(result: dict[str, Any]) -> None:
+    """Whether 2 steps were recorded or 50."""
+    assert result["peaks"]["50"] == pytest.approx(result["peaks"]["2"], rel=0.02)
+
+
+def test_the_gradient_is_the_published_one(result: dict[str, Any]) -> None:
+    """LoRA and full fine-tuning, with guidance and without."""
+    distances = {name: value for name, value in result["gradients"].items() if name.endswith("baseline")}
+    assert len(distances) == 3
+    assert max(distances.values()) < 1e-5, distances
+
+
+def test_two_forward_passes_give_the_gradient_of_one(result: dict[str, Any]) -> None:
+    """To float32's rounding, which guidance of 4.5 makes larger; and the gradient of the conditional half is another."""
+    for name, value in result["gradients"].items():
+        if name.endswith("two"):
+            assert value < 3e-6, name
+        if name.endswith("conditional"):
+            assert value > 0.1, name
+
+
+def gradient_of_guided(**options: Any) -> list[Tensor]:
+    """The gradient of a guided velocity's square in float64."""
+    size = SIZES["tiny"]
+    module = size.build("full").double()
+    generator = torch.Generator().manual_seed(0)
+    x, given, negative, pooled, empty = (
+        torch.randn(3, *shape, dtype=torch.float64, generator=generator)
+        for shape in (size.event, (2, 6), (2, 6), (5,), (5,))
+    )
+    scale = torch.tensor([1.0, 4.5, 7.0], dtype=torch.float64)
+    cond = Guided(CodeCond(given, pooled), CodeCond(negative, empty), scale)
+    sigma = torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64)
+    (guided_velocity(MODEL, module, x, sigma, cond, **options) ** 2).sum().backward()
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def test_two_forward_passes_are_one_in_float64() -> None:
+    """The same gradient to 1e-6 of each parameter's, and far below."""
+    one, two = gradient_of_guided(forwards="one"), gradient_of_guided(forwards="two")
+    half_one, half_two = (gradient_of_guided(forwards=forwards, gradient="conditional") for forwards in ("one", "two"))
+    for left, right in (*zip(one, two, strict=True), *zip(half_one, half_two, strict=True)):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-10)
+    assert any(not torch.allclose(left, right, rtol=1e-2) for left, right in zip(one, half_one, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda x: x[0].item(), "_local_scalar_dense"),
+        (lambda x: bool(x[0]), "_local_scalar_dense"),
+        (lambda x: float(x.sum()), "_local_scalar_dense"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.cpu(), "cpu"),
+        (lambda x: x.numpy(), "numpy"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: torch.equal(x, x), "equal"),
+    ],
+)
+def test_host_reads_are_counted(read: Any, name: str) -> None:
+    """Once each, by name; what stays on the device is not."""
+    x = torch.arange(3.0)
+    with HostReads() as reads:
+        read(x)
+    assert reads.counts == {name: 1}
+    with HostReads() as reads:
+        (x * 2).sum().to("cpu") + x[torch.tensor([0, 2])].sum()
+    assert reads.total == 0
+
+
+def test_counting_ends_with_its_context() -> None:
+    """And nothing of it stays behind."""
+    x = torch.arange(3.0)
+    with HostReads() as reads, Collectives():
+        pass
+    x.tolist()
+    assert reads.total == 0
+
+
+def test_one_command_measures_and_ends_in_json(tmp_path: Path) -> None:
+    """From a plain shell: it starts its own processes, appends both tables and prints one line of JSON."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "fluvial.bench", "update", "--json", "--out", str(tmp_path)),
+            *("--sizes", "tiny", "--train", "full", "--steps", "2", "--counted", "1", "2", "3", "--ranks", "2"),
+            *("--samples", "2", "--micro-batch", "1", "--runs", "1"),
+        ],
+        env=small.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    counted = {
+        "all_gather_per_block",
+        "reduce_scatter_per_block",
+        "host_reads_per_micro_batch",
+        "micro_batches",
+        "peak_bytes_1_steps",
+        "peak_bytes_3_steps",
+    }
+    assert all(set(summary[side]) == counted for side in ("keep", "reshard", "baseline"))
+    assert summary["keep"]["all_gather_per_block"] == summary["keep"]["reduce_scatter_per_block"] == 1
+    assert summary["reshard"]["all_gather_per_block"] == 2 * summary["reshard"]["micro_batches"]
+    assert summary["keep"]["host_reads_per_micro_batch"] == summary["reshard"]["host_reads_per_micro_batch"] == 0
+    # A block two forward passes and a backward pass through both, and two more to compute the old log-probability again.
+    assert summary["baseline"]["all_gather_per_block"] > 4 * summary["baseline"]["micro_batches"]
+    assert summary["baseline"]["host_reads_per_micro_batch"] > 7
+    assert summary["speedup_vs_baseline"] > 0
+    assert summary["gradient_distance"] < 1e-5
+    assert len((tmp_path / "update.csv").read_text().splitlines()) == 1 + 5
+    assert len((tmp_path / "update-counts.csv").read_text().splitlines()) == 1 + 5 + 5 + 3
+
+
+def test_the_line_of_json_by_default() -> None:
+    """Its keys, and that it takes the worst: the larger counts, the smaller speed-up."""
+
+    def row(provider: str, steps: int, gathers: int) -> CountRow:
+        return CountRow(provider, "", "", steps, 2, 5, steps, gathers, 5, 2, 3 * steps + 1, 1000 + steps, "")
+
+    counts = [
+        row(side, steps, gathers) for side in update.COMPARED for steps in UpdateConfig().counted for gathers in (5, 10)
+    ]
+    speeds = [
+        {"keep": ratio, "baseline": 1.0, "baseline, stored log-probs": 1.25, "reshard": 1.0} for ratio in (9.0, 4.0, 2.0)
+    ]
+    compared = [
+        Compared("small", train, steps, 2, 1e-7, speed)
+        for train, steps, speed in zip(("full", "lora", "full"), (10, 10, 2), speeds, strict=True)
+    ]
+    summary = summarize(counts, compared, UpdateConfig().counted)
+    assert summary["keep"] == {
+        "micro_batches": 10,
+        "all_gather_per_block": 2,
+        "reduce_scatter_per_block": 1,
+        "host_reads_per_micro_batch": 3,
+        "peak_bytes_2_steps": 1002,
+        "peak_bytes_50_steps": 1050,
+    }
+    assert summary["speedup_vs_baseline"] == 4.0
+    assert summary["speedup_vs_baseline_with_stored_log_probs"] == 3.2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"samples": 6}, {"sizes": ("huge",)}, {"steps": (0,)}, {"ranks": ()}, {"runs": 0}, {"counted": (2, 2, 50)}]
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
+    """In one line."""
+    with pytest.raises(ValueError, match="update") as error:
+        UpdateConfig(**wrong)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,109 @@
+"""Run by torchrun: counts the updates of a tiny transformer and compares their gradients, as JSON, for test_update.py."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fluvial.bench.counting import Collectives, HostReads
+from fluvial.bench.update import (
+    SIZES,
+    Case,
+    build_engine,
+    build_published,
+    counted,
+    gradient_distance,
+    make_rollout,
+    update_engine,
+)
+from fluvial.engines.cli import exit_with
+from fluvial.engines.distributed import World, world
+from fluvial.engines.fsdp import EngineConfig
+
+SAMPLES = 5
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "reshard": {"comm": "reshard"},
+    "every": {"grad_sync": "every"},
+    "checkpointed": {"checkpointing": "block"},
+}
+GUIDANCE: dict[str, dict[str, Any]] = {"off": {}, "one": {"forwards": "one"}, "two": {"forwards": "two"}}
+# Recorded steps, and micro-batches that their pairs are divided into.
+SHAPES = [(2, 1), (10, 2), (50, 1), (50, 10)]
+
+
+def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
+    """A rollout of a tiny transformer."""
+    return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
+
+
+def counts(processes: World) -> list[dict[str, Any]]:
+    """Collectives and host reads of an update, by the way of communicating, guidance, steps and micro-batches."""
+    found: list[dict[str, Any]] = []
+    sampler = build_engine(case(2), processes, EngineConfig())
+    rollouts = {
+        (guided, steps): make_rollout(sampler, case(steps, guidance=guided), processes)
+        for guided in (False, True)
+        for steps in {steps for steps, _ in SHAPES}
+    }
+    for sharding, options in SHARDINGS.items():
+        engine = build_engine(case(2), processes, EngineConfig(**options))
+        for guidance, forwards in GUIDANCE.items():
+            for steps, n in SHAPES:
+                rollout = rollouts[guidance != "off", steps]
+                with Collectives() as collectives, HostReads() as reads:
+                    update_engine(engine, rollout, micro_batch=SAMPLES * steps // n, **forwards)
+                found.append(
+                    {
+                        "sharding": sharding, "guidance": guidance, "steps": steps, "n": n,
+                        "gathers": collectives.all_gathers, "scatters": collectives.reduce_scatters,
+                        "others": collectives.others, "reads": dict(reads.counts),
+                    }
+                )  # fmt: skip
+    return found
+
+
+def gradients(processes: World) -> dict[str, float]:
+    """How far an update's gradient is from the baseline's, and from that of the engine's default way, relatively."""
+    distances = {}
+    ways: dict[str, dict[str, Any]] = {"two": {"forwards": "two"}, "conditional": {"gradient": "conditional"}}
+    for train, guidance in (("full", True), ("full", False), ("lora", True)):
+        chosen = case(4, guidance=guidance, train=train)
+        keep, published = build_engine(chosen, processes, EngineConfig()), build_published(chosen, processes)
+        rollout = make_rollout(keep, chosen, processes)
+        update_engine(keep, rollout, micro_batch=10)
+        published.update(rollout.stored, micro_batch=1)
+        name = f"{train}, {'guidance' if guidance else 'no guidance'}"
+        distances[f"{name}, baseline"] = gradient_distance(keep, published, processes)
+        for way, options in ways.items():
+            if guidance:
+                other = build_engine(chosen, processes, EngineConfig())
+                update_engine(other, rollout, micro_batch=10, **options)
+                distances[f"{name}, {way}"] = gradient_distance(other, keep, processes)
+    return distances
+
+
+def peaks(processes: World) -> dict[int, int]:
+    """Peak bytes of an update at two numbers of recorded steps, with micro-batches of one size."""
+    engine = build_engine(case(2), processes, EngineConfig())
+    update_engine(engine, make_rollout(engine, case(2), processes), micro_batch=SAMPLES)  # makes the optimizer's state
+    found = {}
+    for steps in (2, 50):
+        rollout = make_rollout(engine, case(steps), processes)
+        update = partial(update_engine, engine, rollout, micro_batch=SAMPLES)
+        found[steps] = counted(update, engine, rollout).peak_bytes
+    return found
+
+
+def main(args: list[str]) -> int:
+    """Write {counts, gradients, peaks}."""
+    with world() as processes:
+        result = {"counts": counts(processes), "gradients": gradients(processes), "peaks": peaks(processes)}
+        if processes.is_main:
+            Path(args[0]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])
