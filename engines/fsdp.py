@@ -52,7 +52,7 @@ class Engine:
 
     Memory held a parameter is what `Sharded` holds, and for trainable ones, sharded over the R ranks of one replica, 8 bytes
     / R for AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient; on
-    the CPU with offload="always". Unsharded an update holds, in the dtype of the computation, with grad_sync="last" all
+    the CPU with offload="always". Unsharded an update holds, in the dtype of the reduction, with grad_sync="last" all
     gradients, else those of a block; `fluvial plan` adds it up.
 
     Args:

@@ -78,11 +78,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase, on one rank's device; and apart what waits on its host."""
 
-    parameters: int  # float32 masters, sharded
+    parameters: int  # float32 masters of what is trained, and the rest in the dtype of the computation; sharded
     buffers: int  # on every rank
     moments: int  # AdamW's two and its step counts, float32, sharded
     average: int  # float32, sharded
-    reference: int  # a frozen copy of the parameters, float32, sharded
+    reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
     gradients: int  # float32, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # what accumulated gradients take beyond `gradients`, in the dtype of the reduction
@@ -116,7 +116,7 @@ def account(
     The peak of an update is at the start of the last micro-batch's backward pass, or in it. With P parameters, T of them
     trained, in c bytes for the computation and g for the reduction, on R ranks of one replica:
 
-        parameters 4 P / R    moments 8 T / R    average 4 T / R    gradients 4 T / R
+        parameters (4 T + c (P - T)) / R    moments 8 T / R    average 4 T / R    gradients 4 T / R
         gathered c P with comm="keep"; else that of the module's rest and two blocks
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
@@ -142,7 +142,8 @@ def account(
     shards, update = ranks // engine.replicas, phase == "update"
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
-    parameters = 4 * _sharded(module.parameters(), shards)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    parameters = 4 * _sharded(trained, shards) + compute * _sharded(frozen, shards)
     moments = 8 * _sharded(trained, shards) + 4 * len(trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = 4 * _sharded(trained, shards) if update else 0
@@ -150,7 +151,7 @@ def account(
         "parameters": parameters,
         "moments": moments,
         "average": average,
-        "reference": parameters if reference else 0,
+        "reference": compute * _sharded(module.parameters(), shards) if reference else 0,
         "gradients": gradients,
     }
     in_phases = () if update else ("moments", "average", "reference")

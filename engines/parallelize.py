@@ -41,7 +41,8 @@ class EngineConfig:
         context_parallel: ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509, by
             diffusers); 1 gives every rank samples of its own.
         compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            CUDA). The master weights are float32, and numbers a sample (noise levels, timesteps) stay as they are.
+            CUDA). What is trained has float32 masters; what is frozen is held in this dtype. Numbers a sample (noise levels,
+            timesteps) stay as they are.
         reduce: dtype that gradients are reduced in.
         checkpointing: what is kept for the backward pass, and computed again if not. "none" keeps all; "block" keeps each
             block's inputs alone; "selective" keeps attention and every second matrix product as well.
@@ -99,15 +100,16 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         compile_blocks(blocks)
     if config.checkpointing != "none":
         checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
-    _move(module, config, world.device)
+    _move(module, config, world.device, frozen=dtype)
     mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
     for unit in [*blocks, module]:
         fully_shard(
             unit,
             mesh=mesh,
             reshard_after_forward=config.comm == "reshard",
-            # The root would cast timesteps too, which have more digits than bfloat16 holds; the hook does not.
-            mp_policy=MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=unit is not module),
+            # FSDP2 would cast all inputs: timesteps and rotary embeddings have more digits than bfloat16 holds. The module's
+            # own inputs are cast above, and what it hands on to its blocks is as in a module that was loaded in bfloat16.
+            mp_policy=MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
         )
     for unit in [*blocks, module]:
@@ -250,8 +252,11 @@ def _selective() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _move(module: nn.Module, config: EngineConfig, device: torch.device) -> None:
-    """Move what has values to the device, except parameters that wait on the CPU."""
+def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
+    """Move what has values to the device, except parameters that wait on the CPU, and hold what is not trained in `frozen`."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(frozen)
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if not buffer.is_meta:

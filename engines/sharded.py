@@ -18,8 +18,8 @@ from fluvial.engines.parking import Parking
 class Sharded:
     """A module sharded with FSDP2, without optimizer.
 
-    Memory held a parameter, over the R ranks of one replica: 4 bytes / R for the float32 master, on the CPU with
-    offload="always". Unsharded while it computes, in the dtype of the computation: with comm="keep" all parameters, else
+    Memory held a parameter, over the R ranks of one replica: 4 bytes / R for the float32 master of one that is trained, else
+    4 or 2 bytes / R in the dtype of the computation; on the CPU with offload="always". Unsharded while it computes, in the dtype of the computation: with comm="keep" all parameters, else
     those of two blocks.
 
     Args:

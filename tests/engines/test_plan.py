@@ -108,9 +108,9 @@ def test_checkpointing_takes_less_the_more_there_is(train: Any) -> None:
 
 
 def test_a_reference_is_a_copy_of_what_is_trained_in_full() -> None:
-    """LoRA's costs nothing."""
+    """In the computation's bfloat16, where what is trained has float32; LoRA's costs nothing."""
     full, lora = (plan("handwriting", PlanConfig(train=train, reference=True)).update for train in TRAINS)
-    assert full.reference == full.parameters > 0
+    assert 2 * full.reference == full.parameters > 0
     assert lora.reference == 0
 
 
@@ -150,11 +150,12 @@ def test_the_knobs_are_turned_from_the_cheapest() -> None:
 
 @pytest.mark.slow
 def test_large_transformers_fit_with_what_the_plan_says() -> None:
-    """A second forward pass is enough to adapt 12 billion parameters on one GPU of 80 GiB."""
-    flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1))
-    assert flags == "--engine.checkpointing block"
-    assert found.fits
-    assert found.update.parameters > 4 * 11.9e9
+    """12 billion parameters, frozen in bfloat16, are adapted on one GPU of 80 GiB; in 60, with a second forward pass."""
+    for memory, knobs in ((80.0, ""), (60.0, "--engine.checkpointing block")):
+        flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))
+        assert flags == knobs
+        assert found.fits
+        assert 2 * 11.9e9 < found.update.parameters < 2.1 * 11.9e9
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
