@@ -79,3 +79,29 @@ def test_what_cannot_be_split_is_refused(one: World) -> None:
     net = Net()
     with pytest.raises(UsageError, match="context_parallel is 2, expected a divisor of the 1 ranks"):
         Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=config)
+
+
+@pytest.mark.slow
+def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None:
+    """Rollout, reward and update, with guidance and a KL, on 1 rank, on a pair and on two pairs."""
+    found = {}
+    for ranks in (1, 2, 4):
+        out = tmp_path / f"{ranks}.json"
+        done = subprocess.run(
+            [*small.launcher(ranks), str(HERE / "split.py"), str(out)],
+            env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found[ranks] = json.loads(out.read_text())
+    for ranks in (2, 4):
+        for train, expected in found[1].items():
+            split = found[ranks][train]
+            assert split["pairs"] == expected["pairs"] == [16, 16]
+            assert split["ratios"] == expected["ratios"] == [0.0, 0.0]
+            for reward, one in zip(split["rewards"], expected["rewards"], strict=True):
+                assert reward == pytest.approx(one, rel=1e-4)
+            assert split["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+            for name, gradient in expected["gradient"].items():
+                torch.testing.assert_close(
+                    torch.tensor(split["gradient"][name]), torch.tensor(gradient), rtol=1e-3, atol=1e-5
+                )

@@ -1,0 +1,72 @@
+"""A job over the small FLUX transformer, whose tokens can be split over ranks; its pictures are its latents."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokens
+import torch
+from torch import Tensor, nn
+
+from fluvial.engines.jobs import Job
+from fluvial.models import Schedule
+from fluvial.models.handwriting import Handwriting
+
+TOKENS = 8
+
+
+class ToyCond(NamedTuple):
+    """A batch of prompts."""
+
+    text: Tensor  # [B, 4, 6]
+    pooled: Tensor  # [B, 5]
+
+
+class Toy:
+    """The velocity-model protocol over `tokens.flux`."""
+
+    latent_shape = (TOKENS, tokens.WIDTH)
+    lora_targets = ("to_q", "to_k", "to_v", "proj_mlp")
+    weights: Path | None = None
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """The transformer with random weights."""
+        return tokens.flux()
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Both kinds."""
+        return tokens.blocks(module)
+
+    def schedule(self, steps: int) -> Schedule:
+        """That of the handwriting model."""
+        return Handwriting(None).schedule(steps)
+
+    def check_prompt(self, prompt: str) -> None:
+        """All are prompts."""
+
+    def encode(self, prompts: Sequence[str]) -> ToyCond:
+        """Noise that a prompt seeds."""
+        drawn = [torch.randn(29, generator=torch.Generator().manual_seed(len(prompt))) for prompt in prompts]
+        rows = torch.stack(drawn)
+        return ToyCond(rows[:, :24].unflatten(1, (4, 6)), rows[:, 24:])
+
+    def velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """The transformer's output."""
+        return tokens.flux_velocity(module, {"x": x, "text": cond.text, "pooled": cond.pooled, "time": sigma})
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """The latents as grey pictures."""
+        return latents.float().sigmoid()[:, None].expand(-1, 3, -1, -1)
+
+
+def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that every sample has another of."""
+    return pictures.mean((1, 2, 3)).cpu()
+
+
+def job() -> Job:
+    """Make bright pictures."""
+    prompts = ("a", "bb", "ccc")
+    return Job(Toy(), prompts, prompts, brightness, {"heldout": brightness})
