@@ -87,6 +87,10 @@ class Engine:
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
+        # Adapters that are not trained, an old policy's say, are in no base weights, so a resumed run must find them again.
+        self.carried = {
+            name: p for name, p in self.module.named_parameters() if ".lora_" in name and not p.requires_grad
+        }
         self.optimizer = adamw(self.trainable.values(), config)
         self.lr_factor = lr_factor(self.optimizer, config, updates=updates)
         self.average = ema.init(self._local()) if config.ema_decay else {}
@@ -266,6 +270,8 @@ class Engine:
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
             if name in self.average:
                 state[f"average.{name}"] = _like(parameter, self.average[name])
+        for name, parameter in self.carried.items():
+            state[f"weight.{name}"] = parameter.detach()
         return state
 
     def counters(self) -> dict[str, int]:
@@ -289,6 +295,8 @@ class Engine:
                     averaged = state[f"average.{name}"]
                     assert isinstance(averaged, DTensor)
                     self.average[name] = averaged.to_local().clone()
+            for name, parameter in self.carried.items():
+                parameter.copy_(state[f"weight.{name}"])
 
     def _set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the update's last: then gradients are reduced and parameters freed."""

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+from fluvial.models.handwriting import Handwriting
+from fluvial.models.lora import LoraConfig, add_lora, adapter_parameters, blend_adapter
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,35 @@ def test_a_restored_engine_goes_on_to_the_bit(one: World) -> None:
     assert set(one_go) == set(two_goes)
     for name, tensor in one_go.items():
         assert torch.equal(tensor, two_goes[name]), name
+
+
+def test_frozen_adapters_are_in_the_state(one: World) -> None:
+    """An old policy that follows the trained one is found again, to the bit, and the reference too."""
+
+    def adapted() -> Engine:
+        model = Handwriting()
+        net = model.build()
+        add_lora(net, LoraConfig(rank=2), model.lora_targets, adapters=("default", "old", "ref"))
+        return Engine(net, model.blocks(net), OptimizerConfig(lr=0.01), one, updates=9)
+
+    first = adapted()
+    with torch.no_grad():
+        for number, parameter in enumerate(first.trainable.values()):
+            parameter.add_(0.01 * number)
+    blend_adapter(first.module, "default", "old", 0.25)
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    second = adapted()
+    second.restore(saved, first.counters())
+    for name in ("default", "old", "ref"):
+        ours, theirs = (adapter_parameters(engine.module, name) for engine in (first, second))
+        assert all(torch.equal(_full(ours[key]), _full(theirs[key])) for key in ours)
+    old, ref = (adapter_parameters(second.module, name) for name in ("old", "ref"))
+    assert any(not torch.equal(_full(old[key]), _full(ref[key])) for key in old)
+
+
+def _full(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor()
 
 
 def test_the_average_is_swapped_in_and_out(one: World) -> None:
