@@ -43,9 +43,7 @@ class LastUse:
         """
         if self._waiting:
             self._waiting.clear()
-            raise ValueError(
-                "update: loss_fn ran a forward pass whose result is not in the loss: run it under torch.no_grad()"
-            )
+            raise ValueError("update: loss_fn ran a forward pass that the loss does not need: run it under torch.no_grad()")
 
     def _forward(self, unit: Any, args: tuple, output: Any) -> None:
         # A checkpointed block's forward runs again within the backward pass: that is no use of its own.
