@@ -34,7 +34,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.sigmas import from_scheduler
 from fluvial.core.transitions import flow_sde
-from fluvial.engines import pairs
+from fluvial.engines import flops, pairs
 from fluvial.engines.cli import exit_with
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError
@@ -128,6 +128,7 @@ class UpdateConfig:
         samples: of each rank.
         micro_batch: (sample, step) pairs a forward and backward pass.
         guidance: classifier-free guidance in the update.
+        checkpointing: keep each block's inputs alone for the backward pass, on both sides.
         runs: of each.
         threads: of each process on a CPU.
         json: print the counts and the speed-up as one line of JSON at the end.
@@ -142,6 +143,7 @@ class UpdateConfig:
     samples: int = 8
     micro_batch: int = 4
     guidance: bool = True
+    checkpointing: bool = CUDA
     runs: int = 5
     threads: int = 1
     json: bool = False
@@ -171,6 +173,7 @@ class Case:
     guidance: bool
     samples: int
     micro_batch: int
+    checkpointing: bool = False  # of each block's activations, on both sides
 
 
 class Rollout(NamedTuple):
@@ -222,6 +225,7 @@ class Compared:
     ranks: int
     distance: float  # |g - g'| / |g'| of fluvial's gradient and the baseline's
     speedup: dict[str, float]
+    mfu: dict[str, float]  # of the FLOPs that the engine's update needs; empty where the device's peak is not known
 
 
 class Measured(NamedTuple):
@@ -273,13 +277,18 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
 def build_engine(case: Case, world: World, sharding: EngineConfig) -> Engine:
     """Return fluvial's engine over a fresh transformer."""
     module = case.size.build(case.train)
+    if case.checkpointing:
+        sharding = replace(sharding, checkpointing="block")
     return Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=1000, sharding=sharding)
 
 
 def build_published(case: Case, world: World) -> Published:
     """Return the published way over a fresh transformer."""
     dtype = EngineConfig().compute_dtype(world.device)
-    module, schedule = case.size.build(case.train), MODEL.schedule(case.steps)
+    module: Any = case.size.build(case.train)
+    if case.checkpointing:
+        module.enable_gradient_checkpointing()  # diffusers' own
+    schedule = MODEL.schedule(case.steps)
     return Published(MODEL, module, OPTIMIZER, world, schedule=schedule, eta=ETA, clip=CLIP, compute=dtype)
 
 
@@ -400,7 +409,16 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
         provider: statistics.median(b / t for b, t in zip(seconds["baseline"], times, strict=True))
         for provider, times in seconds.items()
     }
-    return rows, Compared(name, case.train, case.steps, world.size, distance, speedup)
+    mfu: dict[str, float] = {}
+    most = flops.peak(world.device, EngineConfig().compute_dtype(world.device))
+    if most is not None:
+        with flops.FlopCounter() as counter:
+            sides["keep"].update()
+        mfu = {
+            provider: flops.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            for provider, times in seconds.items()
+        }
+    return rows, Compared(name, case.train, case.steps, world.size, distance, speedup, mfu)
 
 
 def measure(config: UpdateConfig, world: World) -> Measured:
@@ -409,14 +427,24 @@ def measure(config: UpdateConfig, world: World) -> Measured:
     for train in config.train:
         for steps in config.counted:
             name = config.sizes[0]
-            case = Case(SIZES[name], train, steps, config.guidance, samples=p, micro_batch=p)
+            case = Case(
+                SIZES[name], train, steps, config.guidance, samples=p, micro_batch=p, checkpointing=config.checkpointing
+            )
             # Of many steps only what is compared, for time.
             compared = COMPARED if steps == config.counted[-1] else ()
             measured.counts.extend(count_case(case, world, name=name, compared=compared))
     for name in config.sizes:
         for train in config.train:
             for steps in config.steps:
-                case = Case(SIZES[name], train, steps, config.guidance, samples=config.samples, micro_batch=p)
+                case = Case(
+                    SIZES[name],
+                    train,
+                    steps,
+                    config.guidance,
+                    samples=config.samples,
+                    micro_batch=p,
+                    checkpointing=config.checkpointing,
+                )
                 rows, ratios = time_case(case, world, name=name, runs=config.runs)
                 measured.rows.extend(rows)
                 measured.compared.append(ratios)
@@ -439,9 +467,10 @@ def run(config: UpdateConfig) -> dict[str, Any]:
     _show_counts(counts)
     for case in compared:
         ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in case.speedup.items() if name != "baseline")
+        mfu = "".join(f"; MFU of {name} {value:.2f}" for name, value in case.mfu.items())
         print(
             f"{case.size}, {case.ranks} process(es), {case.train}, {case.steps} steps: {ratios} of the baseline's speed; "
-            f"gradients apart by {case.distance:.1g}"
+            f"gradients apart by {case.distance:.1g}{mfu}"
         )
     summary = summarize(counts, compared, config.counted)
     if config.json:

@@ -60,9 +60,7 @@ class OptimizerConfig:
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW over the parameters, fused."""
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def lr_factor(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, updates: int) -> Callable[[int], float]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import optree
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fluvial.core.checks import check_number
@@ -113,6 +113,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
             offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
         )
     for unit in [*blocks, module]:
+        assert isinstance(unit, FSDPModule)
         # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -139,7 +140,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     What shards and checkpoints a block stays outside of the region, in eager mode.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
@@ -148,7 +149,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
     The forward itself is wrapped, inside of what shards the block: its recomputation gathers nothing again.
     """
     for block in blocks:
-        block.forward = partial(  # type: ignore[method-assign]
+        block.forward = partial(
             checkpoint,
             block.forward,
             use_reentrant=False,
@@ -200,7 +201,7 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
     parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
     parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
     # Diffusers' own way to this configuration looks up the device modulo the number of accelerators, which on a CPU is 0.
-    module._resolve_parallel_config = lambda config: config  # type: ignore[method-assign]
+    module._resolve_parallel_config = lambda config: config
     try:
         module.enable_parallelism(config=parallel)
     except ValueError as error:  # an attention backend that cannot
@@ -253,7 +254,7 @@ def _selective() -> tuple[Any, Any]:
 
 
 def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
-    """Move what has values to the device, except parameters that wait on the CPU, and hold what is not trained in `frozen`."""
+    """Move what has values to the device, except parameters that wait on the CPU; what is not trained becomes `frozen`."""
     for parameter in module.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen)

@@ -19,8 +19,8 @@ class Sharded:
     """A module sharded with FSDP2, without optimizer.
 
     Memory held a parameter, over the R ranks of one replica: 4 bytes / R for the float32 master of one that is trained, else
-    4 or 2 bytes / R in the dtype of the computation; on the CPU with offload="always". Unsharded while it computes, in the dtype of the computation: with comm="keep" all parameters, else
-    those of two blocks.
+    4 or 2 bytes / R in the dtype of the computation; on the CPU with offload="always". Unsharded while it computes, in the
+    dtype of the computation: with comm="keep" all parameters, else those of two blocks.
 
     Args:
         module: on the CPU with its weights, or with parameters on the meta device.

@@ -214,7 +214,9 @@ class Trainer:
                 f"--updates is {self.config.updates}, but {path} is after update {self.engine.updates}: give at least that"
             )
         now = self._runs_on()
-        changed = [f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was]
+        changed = [
+            f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was
+        ]
         if self.console and changed:
             self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
         if self.console:
@@ -381,7 +383,7 @@ class Trainer:
         }
 
     def _speed(self, info: UpdateInfo, seconds: float) -> dict[str, float]:
-        """Return the update's model FLOPs a second on this rank, and what part of its device's peak that is, where it is known."""
+        """Return the update's model FLOPs a second on this rank, and their part of the device's peak where it is known."""
         speed = {"update_flops": info.flops / seconds}
         dtype = self.config.engine.compute_dtype(self.world.device)
         if (most := flops.peak(self.world.device, dtype)) is not None:
@@ -391,7 +393,12 @@ class Trainer:
     def _evaluate(self, folder: RunFolder | None, name: str, samples: int) -> Evaluation:
         with self.engine.inference(average=True) as module:
             result = evaluate(
-                self.job, module, grid=self.grid, samples=samples, micro_batch=self.config.micro_batch, world=self.world,
+                self.job,
+                module,
+                grid=self.grid,
+                samples=samples,
+                micro_batch=self.config.micro_batch,
+                world=self.world,
                 guidance=self.config.rollout.guidance,
             )
         if folder:

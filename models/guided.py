@@ -46,9 +46,9 @@ def guided_velocity(
     if forwards == "one":
         both = optree.tree_map(lambda *halves: torch.cat(halves), cond.cond, cond.uncond)
         twice = None if timestep is None else timestep.repeat(2)
-        v, v_uncond = model.velocity(
-            module, x.repeat(2, *[1] * (x.ndim - 1)), sigma.repeat(2), both, timestep=twice
-        ).chunk(2)
+        v, v_uncond = model.velocity(module, x.repeat(2, *[1] * (x.ndim - 1)), sigma.repeat(2), both, timestep=twice).chunk(
+            2
+        )
         v_uncond = v_uncond.detach() if gradient == "conditional" else v_uncond
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() and gradient == "both"):

@@ -216,7 +216,7 @@ def test_the_line_of_json_by_default() -> None:
         {"keep": ratio, "baseline": 1.0, "baseline, stored log-probs": 1.25, "reshard": 1.0} for ratio in (9.0, 4.0, 2.0)
     ]
     compared = [
-        Compared("small", train, steps, 2, 1e-7, speed)
+        Compared("small", train, steps, 2, 1e-7, speed, {})
         for train, steps, speed in zip(("full", "lora", "full"), (10, 10, 2), speeds, strict=True)
     ]
     summary = summarize(counts, compared, UpdateConfig().counted)

@@ -29,7 +29,7 @@ def main(args: list[str]) -> int:
             with init_empty_weights(include_buffers=False):
                 module = tower()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            config = EngineConfig(offload=offload)  # type: ignore[arg-type]
+            config = EngineConfig(offload=offload)
             sharded = Sharded(module, list(module.children()), processes, config, weights=folder)
             grew = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
             wrong = []

@@ -23,9 +23,7 @@ def rates(*, updates: int, **settings: Any) -> list[float]:
 def test_the_schedule_is_its_formula(updates: int, warmup: int, floor: float, cosine: bool) -> None:
     """Linear from 0, then the half cosine from 1 to the floor, or 1."""
     warmup = min(warmup, updates)
-    found = rates(
-        updates=updates, warmup=warmup, min_lr_ratio=floor, schedule="cosine" if cosine else "constant"
-    )
+    found = rates(updates=updates, warmup=warmup, min_lr_ratio=floor, schedule="cosine" if cosine else "constant")
     for done, factor in enumerate(found):
         if done < warmup:
             expected = done / warmup

@@ -19,9 +19,7 @@ HERE = Path(__file__).parent
 def test_moves_level_the_ranks(counts: list[int]) -> None:
     """Nothing is made or lost, shares differ by one at most, and nobody both gives and takes."""
     plan = moves(counts)
-    after = [
-        count - sum(plan[rank]) + sum(row[rank] for row in plan) for rank, count in enumerate(counts)
-    ]
+    after = [count - sum(plan[rank]) + sum(row[rank] for row in plan) for rank, count in enumerate(counts)]
     assert sum(after) == sum(counts)
     assert max(after) - min(after) <= 1
     for rank in range(len(counts)):

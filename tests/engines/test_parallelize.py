@@ -98,7 +98,8 @@ def test_checkpointing_trades_memory_for_operations(one: World) -> None:
     kept, again = {}, {}
     expected = gradients(engine(one))
     for kind in ("none", "selective", "block"):
-        built, held = engine(one, checkpointing=kind), set()
+        built = engine(one, checkpointing=kind)
+        held: set[int] = set()
 
         def pack(tensor: Tensor, held: set[int] = held) -> Tensor:
             held.add(tensor.untyped_storage().data_ptr())
@@ -123,7 +124,8 @@ def test_an_attention_backend_is_set_or_refused(one: World) -> None:
     expected = tokens.flux_velocity(net, tokens.data())
     Engine(net, tokens.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention="native"))
     torch.testing.assert_close(tokens.flux_velocity(net, tokens.data()), expected)
-    assert {block.attn.processor._attention_backend for block in net.transformer_blocks} == {"native"}
+    blocks: Any = net.transformer_blocks
+    assert {block.attn.processor._attention_backend for block in blocks} == {"native"}
     for module, backend, says in (
         (tokens.flux(), "no_such", "attention no_such cannot be used"),
         (Handwriting(weights=None).build(), "native", "attention is native, but SD3Transformer2DModel does not choose"),
@@ -135,15 +137,16 @@ def test_an_attention_backend_is_set_or_refused(one: World) -> None:
 
 def test_deterministic_algorithms_and_back() -> None:
     """The flag is set within, an operation that has no such algorithm is refused, and all is as before afterwards."""
+    memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     with deterministic(False):
         assert torch.are_deterministic_algorithms_enabled() == before[0]
     with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert not memory.fill_uninitialized_memory
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == before
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert memory.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -166,7 +169,9 @@ def test_an_adapter_has_float32_masters_on_a_frozen_bfloat16_base(one: World) ->
     model = Handwriting(weights=None)
     net = model.build()
     add_lora(net, LoraConfig(rank=2), model.lora_targets)
-    built = Engine(net, model.blocks(net), OptimizerConfig(lr=0.1), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
+    built = Engine(
+        net, model.blocks(net), OptimizerConfig(lr=0.1), one, updates=1, sharding=EngineConfig(compute="bfloat16")
+    )
     before = {name: shard.clone() for name, shard in built.sharded.shards().items()}
     for name, shard in before.items():
         assert shard.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)

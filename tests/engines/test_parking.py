@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import Net, data, squared
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fluvial.engines.distributed import World, world
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
@@ -86,7 +87,7 @@ def test_gradients_wait_on_the_host_too(one: World) -> None:
     """An update that was cut short leaves gradients; they are moved with the rest."""
     engine, items = trained(one), data(3)[0]
     squared(engine.module)(items)[0].sum().backward()
-    gradients = [p.grad.to_local() for p in engine.trainable.values() if p.grad is not None]
+    gradients = [p.grad.to_local() for p in engine.trainable.values() if isinstance(p.grad, DTensor)]
     values = [gradient.clone() for gradient in gradients]
     assert values
     engine.offload()
@@ -128,7 +129,9 @@ def test_modes_are_put_back(one: World) -> None:
             seen.append(self.training)
             return x
 
-    net.blocks[0].append(Watch())
+    first = net.blocks[0]
+    assert isinstance(first, torch.nn.Sequential)
+    first.append(Watch())
     net.blocks[1].eval()
     engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1)
     step(engine)

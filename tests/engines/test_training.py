@@ -185,7 +185,7 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
     for offload in ("none", "phases"):
         run = config(
             tmp_path / offload, train=kind, eval_every=1, optimizer=OptimizerConfig(ema_decay=0.5),
-            policy=PolicyConfig(kl_coef=0.1), engine=EngineConfig(offload=offload),  # type: ignore[arg-type]
+            policy=PolicyConfig(kl_coef=0.1), engine=EngineConfig(offload=offload),
         )  # fmt: skip
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
@@ -263,7 +263,7 @@ def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
-    with pytest.raises(RunError, match="checkpoint .*000001 could not be saved: the disk is full"):
+    with pytest.raises(RunError, match=r"checkpoint .*000001 could not be saved: the disk is full"):
         train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
 
 

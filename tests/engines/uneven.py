@@ -41,9 +41,9 @@ def main(args: list[str]) -> int:
                 final_samples=4, seed=SEED,
             )  # fmt: skip
             trainer = Trainer(run, job(reward=one_code_alone, train_prompts=CODES), processes, console=None)
-            forwards = []
+            forwards: list[bool] = []
             trainer.engine.module.register_forward_hook(
-                lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())  # type: ignore[misc]
+                lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())
             )
             runner = RewardRunner(trainer.job.reward)
             record, _ = trainer.update(runner, StopRequest())

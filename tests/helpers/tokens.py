@@ -37,11 +37,7 @@ def qwen() -> nn.Module:
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks."""
-    return [
-        block
-        for name in ("transformer_blocks", "single_transformer_blocks")
-        for block in getattr(module, name, [])
-    ]
+    return [block for name in ("transformer_blocks", "single_transformer_blocks") for block in getattr(module, name, [])]
 
 
 def data(tokens: int = 8) -> dict[str, Tensor]:
