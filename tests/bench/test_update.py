@@ -111,7 +111,7 @@ def test_two_forward_passes_give_the_gradient_of_one(result: dict[str, Any]) -> 
 def gradient_of_guided(**options: Any) -> list[Tensor]:
     """The gradient of a guided velocity's square in float64."""
     size = SIZES["tiny"]
-    module = size.build("full").double()
+    module = size.build("full", torch.device("cpu")).double()
     generator = torch.Generator().manual_seed(0)
     x, given, negative, pooled, empty = (
         torch.randn(3, *shape, dtype=torch.float64, generator=generator)
@@ -216,7 +216,7 @@ def test_the_line_of_json_by_default() -> None:
         {"keep": ratio, "baseline": 1.0, "baseline, stored log-probs": 1.25, "reshard": 1.0} for ratio in (9.0, 4.0, 2.0)
     ]
     compared = [
-        Compared("small", train, steps, 2, 1e-7, speed, {})
+        Compared("small", train, steps, 2, 1e-7, speed, speed["keep"] / 1.25, {})
         for train, steps, speed in zip(("full", "lora", "full"), (10, 10, 2), speeds, strict=True)
     ]
     summary = summarize(counts, compared, UpdateConfig().counted)

@@ -1,0 +1,58 @@
+"""The trainer's own update: the host waits for the device as often whatever the number of micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, job
+
+from fluvial.bench.counting import HostReads
+from fluvial.engines.distributed import World, world
+from fluvial.engines.generate import Guidance
+from fluvial.engines.recipes import PolicyConfig, RolloutConfig
+from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.signals import StopRequest
+from fluvial.engines.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("objective", ["clipped", "guard"])
+@pytest.mark.parametrize("sampler", ["flow_sde", "cps"])
+def test_no_read_a_micro_batch(
+    tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch, 2 or 8: as many reads, one of which is the engine's read-back."""
+    if (sampler, objective) == ("cps", "guard"):
+        pytest.skip("guard is not defined for cps")
+    reads = []
+    for micro_batch in (16, 8, 2):
+        rollout = RolloutConfig(
+            prompts=2, group=4, steps=4, window=2, sampler=sampler, guidance=Guidance(guidance), window_high=3
+        )
+        run = config(tmp_path, rollout=rollout, policy=PolicyConfig(objective=objective))
+        trainer = Trainer(replace(run, micro_batch=micro_batch), job(), one, console=None)
+        counters, optimize = [], trainer.engine.update
+
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
+            with HostReads() as counter:
+                info = optimize(*args, **kwargs)
+            counters.append(counter.total)
+            return info
+
+        monkeypatch.setattr(trainer.engine, "update", counted)
+        runner = RewardRunner(trainer.job.reward)
+        trainer.update(runner, StopRequest())
+        runner.close()
+        reads.append(counters)
+        assert torch.isfinite(next(iter(trainer.engine.sharded.shards().values()))).all()
+    assert reads == [[1], [1], [1]]
