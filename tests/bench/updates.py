@@ -30,7 +30,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 }
 GUIDANCE: dict[str, dict[str, Any]] = {"off": {}, "one": {"forwards": "one"}, "two": {"forwards": "two"}}
 # Recorded steps, and micro-batches that their pairs are divided into.
-SHAPES = [(2, 1), (10, 2), (50, 1), (50, 10)]
+SHAPES = [(2, 1), (10, 2), (50, 10)]
 
 
 def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
@@ -50,6 +50,8 @@ def counts(processes: World) -> list[dict[str, Any]]:
     for sharding, options in SHARDINGS.items():
         engine = build_engine(case(2), processes, EngineConfig(**options))
         for guidance, forwards in GUIDANCE.items():
+            if sharding == "checkpointed" and guidance != "two":  # where a block's forward pass runs four times
+                continue
             for steps, n in SHAPES:
                 rollout = rollouts[guidance != "off", steps]
                 with Collectives() as collectives, HostReads() as reads:

@@ -31,6 +31,9 @@ def main(args: list[str]) -> int:
             engine = Engine(
                 net, list(net.blocks), OptimizerConfig(lr=0.01), processes, updates=1, sharding=EngineConfig(**sharding)
             )
+            if sharding.get("offload") == "phases":
+                engine.offload()
+                engine.onload()
             with Collectives() as counter:
                 engine.update(
                     {key: tensor[mine] for key, tensor in items.items()}, weight[mine], squared(net),

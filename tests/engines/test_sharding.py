@@ -70,6 +70,7 @@ def test_an_update_on_ranks_is_that_of_plain_torch(ranks: tuple[int, dict[str, A
     check(name, {parameter: torch.tensor(values) for parameter, values in result[name]["weights"].items()})
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("name", [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]])
 def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) -> None:
     net, (items, weight) = Net(), data(7)

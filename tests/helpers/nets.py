@@ -55,6 +55,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "selective checkpointing": {"checkpointing": "selective"},
     "offload": {"offload": "always"},
     "offload between phases": {"offload": "phases"},
+    "compile": {"compile": True},
     "bfloat16": {"compute": "bfloat16"},
     "bfloat16, all of it": {"compute": "bfloat16", "comm": "reshard", "checkpointing": "block", "offload": "always"},
 }
