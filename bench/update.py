@@ -4,6 +4,9 @@ The model is an SD3 transformer with random weights, the rollout its own. Both s
 (FSDP2, a unit a block), optimizer and gradient; `bench.baselines` says what the published way is. Both put as many
 (sample, step) pairs through one forward and backward pass, so that they hold as many activations: the baseline a number of
 samples at one step, the engine any pairs. `keep x4` is the engine with four times as many.
+
+    python -P -m fluvial.bench update --json                                  the line of JSON, in some minutes
+    python -P -m fluvial.bench update --ranks 1 2 --steps 2 4 10 --json       every row
 """
 
 import gc

@@ -88,9 +88,7 @@ class Engine:
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         # Adapters that are not trained, an old policy's say, are in no base weights, so a resumed run must find them again.
-        self.carried = {
-            name: p for name, p in self.module.named_parameters() if ".lora_" in name and not p.requires_grad
-        }
+        self.carried = {name: p for name, p in self.module.named_parameters() if ".lora_" in name and not p.requires_grad}
         self.optimizer = adamw(self.trainable.values(), config)
         self.lr_factor = lr_factor(self.optimizer, config, updates=updates)
         self.average = ema.init(self._local()) if config.ema_decay else {}
@@ -329,9 +327,7 @@ def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
     )
 
 
-def micro_batches(
-    items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device
-) -> Iterator[PyTree[Tensor]]:
+def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device) -> Iterator[PyTree[Tensor]]:
     """Yield the items of a pytree, `[P, ...]`, in ceil(pad_to / micro_batch) micro-batches on a device.
 
     All are whole: what is missing repeats items from the first on. Micro-batches without repeats are views.

@@ -256,8 +256,9 @@ class Trainer:
                 rewards = runner.collect()
             # The request to stop travels with the rewards, so that all ranks stop after the same update.
             local = torch.cat([rewards, torch.tensor([float(bool(stop))])]).to(self.world.device)
-            gathered = self.world.gather_data(local[None]).cpu()
-            reward, stopping = gathered[:, :-1].flatten()[: rollout.batch], bool(gathered[:, -1].any())
+            gathered = self.world.gather(local[None]).cpu()
+            stopping = bool(gathered[:, -1].any())
+            reward = gathered[:: self.world.sequence, :-1].flatten()[: rollout.batch]  # ranks of a group have the same
             group = torch.arange(rollout.batch) // rollout.group
             advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
             self.engine.onload()
