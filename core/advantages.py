@@ -33,7 +33,7 @@ def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", e
     check_number("group_advantages", "eps", eps, low=1e-12)
     if reward.ndim != 1:
         raise ValueError(f"group_advantages: reward has shape {list(reward.shape)}, expected [B]")
-    dtype = _check("group_advantages", reward, group)
+    dtype = check_rewards("group_advantages", reward, group)
     reward = reward.to(torch.float64)
     centred, std = _group_moments(reward, group)
     if scale == "group":
@@ -63,13 +63,14 @@ def multi_reward_advantages(
             f"multi_reward_advantages: rewards {list(rewards.shape)} and weights {list(weights.shape)}, "
             "expected [B, K] and [K]"
         )
-    dtype = _check("multi_reward_advantages", rewards, group)
+    dtype = check_rewards("multi_reward_advantages", rewards, group)
     columns = [group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps) for reward in rewards.unbind(1)]
     total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
     return ((total - total.mean()) / (_std(total) + eps)).to(dtype)
 
 
-def _check(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
+def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
+    """Return the dtype that rewards are computed in; raise in one line unless they are finite and have a group each."""
     dtype = compute_dtype(function, reward=reward)
     if group.shape != reward.shape[:1]:
         raise ValueError(f"{function}: group has shape {list(group.shape)}, expected {list(reward.shape[:1])}")

@@ -84,14 +84,62 @@ def guard_surrogate(
     probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
     dtype = compute_dtype("guard_surrogate", **probs, dt=dt, v=v)
     check_same_shape("guard_surrogate", **probs)
-    check_per_sample("guard_surrogate", log_prob.shape[0], dt=dt)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
     shift = gaussian.kl(transition, v, v_old)
+    check_per_sample("guard_surrogate", shift.shape[0], log_prob=log_prob, dt=dt)
     advantage, std = advantage.to(dtype), transition.std.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(((log_ratio + shift.to(dtype)) * std).clamp(max=80))
     free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip, 1 + clip)
     return torch.maximum(free, held) / dt.abs(), _info(ratio, log_ratio, clipped=held > free)
+
+
+def dppo_surrogate(
+    log_prob: PerSample,
+    log_prob_old: PerSample,
+    advantage: PerSample,
+    transition: Transition,
+    v: Samples,
+    v_old: Samples,
+    *,
+    kl_threshold: float,
+) -> tuple[PerSample, PolicyInfo]:
+    """Return Flow-DPPO's surrogate loss, held back by the step's exact KL in place of a clip, and diagnostics, each `[B]`.
+
+        loss = 0 where KL >= kl_threshold and (A > 0 and rho > 1, or A < 0 and rho < 1), else -A rho
+        rho = exp(log_prob - log_prob_old),  KL = mean b^2 |v - v_old|^2 / (2 std^2)
+
+    A ratio is one noisy draw of how far two policies lie apart; the KL of two Gaussians of one std is known. A pair
+    beyond the threshold still learns where its ratio moves against its advantage: that leads back. No gradient flows
+    through the KL, and advantages are not clamped. `PolicyInfo.clipped` marks the pairs whose loss is 0.
+
+    Args:
+        log_prob, log_prob_old: of each pair under the current and the old policy, in nats.
+        advantage: of each pair.
+        transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
+        v, v_old: velocities under the two policies, `[B, *event]`.
+        kl_threshold: >= 0, in nats a dimension; 1e-5 is published.
+
+    Raises:
+        ValueError: std is 0 (looked at only where that is free, as in `gaussian.kl`; elsewhere loss and gradient are NaN).
+
+    Source: Flow-DPPO, arXiv 2606.11025; for language models, 2602.04879.
+    """
+    check_number("dppo_surrogate", "kl_threshold", kl_threshold, low=0)
+    probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
+    dtype = compute_dtype("dppo_surrogate", **probs, v=v, v_old=v_old)
+    check_same_shape("dppo_surrogate", **probs)
+    check_same_shape("dppo_surrogate", v=v, v_old=v_old)
+    check_per_sample("dppo_surrogate", v.shape[0], log_prob=log_prob)
+    kl = gaussian.kl(transition, v.detach(), v_old.detach())
+    advantage = advantage.to(dtype)
+    log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
+    ratio = torch.exp(log_ratio.clamp(max=80))
+    moved = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
+    held = moved & (kl >= kl_threshold)
+    # No comparison with a NaN is true: without this a step that has no density would pass as one within the threshold.
+    known = torch.where(kl.isnan(), torch.nan, 1.0)
+    return torch.where(held, 0.0, -advantage * ratio * known), _info(ratio, log_ratio, clipped=held)
 
 
 def _info(ratio: Tensor, log_ratio: Tensor, *, clipped: Tensor) -> PolicyInfo:

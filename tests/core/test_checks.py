@@ -15,7 +15,22 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
 import torch
 from torch import Tensor
 
-from fluvial.core import advantages, checks, ema, flow_matching, gaussian, policy, random, rollout, sigmas, transitions
+from fluvial.core import (
+    advantages,
+    awm,
+    checks,
+    correction,
+    distill,
+    dpo,
+    ema,
+    flow_matching,
+    gaussian,
+    policy,
+    random,
+    rollout,
+    sigmas,
+    transitions,
+)
 from fluvial.core.random import fold_in, key
 from fluvial.core.transitions import Transition
 
@@ -34,6 +49,18 @@ def guard(*, transition: Transition = STEP, v_old: Tensor = X, dt: Tensor | None
     """GRPO-Guard's surrogate with one argument changed."""
     p = torch.zeros(3)
     return policy.guard_surrogate(p, p, p, transition, X, v_old, torch.ones(3) if dt is None else dt, clip=clip)
+
+
+def dppo(
+    *, log_prob: Tensor = S, v: Tensor = X, v_old: Tensor = X, transition: Transition = STEP, kl_threshold: float = 0.1
+) -> object:
+    """Flow-DPPO's surrogate with one argument changed."""
+    return policy.dppo_surrogate(log_prob, log_prob, log_prob, transition, v, v_old, kl_threshold=kl_threshold)
+
+
+preference = partial(dpo.dpo_loss, beta=1.0)
+matching = partial(awm.awm_log_prob, weighting="ghuber")
+weigh = partial(correction.rollout_weights, mode="mask", threshold=2.0)
 
 
 CASES: dict[str, Case] = {
@@ -61,6 +88,110 @@ CASES: dict[str, Case] = {
         lambda: guard(transition=STEP._replace(std=torch.zeros(3))),
         ValueError,
         r"std is not positive for samples \[0, 1, 2\]",
+    ),
+    "guard's velocities of another batch": (
+        lambda: policy.guard_surrogate(S, S, S, Transition(*[S[0]] * 3), FIRST, FIRST, torch.ones(()), clip=0.1),
+        ValueError,
+        r"guard_surrogate: log_prob has shape \[3\], expected \[\] or \[1\]",
+    ),
+    "dppo's v_old": (
+        lambda: dppo(v_old=FIRST),
+        ValueError,
+        r"dppo_surrogate: v_old has shape \[1, 4\], expected \[3, 4\] as v",
+    ),
+    "dppo's velocities of another batch": (
+        lambda: dppo(v=FIRST, v_old=FIRST, transition=Transition(*[S[0]] * 3)),
+        ValueError,
+        r"dppo_surrogate: log_prob has shape \[3\], expected \[\] or \[1\]",
+    ),
+    "dppo's log-probs of steps": (
+        lambda: dppo(log_prob=X),
+        ValueError,
+        r"dppo_surrogate: log_prob has shape \[3, 4\], expected \[\] or \[3\]",
+    ),
+    "dppo's coefficients": (lambda: dppo(transition=STEP._replace(b=S[:2])), ValueError, r"kl: b has shape \[2\]"),
+    "dppo's threshold": (lambda: dppo(kl_threshold=-1.0), ValueError, "dppo_surrogate: kl_threshold is -1.0"),
+    "dppo's integer velocity": (lambda: dppo(v=INTS), TypeError, "dppo_surrogate: v is torch.int64"),
+    "dppo without noise": (
+        lambda: dppo(transition=STEP._replace(std=torch.zeros(3))),
+        ValueError,
+        r"std is not positive for samples \[0, 1, 2\]",
+    ),
+    "a reference of other pairs": (
+        lambda: preference(S, S, S[:1], S),
+        ValueError,
+        r"dpo_loss: err_win_ref has shape \[1\], expected \[3\] as err_win",
+    ),
+    "one pair of errors": (lambda: preference(S[0], S[0], S[0], S[0]), ValueError, r"dpo_loss: err_win has shape \[\]"),
+    "integer errors": (lambda: preference(S, GROUP, S, S), TypeError, "dpo_loss: err_lose is torch.int64"),
+    "beta of nothing": (lambda: preference(S, S, S, S, beta=0.0), ValueError, "dpo_loss: beta is 0.0"),
+    "diagnostics of other pairs": (
+        lambda: dpo.dpo_info(S, S[:1], S, S, beta=1.0),
+        ValueError,
+        r"dpo_info: err_lose has shape \[1\]",
+    ),
+    "pairs of two axes": (lambda: dpo.best_and_worst(X, GROUP), ValueError, r"best_and_worst: reward has shape \[3, 4\]"),
+    "pairs of another batch": (
+        lambda: dpo.best_and_worst(S, GROUP[:2]),
+        ValueError,
+        r"best_and_worst: group has shape \[2\], expected \[3\]",
+    ),
+    "pairs of float groups": (lambda: dpo.best_and_worst(S, S), TypeError, "best_and_worst: group is torch.float32"),
+    "pairs of nothing finite": (
+        lambda: dpo.best_and_worst(S / 0, GROUP),
+        ValueError,
+        r"best_and_worst: rewards are not finite at indices \[0, 1, 2\]",
+    ),
+    "weighting": (
+        lambda: matching(S, 0.5, weighting="t**2"),  # type: ignore[arg-type]
+        ValueError,
+        r"awm_log_prob: weighting is 't\*\*2', expected one of 'uniform', 't', 't2', 'huber', 'ghuber'",
+    ),
+    "times of another batch": (
+        lambda: matching(S, S[:1]),
+        ValueError,
+        r"awm_log_prob: t has shape \[1\], expected \[\] or \[3\]",
+    ),
+    "an error": (lambda: matching(S[0], 0.5), ValueError, r"awm_log_prob: error has shape \[\]"),
+    "integer error": (lambda: matching(GROUP, 0.5), TypeError, "awm_log_prob: error is torch.int64"),
+    "delta": (lambda: matching(S, 0.5, delta=0.0), ValueError, "awm_log_prob: delta is 0.0"),
+    "power": (lambda: matching(S, 0.5, power=2.0), ValueError, "awm_log_prob: power is 2.0"),
+    "teacher's step": (
+        lambda: distill.mean_kl(STEP, X, FIRST),
+        ValueError,
+        r"mean_kl: v_teacher has shape \[1, 4\], expected \[3, 4\] as v",
+    ),
+    "teacher's velocity": (
+        lambda: distill.velocity_mse(X, OTHER),
+        ValueError,
+        r"velocity_mse: v_teacher has shape \[3, 5\], expected \[3, 4\] as v",
+    ),
+    "a teacher's list": (
+        lambda: distill.velocity_mse(X, X.tolist()),  # type: ignore[arg-type]
+        TypeError,
+        "velocity_mse: v_teacher is a list",
+    ),
+    "a rollout of other steps": (
+        lambda: weigh(X, OTHER),
+        ValueError,
+        r"rollout_weights: log_prob_rollout has shape \[3, 5\], expected \[3, 4\] as log_prob_old",
+    ),
+    "a rollout without steps": (lambda: weigh(S, S), ValueError, r"log_prob_old has shape \[3\], expected \[B, S\]"),
+    "integer log-probs": (lambda: weigh(X, INTS), TypeError, "rollout_weights: log_prob_rollout is torch.int64"),
+    "correction's mode": (
+        lambda: weigh(X, X, mode="clip"),  # type: ignore[arg-type]
+        ValueError,
+        "rollout_weights: mode is 'clip', expected one of 'truncate', 'reject', 'mask'",
+    ),
+    "correction's level": (
+        lambda: weigh(X, X, level="token"),  # type: ignore[arg-type]
+        ValueError,
+        "rollout_weights: level is 'token', expected one of 'step', 'trajectory'",
+    ),
+    "correction's threshold": (
+        lambda: weigh(X, X, threshold=0.5),
+        ValueError,
+        r"rollout_weights: threshold is 0.5, expected a finite number in \[1, 1e\+30\]",
     ),
     "kl's v_ref": (lambda: gaussian.kl(STEP, X, FIRST), ValueError, r"kl: v_ref has shape \[1, 4\]"),
     "no batch": (lambda: gaussian.mean(STEP, S[0], S[0]), ValueError, r"mean: x has shape \[\], expected \[B, \*event\]"),

@@ -13,11 +13,11 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session that test_untyped.py starts", allow_module_level=True)
 
 import torch
-from tables import SAMPLERS, SamplerRow, normals
+from tables import OBJECTIVES, SAMPLERS, ObjectiveRow, SamplerRow, normals, objective_inputs
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core import advantages, flow_matching, gaussian, policy
+from fluvial.core import advantages, correction, dpo, flow_matching, gaussian, policy
 from fluvial.core.gaussian import FORMS, Form
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import Transition, cps, dance_sde
@@ -106,3 +106,28 @@ def test_flow_matching() -> None:
     sigma = torch.tensor([0.1, 0.5, 0.9])
     eps = torch.finfo(torch.float32).eps
     assert_close(compiled(loss)(X, V, sigma), loss(X, V, sigma), rtol=8 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("row", OBJECTIVES, ids=lambda row: row.name)
+def test_an_objective_with_its_gradients(row: ObjectiveRow) -> None:
+    inputs = objective_inputs(row, 5)
+    results = []
+    for function in (row.call, compiled(row.call)):
+        tensors = {name: tensor.clone().requires_grad_(name in row.policy) for name, tensor in inputs.items()}
+        value = function(**tensors)
+        of = [tensors[name] for name in row.policy]
+        gradients = torch.autograd.grad(value, of, torch.linspace(-1, 2, 5).double()) if of else ()
+        results.append((value.detach(), *gradients))
+    assert_close(results[1], results[0], rtol=1e-13, atol=1e-15)
+
+
+def test_diagnostics_and_pairs_are_in_the_graph() -> None:
+    old, rollout = normals(0, 2, 3, 4) / 5
+
+    def step(old: Tensor, rollout: Tensor, reward: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        pairs = dpo.best_and_worst(reward, torch.tensor([0, 0, 1, 1, 1]))
+        info = correction.rollout_weights(old, rollout, mode="reject", threshold=1.1, level="trajectory")[1]
+        return tuple(pairs), tuple(info)
+
+    arguments = (old, rollout, torch.tensor([1.0, 0.0, 0.5, 0.5, 0.7]))
+    assert_close(compiled(step)(*arguments), step(*arguments), rtol=1e-13, atol=1e-15)

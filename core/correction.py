@@ -1,0 +1,104 @@
+"""Rollout correction: weights for samples that came from another program, or other weights, than the one that trains."""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import can_look, check_choice, check_number, check_same_shape, compute_dtype
+from fluvial.core.types import PerStep
+
+Mode = Literal["truncate", "reject", "mask"]
+MODES: tuple[Mode, ...] = ("truncate", "reject", "mask")
+Level = Literal["step", "trajectory"]
+LEVELS: tuple[Level, ...] = ("step", "trajectory")
+
+
+class CorrectionInfo(NamedTuple):
+    """Diagnostics of a rollout against the trainer, 0-d each: four of single steps' d log p, then two of the weights."""
+
+    gap_mean: Tensor  # mean |d log p|, 0 for two programs that agree
+    gap_p99: Tensor  # its 99th percentile
+    kl: Tensor  # mean rho - 1 - log rho >= 0 (k3), which estimates KL(rollout || old)
+    chi2: Tensor  # mean rho^2 - 1, which estimates chi^2(old || rollout)
+    effective: Tensor  # effective sample size over the number of weights, (sum w)^2 / (n sum w^2), in [0, 1]
+    limited: Tensor  # share of weights that were truncated or rejected
+
+
+def rollout_weights(
+    log_prob_old: PerStep,
+    log_prob_rollout: PerStep,
+    *,
+    mode: Mode,
+    threshold: float,
+    level: Level = "step",
+) -> tuple[PerStep, CorrectionInfo]:
+    """Return the weight of each recorded step, `[B, S]`, and diagnostics; multiply the update's loss by the weights.
+
+        d = log_prob_old - log_prob_rollout (step), or its sum over a sample's steps (trajectory);  rho = exp(d)
+        truncate   min(rho, threshold)
+        reject     rho where 1/threshold <= rho <= threshold, else 0
+        mask       1 where 1/threshold <= rho <= threshold, else 0
+
+    Where the rollout runs in another engine, precision or version of the weights, its log-probs are not those that the
+    trainer computes for the same steps; rho makes up for it, and the bound keeps its variance finite. Weights carry no
+    gradient. The unit is that of the log-probs: with reduction="sum" rho is a ratio of joint densities; with "mean", the
+    field's habit, it is the N-th root of that for N elements, and it takes a threshold near 1 (1.001, say) to bite.
+
+    A d of +inf gives the threshold (truncate) or 0, one of -inf gives 0: neither reaches the loss. Diagnostics are then
+    infinite, never NaN. An empty batch has diagnostics of 0.
+
+    Args:
+        log_prob_old: under the policy before the update, computed by the trainer, `[B, S]`.
+        log_prob_rollout: as the rollout recorded them, `[B, S]`.
+        mode: see above.
+        threshold: in [1, 1e30].
+        level: "step", or "trajectory": all steps of a sample share one weight, that of their sum.
+
+    Raises:
+        ValueError: d is NaN, with its places (looked at only where that is free: CPU tensors, outside compilation and
+            torch.func transforms); elsewhere the weight is NaN, and the loss with it, rather than a silent 0.
+
+    Source: truncated importance weights as in IMPALA, arXiv 1802.01561; the modes and levels are those that trainers of
+    language models (verl) offer.
+    """
+    check_choice("rollout_weights", "mode", mode, MODES)
+    check_choice("rollout_weights", "level", level, LEVELS)
+    check_number("rollout_weights", "threshold", threshold, low=1, high=1e30)
+    dtype = compute_dtype("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
+    check_same_shape("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
+    if log_prob_old.ndim != 2:
+        raise ValueError(f"rollout_weights: log_prob_old has shape {list(log_prob_old.shape)}, expected [B, S]")
+    gap = log_prob_old.detach().to(dtype) - log_prob_rollout.detach().to(dtype)
+    difference = gap if level == "step" else gap.sum(1, keepdim=True).expand_as(gap)
+    if can_look(difference) and difference.isnan().any():
+        where = torch.nonzero(difference.isnan()).tolist()
+        raise ValueError(f"rollout_weights: log_prob_old - log_prob_rollout is NaN ({level}) at indices {where}")
+    weight, bound = torch.exp(difference), math.log(threshold)
+    if mode == "truncate":
+        limited = difference > bound
+        weight = weight.clamp(max=threshold)
+    else:
+        limited = difference.abs() > bound
+        weight = torch.where(limited, 0.0, weight if mode == "reject" else torch.ones_like(weight))
+        weight = torch.where(difference.isnan(), torch.nan, weight)
+    return weight, _info(gap, weight, limited)
+
+
+def _info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
+    if gap.numel() == 0:
+        return CorrectionInfo(*[gap.new_zeros(())] * len(CorrectionInfo._fields))
+    size = gap.abs()
+    # Over the largest, so that squares cannot overflow; weights that are all 0 are worth no sample, not 0 / 0.
+    scaled = weight / weight.max().clamp(min=torch.finfo(weight.dtype).tiny)
+    effective = scaled.sum() ** 2 / (scaled.numel() * (scaled**2).sum().clamp(min=1))
+    return CorrectionInfo(
+        gap_mean=size.mean(),
+        # An entry itself: a mixture of two, one of which is infinite, may be NaN.
+        gap_p99=torch.sort(size.flatten()).values[math.ceil(0.99 * (size.numel() - 1))],
+        kl=(torch.expm1(gap) - gap.clamp(max=80)).mean(),  # clamped, or at +inf it would be inf - inf
+        chi2=torch.expm1(2 * gap).mean(),
+        effective=effective,
+        limited=limited.to(weight.dtype).mean(),
+    )

@@ -1,0 +1,99 @@
+"""Direct preference optimisation of flow and diffusion models: pairs of samples, one of which is preferred."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fluvial.core.advantages import check_rewards
+from fluvial.core.checks import check_number, check_same_shape, compute_dtype
+from fluvial.core.types import Ids, PerSample
+
+
+class DpoInfo(NamedTuple):
+    """Diagnostics of the preference loss, one number a pair, without gradient."""
+
+    reward_win: Tensor  # -beta/2 (err_win - err_win_ref), what the policy has learnt to give the preferred sample
+    reward_lose: Tensor  # the same of the other; both falling means that the model is getting worse at both
+    margin: Tensor  # reward_win - reward_lose
+    accuracy: Tensor  # 1 where the margin is above 0, else 0
+
+
+class Pairs(NamedTuple):
+    """The best and the worst sample of each sample's group, `[B]`; `win[valid]` and `lose[valid]` are the pairs."""
+
+    win: Tensor  # [B] int64, place in the batch of the best of the group
+    lose: Tensor  # [B] int64, place of the worst
+    valid: Tensor  # [B] bool, true at the best itself where it is better than the worst: once a group at most
+
+
+def dpo_loss(
+    err_win: PerSample, err_lose: PerSample, err_win_ref: PerSample, err_lose_ref: PerSample, *, beta: float
+) -> PerSample:
+    """Return the preference loss of each pair, `[P]`: the policy fits the preferred sample better than the other.
+
+        loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - (err_lose - err_lose_ref)))
+
+    It is log 2 where the policy is the reference. Gradients flow to err_win and err_lose; the reference is data.
+
+    Args:
+        err_win, err_lose: `flow_matching.velocity_error` of the policy on the preferred and on the other sample, `[P]`;
+            noise and time are shared in a pair (for epsilon-prediction models: the error of the noise).
+        err_win_ref, err_lose_ref: the same of the reference model, `[P]`.
+        beta: > 0; it takes in the number of steps that the bound sums over, thousands are usual.
+
+    Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
+    """
+    return -F.logsigmoid(_rewards("dpo_loss", err_win, err_lose, err_win_ref, err_lose_ref, beta)[1])
+
+
+def dpo_info(
+    err_win: PerSample, err_lose: PerSample, err_win_ref: PerSample, err_lose_ref: PerSample, *, beta: float
+) -> DpoInfo:
+    """Return diagnostics of the preference loss, each `[P]`; the arguments are those of `dpo_loss`."""
+    win, margin = _rewards("dpo_info", err_win.detach(), err_lose.detach(), err_win_ref, err_lose_ref, beta)
+    return DpoInfo(win, win - margin, margin, (margin > 0).to(margin.dtype))
+
+
+def best_and_worst(reward: PerSample, group: Ids) -> Pairs:
+    """Return the best and the worst sample of each group, for pairs made of a policy's own samples.
+
+    Of equal rewards the first in the batch counts; a group whose rewards are all equal, or a group of one, gives no pair.
+    The result is as long as the batch, so no number of groups is read from a device.
+
+    Args:
+        reward: `[B]`.
+        group: `[B]` integers; samples of one prompt share one. Any values, in any order.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite (looked at only where that is free: CPU tensors; elsewhere
+            a group that holds a NaN gives no pair).
+    """
+    if reward.ndim != 1:
+        raise ValueError(f"best_and_worst: reward has shape {list(reward.shape)}, expected [B]")
+    check_rewards("best_and_worst", reward, group)
+    reward, group = reward.detach(), group.contiguous()
+    win, lose = _first_of_group(reward, group, descending=True), _first_of_group(reward, group, descending=False)
+    places = torch.arange(len(reward), device=reward.device)
+    return Pairs(win, lose, (win == places) & (reward[win] > reward[lose]))
+
+
+def _rewards(
+    function: str, err_win: Tensor, err_lose: Tensor, err_win_ref: Tensor, err_lose_ref: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments and return the implicit reward of the preferred sample and its margin over the other's."""
+    check_number(function, "beta", beta, low=1e-12)
+    errors = {"err_win": err_win, "err_lose": err_lose, "err_win_ref": err_win_ref, "err_lose_ref": err_lose_ref}
+    dtype = compute_dtype(function, **errors)
+    check_same_shape(function, **errors)
+    win = err_win.to(dtype) - err_win_ref.to(dtype).detach()
+    lose = err_lose.to(dtype) - err_lose_ref.to(dtype).detach()
+    return -beta / 2 * win, -beta / 2 * (win - lose)
+
+
+def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tensor:
+    """Return the place of the sample that sorting by reward puts first in each sample's group, `[B]`."""
+    order = torch.argsort(reward, stable=True, descending=descending)
+    order = order[torch.argsort(group[order], stable=True)]
+    return order[torch.searchsorted(group[order], group)]

@@ -1,0 +1,63 @@
+"""Distillation: the KL between two steps, its gradient, and its form for steps without noise."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import STOCHASTIC, SamplerRow, etas, normals
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+from torch.testing import assert_close
+
+from fluvial.core.distill import mean_kl, velocity_mse
+from fluvial.core.transitions import Transition, ode
+
+
+@pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
+@given(data=st.data(), eta=etas, seed=st.integers(0, 10_000))
+def test_it_is_the_kl_of_two_gaussians_in_both_directions(
+    row: SamplerRow, data: st.DataObject, eta: float, seed: int
+) -> None:
+    levels = data.draw(row.levels)
+    step = row.bind(eta)(*levels)
+    x, v, teacher = normals(seed, 3, len(levels[0]), 3, 4)
+    a, b, std = (c[:, None, None] for c in step)
+    student_step, teacher_step = (Normal(a * x + b * u, std.expand_as(x)) for u in (v, teacher))
+    got = mean_kl(step, v, teacher)
+    # The means share a x, whose rounding torch's form divides by std.
+    for want in (kl_divergence(student_step, teacher_step), kl_divergence(teacher_step, student_step)):
+        assert_close(got, want.mean((1, 2)), rtol=1e-9, atol=1e-12)
+
+
+@given(seed=st.integers(0, 10_000), batch=st.integers(0, 4))
+def test_the_mean_square_is_the_formula(seed: int, batch: int) -> None:
+    v, teacher = normals(seed, 2, batch, 3, 4)
+    got = velocity_mse(v, teacher)
+    assert got.shape == (batch,)
+    for i in range(batch):
+        squares = [(p - q) ** 2 for p, q in zip(v[i].flatten().tolist(), teacher[i].flatten().tolist(), strict=True)]
+        assert got[i].item() == pytest.approx(sum(squares) / 12, rel=1e-13)
+
+
+def test_the_gradient_leads_to_the_teacher_and_leaves_it_alone() -> None:
+    step = Transition(*(torch.tensor(c).double() for c in (0.9, -0.3, 0.2)))
+    v, teacher = (tensor.requires_grad_() for tensor in normals(0, 2, 5, 3).unbind())
+    for loss, weight in ((mean_kl(step, v, teacher), 0.3**2 / (2 * 0.2**2)), (velocity_mse(v, teacher), 1.0)):
+        of_student, of_teacher = torch.autograd.grad(loss.sum(), (v, teacher), allow_unused=True)
+        assert of_teacher is None
+        assert_close(of_student, weight * 2 * (v - teacher).detach() / 3)
+    assert torch.equal(mean_kl(step, v, v), torch.zeros(5).double())
+    assert torch.equal(velocity_mse(v, v), torch.zeros(5).double())
+
+
+def test_a_deterministic_step_has_no_kl_but_a_distance() -> None:
+    v, teacher = normals(0, 2, 3, 4, dtype=torch.float32)
+    step = ode(torch.tensor([0.9, 0.5, 0.3]), 0.1)
+    with pytest.raises(ValueError, match=r"std is not positive for samples \[0, 1, 2\]"):
+        mean_kl(step, v, teacher)
+
+    def unread(v: Tensor) -> Tensor:
+        return mean_kl(step, v, teacher).sum()
+
+    assert torch.func.grad(unread)(v).isnan().all()
+    assert velocity_mse(v, teacher).isfinite().all()

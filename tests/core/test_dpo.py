@@ -1,0 +1,128 @@
+"""Preference optimisation: the loss of a pair, its diagnostics, and the pairs that a policy's own samples make."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import normals
+from torch import Tensor
+from torch.testing import assert_close
+
+from fluvial.core.dpo import DpoInfo, best_and_worst, dpo_info, dpo_loss
+
+errors = st.floats(0, 10)
+betas = st.floats(0.01, 5000)
+rewards = st.lists(
+    st.tuples(st.sampled_from([-1.5, 0.0, 0.25, 3.0, 1e30]), st.sampled_from([-(2**40), 0, 1, 7])), max_size=16
+)
+
+
+def double(*values: float) -> list[Tensor]:
+    return [torch.tensor([value], dtype=torch.float64) for value in values]
+
+
+@given(win=errors, lose=errors, win_ref=errors, lose_ref=errors, beta=betas)
+def test_the_loss_is_the_formula(win: float, lose: float, win_ref: float, lose_ref: float, beta: float) -> None:
+    z = -beta / 2 * ((win - win_ref) - (lose - lose_ref))
+    # -log sigmoid(z), written so that no exponential overflows.
+    want = max(-z, 0.0) + math.log1p(math.exp(-abs(z)))
+    got = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
+    assert got.item() == pytest.approx(want, rel=1e-12, abs=1e-300)
+    info = dpo_info(*double(win, lose, win_ref, lose_ref), beta=beta)
+    assert isinstance(info, DpoInfo)
+    assert info.margin.item() == z
+    assert info.accuracy.item() == float(z > 0)
+    assert info.reward_win.item() == pytest.approx(-beta / 2 * (win - win_ref), abs=1e-9)
+    assert info.reward_lose.item() == pytest.approx(-beta / 2 * (lose - lose_ref), abs=1e-9)
+
+
+@given(win=errors, lose=errors, beta=betas)
+def test_the_reference_itself_has_a_loss_of_log_2(win: float, lose: float, beta: float) -> None:
+    assert dpo_loss(*double(win, lose, win, lose), beta=beta).item() == pytest.approx(math.log(2), rel=1e-15)
+    assert dpo_info(*double(win, lose, win, lose), beta=beta).accuracy.item() == 0  # a tie is not won
+
+
+@given(win=errors, lose=errors, win_ref=errors, lose_ref=errors, beta=st.floats(0.01, 2))
+def test_two_readings_of_a_pair_have_probabilities_that_sum_to_1(
+    win: float, lose: float, win_ref: float, lose_ref: float, beta: float
+) -> None:
+    one = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
+    other = dpo_loss(*double(lose, win, lose_ref, win_ref), beta=beta)
+    assert (torch.exp(-one) + torch.exp(-other)).item() == pytest.approx(1)
+
+
+def test_the_gradient_lowers_one_error_and_raises_the_other() -> None:
+    win, lose, win_ref, lose_ref = (tensor.requires_grad_() for tensor in normals(0, 4, 7).exp().unbind())
+    loss = dpo_loss(win, lose, win_ref, lose_ref, beta=3.0)
+    wins, loses = torch.autograd.grad(loss.sum(), (win, lose))
+    z = -1.5 * ((win - win_ref) - (lose - lose_ref)).detach()
+    assert_close(wins, 1.5 * torch.sigmoid(-z))
+    assert torch.equal(wins, -loses)
+
+
+def test_extreme_margins_are_linear_on_one_side_and_vanish_on_the_other() -> None:
+    zero, far = torch.zeros(3), torch.tensor([1e3, 1e10, 1e30])
+    assert_close(dpo_loss(far, zero, zero, zero, beta=2.0), far)
+    win = far.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(dpo_loss(win, zero, zero, zero, beta=2.0).sum(), win)
+    assert_close(gradient, torch.ones(3))
+    assert_close(dpo_loss(zero, far, zero, zero, beta=2.0), zero)
+
+
+def test_diagnostics_carry_no_gradient() -> None:
+    info = dpo_info(*(tensor.requires_grad_() for tensor in normals(0, 4, 5).unbind()), beta=3.0)
+    assert not any(tensor.requires_grad for tensor in info)
+    assert all(tensor.shape == (5,) for tensor in info)
+
+
+def reference_pairs(reward: list[float], group: list[int]) -> set[tuple[int, int]]:
+    """The pairs that a loop over groups gives."""
+    pairs = set()
+    for name in set(group):
+        members = [i for i, of in enumerate(group) if of == name]
+        best = max(members, key=lambda i: reward[i])  # max and min take the first of equals
+        worst = min(members, key=lambda i: reward[i])
+        if reward[best] > reward[worst]:
+            pairs.add((best, worst))
+    return pairs
+
+
+@given(samples=rewards)
+def test_the_pairs_are_those_of_the_loop_one_would_write(samples: list[tuple[float, int]]) -> None:
+    reward = torch.tensor([r for r, _ in samples], dtype=torch.float64)
+    group = torch.tensor([g for _, g in samples], dtype=torch.int64)
+    win, lose, valid = best_and_worst(reward, group)
+    got = list(zip(win[valid].tolist(), lose[valid].tolist(), strict=True))
+    assert len(got) == len(set(got))
+    assert set(got) == reference_pairs(reward.tolist(), group.tolist())
+    # Invalid places hold places of the batch too, in the same group: indexing with all of them is safe.
+    assert win.shape == lose.shape == valid.shape == (len(samples),)
+    assert torch.equal(group[win], group)
+    assert torch.equal(group[lose], group)
+    assert bool((reward[win] >= reward).all())
+    assert bool((reward[lose] <= reward).all())
+
+
+def test_pairs_of_a_large_batch() -> None:
+    reward, group = normals(0, 1271, dtype=torch.bfloat16), torch.arange(1271, dtype=torch.int32) % 97
+    win, lose, valid = best_and_worst(reward.requires_grad_(), group)
+    got = set(zip(win[valid].tolist(), lose[valid].tolist(), strict=True))
+    assert got == reference_pairs(reward.tolist(), group.tolist())
+    assert len(got) == 97
+
+
+def test_a_group_without_a_difference_gives_no_pair() -> None:
+    reward, group = torch.tensor([1.0, 1.0, 5.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 2, 2])
+    win, lose, valid = best_and_worst(reward, group)
+    assert valid.tolist() == [False, False, False, False, True]
+    assert (win[valid].tolist(), lose[valid].tolist()) == ([4], [3])
+
+
+def test_a_reward_that_is_not_a_number_gives_no_pair_where_it_cannot_be_seen() -> None:
+    reward, group = torch.tensor([1.0, torch.nan, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"best_and_worst: rewards are not finite at indices \[1\]"):
+        best_and_worst(reward, group)
+    seen = torch.func.vmap(lambda r: best_and_worst(r, group))(reward[None])
+    assert seen.valid[0].tolist() == [False, False, False, False, True]
