@@ -170,6 +170,17 @@ def verify(path: Path | str) -> dict[str, Any]:
     return _verified(path, share=slice(None))
 
 
+def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
+    """Return what is wrong with a checkpoint, or None.
+
+    Args:
+        path: folder or URL.
+        share: of its tensor files, those that are read to the end, so that ranks can share them.
+    """
+    home, name = located(path)
+    return _problem(home, name, share)
+
+
 def _verified(path: Path | str, *, share: slice) -> dict[str, Any]:
     home, name = located(path)
     if home.kind(name) is None:

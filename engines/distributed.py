@@ -145,7 +145,8 @@ class World:
         except OSError as error:
             problem = RunError(str(error))
             problem.__cause__ = error
-        failed = self.gather(torch.tensor([float(problem is not None)], device=self.device)).nonzero().flatten().tolist()
+        # On the CPU, and so by gloo: it says that a process is gone, and no device is waited for.
+        failed = self.gather(torch.tensor([float(problem is not None)])).nonzero().flatten().tolist()
         if failed and failed[0] != self.rank:
             raise ElsewhereError(f"rank {failed[0]} gave up; its own message says why") from problem
         if problem is not None:

@@ -29,6 +29,7 @@ from fluvial.engines.parallelize import EngineConfig
 from fluvial.engines.parking import Parking
 from fluvial.engines.sharded import Sharded
 from fluvial.engines.uses import LastUse
+from fluvial.models.lora import is_adapter
 
 # loss_fn(items) -> (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], tuple[Tensor, Any]]
@@ -88,7 +89,7 @@ class Engine:
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         # Adapters that are not trained, an old policy's say, are in no base weights, so a resumed run must find them again.
-        self.carried = {name: p for name, p in self.module.named_parameters() if ".lora_" in name and not p.requires_grad}
+        self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
         self.optimizer = adamw(self.trainable.values(), config)
         self.lr_factor = lr_factor(self.optimizer, config, updates=updates)
         self.average = ema.init(self._local()) if config.ema_decay else {}
@@ -277,7 +278,10 @@ class Engine:
         return {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, state: dict[str, Tensor], counters: dict[str, int]) -> None:
-        """Take over a state and its counters, as `state` and `counters` gave them (on any number of ranks)."""
+        """Take over a state and its counters, as `state` and `counters` gave them (on any number of ranks).
+
+        Moments and average become the engine's own; weights are copied.
+        """
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         steps = torch.tensor(float(self.updates - self.skipped))
@@ -285,14 +289,15 @@ class Engine:
             for name, parameter in self.trainable.items():
                 parameter.copy_(state[f"weight.{name}"])
                 self.optimizer.state[parameter] = {
-                    "step": steps.clone(),
-                    "exp_avg": state[f"exp_avg.{name}"].clone(),
-                    "exp_avg_sq": state[f"exp_avg_sq.{name}"].clone(),
+                    # Where the parameter is: AdamW's fused form takes all it works on from one device.
+                    "step": steps.to(_local(parameter).device, copy=True),
+                    "exp_avg": state[f"exp_avg.{name}"],
+                    "exp_avg_sq": state[f"exp_avg_sq.{name}"],
                 }
                 if name in self.average:
                     averaged = state[f"average.{name}"]
                     assert isinstance(averaged, DTensor)
-                    self.average[name] = averaged.to_local().clone()
+                    self.average[name] = averaged.to_local()
             for name, parameter in self.carried.items():
                 parameter.copy_(state[f"weight.{name}"])
 
@@ -317,14 +322,8 @@ class Engine:
 def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
     """Return this rank's shard as part of a tensor laid out as `parameter`."""
     assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
+    return DTensor(shard, parameter._spec, requires_grad=False)
 
 
 def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device) -> Iterator[PyTree[Tensor]]:
@@ -332,11 +331,11 @@ def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, devic
 
     All are whole: what is missing repeats items from the first on. Micro-batches without repeats are views.
     """
-    held = len(optree.tree_leaves(items)[0])
+    first = optree.tree_leaves(items)[0]
+    held = len(first)
     for start in range(0, pad_to, micro_batch):
         stop = start + micro_batch
-        # On the host: where the items are, a slice and an index are taken alike.
-        rows = slice(start, stop) if stop <= held else [i % held for i in range(start, stop)]
+        rows = slice(start, stop) if stop <= held else torch.arange(start, stop, device=first.device) % held
         yield optree.tree_map(lambda tensor, rows=rows: tensor[rows].to(device, non_blocking=True), items)
 
 

@@ -4,15 +4,18 @@ import hashlib
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export import MODEL
 
 
 def load_weights(module: nn.Module, folder: Path, *, world: World) -> None:
@@ -23,7 +26,7 @@ def load_weights(module: nn.Module, folder: Path, *, world: World) -> None:
 
     Args:
         module: as `parallelize` left it.
-        folder: as diffusers saves a model, in one file or several.
+        folder: as diffusers saves a model, in one file or in several with their index.
         world: of the processes; every rank must take part.
 
     Raises:
@@ -39,9 +42,30 @@ def load_weights(module: nn.Module, folder: Path, *, world: World) -> None:
                 raise UsageError(
                     f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(tensor.shape)} here"
                 )
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Only(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations within the library
-        dcp.load({**wanted}, storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load({**wanted}, storage_reader=reader)
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of a model folder's weights, as `from_pretrained` chooses them; other variants may lie beside them.
+
+    Raises:
+        UsageError: there are none, or one that the index names is missing.
+    """
+    index = folder / f"{MODEL}.safetensors.index.json"
+    if not index.is_file():
+        names = [f"{MODEL}.safetensors"]
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} cannot be read: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
+    return [folder / name for name in names]
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -51,10 +75,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         UsageError: there are none, or one cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{folder} holds no weights: there is no .safetensors file")
-    for file in files:
+    for file in files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
@@ -73,7 +94,7 @@ def fingerprint(folder: Path) -> str:
     """
     shapes(folder)
     rows = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 shape = tensors.get_slice(name).get_shape()
@@ -85,6 +106,17 @@ def fingerprint(folder: Path) -> str:
 def plain_name(name: str) -> str:
     """Return what a tensor is called in a model without adapters: PEFT puts `base_layer` between a layer and its weight."""
     return name.replace(".base_layer.", ".")
+
+
+class _Only(FileSystem):
+    """A model folder as the library's reader lists it: the files of the weights alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ls(self, path: Any) -> list[str]:
+        """Return their paths."""
+        return [str(file) for file in files(self.folder)]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

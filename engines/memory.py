@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from fluvial.engines.optimizer import OptimizerConfig
 from fluvial.engines.parallelize import DTYPES, EngineConfig, cast_samples, checkpoint_blocks
+from fluvial.models.lora import is_adapter
 
 Phase = Literal["update", "rollout"]
 Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
@@ -78,7 +79,9 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase, on one rank's device; and apart what waits on its host."""
 
-    parameters: int  # float32 masters of what is trained, and the rest in the dtype of the computation; sharded
+    parameters: (
+        int  # float32 masters of what is trained and of adapters, and the rest in the dtype of the computation; sharded
+    )
     buffers: int  # on every rank
     moments: int  # AdamW's two and its step counts, float32, sharded
     average: int  # float32, sharded
@@ -142,8 +145,9 @@ def account(
     shards, update = ranks // engine.replicas, phase == "update"
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    parameters = 4 * _sharded(trained, shards) + compute * _sharded(frozen, shards)
+    masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
+    frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name))]
+    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards)
     moments = 8 * _sharded(trained, shards) + 4 * len(trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = 4 * _sharded(trained, shards) if update else 0

@@ -1,5 +1,6 @@
 """How a module lies on the processes, and what is done to its blocks before: one small function for each."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fluvial.core.checks import check_number
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import UsageError
+from fluvial.models.lora import is_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Results that selective checkpointing keeps: dear to compute, and a block has few of them. Of matrix products every second
@@ -41,8 +43,8 @@ class EngineConfig:
         context_parallel: ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509, by
             diffusers); 1 gives every rank samples of its own.
         compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            CUDA). What is trained has float32 masters; what is frozen is held in this dtype. Numbers a sample (noise levels,
-            timesteps) stay as they are.
+            CUDA). What is trained, and every adapter, has float32 masters; what is frozen is held in this dtype. Numbers a
+            sample (noise levels, timesteps) stay as they are.
         reduce: dtype that gradients are reduced in.
         checkpointing: what is kept for the backward pass, and computed again if not. "none" keeps all; "block" keeps each
             block's inputs alone; "selective" keeps attention and every second matrix product as well.
@@ -101,6 +103,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     if config.checkpointing != "none":
         checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
     _move(module, config, world.device, frozen=dtype)
+    # Some of diffusers' blocks return views. What FSDP2 warns of there, operations in place on them, their models do not do.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
     for unit in [*blocks, module]:
         fully_shard(
@@ -254,9 +258,12 @@ def _selective() -> tuple[Any, Any]:
 
 
 def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
-    """Move what has values to the device, except parameters that wait on the CPU; what is not trained becomes `frozen`."""
-    for parameter in module.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+    """Move what has values to the device, except parameters that wait on the CPU; what is not trained becomes `frozen`.
+
+    Adapters that follow the trained one keep float32: in bfloat16 a slow average would never move.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):
             parameter.data = parameter.data.to(frozen)
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):

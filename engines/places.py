@@ -216,7 +216,10 @@ class Store(Place):
     def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
         beside = self._at(draft.folder, MANIFEST)
         self._ask(self.fs.pipe_file, beside, manifest)
-        self._ask(self.fs.mv, beside, self._at(name, MANIFEST))
+        # Not moved: if the removal of the other failed, this would count as failed, and a whole checkpoint be thrown away.
+        self._ask(self.fs.cp_file, beside, self._at(name, MANIFEST))
+        with suppress(OSError):
+            self._ask(self.fs.rm_file, beside)
         with suppress(OSError):
             for file in self.sizes(name):
                 if file != MANIFEST and not file.startswith(draft.prefix):

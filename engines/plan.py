@@ -116,13 +116,16 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
     """Return the memory of training a transformer on each of a number of devices of a kind.
 
     Raises:
-        UsageError: no such transformer is known, or it has no other resolution.
+        UsageError: no such transformer is known, it has no other resolution, or its tokens cannot be split.
     """
     check_known(name)
     model = MODELS[name]
     if config.resolution is not None and model.resolution is None:
         raise UsageError(f"resolution is {config.resolution}, but {name} has pictures of one size only: leave it out")
     module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
+    if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
+        degree = config.engine.context_parallel
+        raise UsageError(f"engine: context_parallel is {degree}, but diffusers has no plan for the tokens of {name}")
     halves = 2 if config.guidance else 1
     inputs = model.inputs(1, resolution)
     latent = inputs["hidden_states"].nbytes

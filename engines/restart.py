@@ -8,7 +8,6 @@ from rich.console import Console
 
 from fluvial.engines import checkpoint
 from fluvial.engines.distributed import World
-from fluvial.engines.errors import RunError
 from fluvial.engines.recipes import TrainConfig
 
 # Holds the name of the torchrun that began, or resumed, the run of a folder.
@@ -50,21 +49,19 @@ def continued(config: TrainConfig, world: World, *, console: Console | None = No
     if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
         return config
     with world.agreed():
-        going_on = _going_on(config, console) if world.is_main else None
-    return world.gather_items(going_on)[0] or config
-
-
-def _going_on(config: TrainConfig, console: Console | None) -> TrainConfig | None:
-    if not _marked(config.out) or not (config.out / "config.json").exists():
-        return None
-    for path in reversed(checkpoint.listed(config.checkpoint_folder)):
-        try:
-            checkpoint.verify(path)
-        except RunError as error:
-            if console:
-                console.print(f"passed over: {error}", highlight=False, soft_wrap=True)
-        else:
-            return replace(config, resume=True, resume_from=str(path))
+        mine = world.is_main and _marked(config.out) and (config.out / "config.json").exists()
+        newest_first = [str(path) for path in reversed(checkpoint.listed(config.checkpoint_folder))] if mine else []
+    mine, newest_first = world.gather_items((mine, newest_first))[0]
+    if not mine:
+        return config
+    for path in newest_first:
+        with world.agreed():
+            damage = checkpoint.damage(path, share=slice(world.rank, None, world.size))
+        found = [problem for problem in world.gather_items(damage) if problem is not None]
+        if not found:
+            return replace(config, resume=True, resume_from=path)
+        if console and world.is_main:
+            console.print(f"passed over: checkpoint {path} is damaged ({found[0]})", highlight=False, soft_wrap=True)
     return replace(config, resume=True)
 
 

@@ -104,6 +104,12 @@ class Trainer:
             with world.agreed():
                 module = self._build().requires_grad_(False)
             self.reference = Sharded(module, job.model.blocks(module), world, config.engine, weights=weights)
+        guidance = config.rollout.guidance
+        if guidance.scale != 1 and guidance.negative:
+            try:
+                job.model.check_prompt(guidance.negative)
+            except ValueError as error:
+                raise UsageError(f"--rollout.guidance.negative: {error}") from error
         self.grid = sampling_grid(job.model, config.rollout.steps, device=world.device)
         self.sampler = config.rollout.bound_sampler(self.grid.sigmas)
         self.sigmas = self.grid.sigmas.to(world.device)
@@ -153,8 +159,9 @@ class Trainer:
                             f"go on with --resume --out {config.out}"
                         )
                         return {}
+                summary = self._finish(folder, progress)
                 self.saved()
-                return self._finish(folder, progress)
+                return summary
         finally:
             runner.close()
             if folder:
@@ -162,7 +169,7 @@ class Trainer:
             if self.saving is not None:  # something else went wrong: what was being saved is still worth having
                 wait([self.saving])
 
-    def save(self) -> None:
+    def save(self, *, at_once: bool = False) -> None:
         """Write a checkpoint, or begin to if that is done in the background, unless this update's is already there."""
         self.saved()
         update = self.engine.updates
@@ -181,20 +188,29 @@ class Trainer:
             "update": update, "fingerprint": self._fingerprint(), "keep": self.config.keep_checkpoints,
         }  # fmt: skip
         where, state = self.config.checkpoint_folder, self.engine.state()
-        if self.background is None:
+        if self.background is None or at_once:
             checkpoint.save(where, state, meta, **written, world=self.world)
         else:
             self.saving = checkpoint.save_async(where, state, meta, **written, world=self.background)
 
     def saved(self) -> None:
-        """Wait until the checkpoint that is written in the background is there.
+        """Wait until the checkpoint that is written in the background is there; if that failed, save the present state.
 
         Raises:
-            RunError: it could not be written.
+            RunError: neither could be written.
         """
-        if self.saving is not None:
-            saving, self.saving = self.saving, None
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
             saving.result()
+        except RunError as error:
+            self.saved_at = 0
+            self.save(at_once=True)
+            if self.console:
+                self.console.print(
+                    f"{error}; saved after update {self.engine.updates} instead", highlight=False, soft_wrap=True
+                )
 
     def _runs_on(self) -> dict[str, Any]:
         """Return what a run's bits depend on besides its settings."""
@@ -248,7 +264,7 @@ class Trainer:
                 guidance=rollout.guidance,
             ):  # fmt: skip
                 runner.submit(chunk.pictures, chunk.prompts)
-                chunks.append(chunk)
+                chunks.append(chunk._replace(pictures=chunk.pictures[:0].clone()))  # the reward has them
         with _timed(seconds, "reward"):
             if config.engine.offload == "phases":
                 self.engine.offload()
@@ -283,11 +299,13 @@ class Trainer:
         trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
         recorded = trajectory.log_prob.shape[1]
         cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
+        chunks.clear()
         flat = pairs.flatten(trajectory, mine.to(device), weight.to(device))
+        del trajectory  # one copy of what was stored is enough
         # What a pair adds to the loss: its advantage times something, and with a KL term that as well.
         adds = spread[1] if policy.kl_coef > 0 else spread[0]
         held = [int(count) * recorded for count in (adds != 0).sum(1)]
-        first: Pairs = optree.tree_map(lambda tensor: tensor[:1], flat)
+        first: Pairs = optree.tree_map(lambda tensor: tensor[:1].clone(), flat)
         flat = pairs.kept(flat, adds[self.world.data_rank].repeat(recorded))
         longest = -(-sum(held) // len(held))
         if -(-max(held) // micro_batch) > -(-longest // micro_batch):
@@ -474,7 +492,7 @@ class Trainer:
             try:
                 add_lora(module, self.config.lora, self.job.model.lora_targets, seed=self.config.seed)
             except ValueError as error:
-                raise UsageError(f"--lora.targets: {error}") from error
+                raise UsageError(str(error)) from error
         return module
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class LastUse:
         Raises:
             ValueError: a forward pass with gradient had no part in the last micro-batch's loss, and gradients wait for it.
         """
+        self._last = False  # backward passes outside of an update are as FSDP has them
         if self._waiting:
             self._waiting.clear()
             raise ValueError("update: loss_fn ran a forward pass that the loss does not need: run it under torch.no_grad()")

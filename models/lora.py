@@ -172,6 +172,11 @@ def merge_lora(module: nn.Module, adapter: str = "default") -> None:
     del module.peft_config
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's factor, trained or not."""
+    return ".lora_" in name
+
+
 def lora_layers(module: nn.Module) -> dict[str, Any]:
     """Return the adapted layers, each PEFT's LoraLayer around the linear one, by name."""
     if "peft" not in sys.modules:  # then there is none, and the import would take seconds

@@ -38,7 +38,6 @@ def one() -> Iterator[World]:
         yield processes
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("lies", tokens.LIES)
 @pytest.mark.parametrize("model", tokens.MODELS)
 def test_loss_and_gradients_are_those_of_one_process(

@@ -16,7 +16,7 @@ from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import LoraConfig, add_lora, adapter_parameters, blend_adapter
+from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from towers import BYTES, tower
 
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export import MODEL
 from fluvial.engines.loading import fingerprint, load_weights
 from fluvial.engines.parallelize import EngineConfig
 from fluvial.engines.sharded import Sharded
@@ -40,11 +41,8 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
         for number, parameter in enumerate(module.parameters()):
             rows = torch.arange(len(parameter)) + 10000 * number
             parameter.copy_(rows.float().reshape(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter))
-    state = module.state_dict()
-    for number, half in enumerate((list(state)[: len(state) // 2], list(state)[len(state) // 2 :])):
-        save_file({name: state[name] for name in half}, tmp_path / f"part-{number}.safetensors")
-    (tmp_path / "net").mkdir()
-    save_file(Net().state_dict(), tmp_path / "net" / "net.safetensors")
+    save(tmp_path, module.state_dict(), parts=2)
+    save(tmp_path / "net", Net().state_dict())
     out = tmp_path / "result.json"
     done = subprocess.run(
         [*small.launcher(4), str(HERE / "loads.py"), str(tmp_path), str(out)],
@@ -87,6 +85,20 @@ def test_any_module_can_come_with_its_weights(one: World) -> None:
         assert torch.equal(module(items["x"]), Net()(items["x"]))
 
 
+def save(folder: Path, held: dict[str, Tensor], *, parts: int = 1) -> None:
+    """Write weights as diffusers does, in one file or in several with their index."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(held)
+    if parts == 1:
+        save_file(held, folder / f"{MODEL}.safetensors")
+        return
+    shares = {f"{MODEL}-{i + 1:05}-of-{parts:05}.safetensors": names[i::parts] for i in range(parts)}
+    for file, share in shares.items():
+        save_file({name: held[name] for name in share}, folder / file)
+    index = {"weight_map": {name: file for file, share in shares.items() for name in share}}
+    (folder / f"{MODEL}.safetensors.index.json").write_text(json.dumps(index))
+
+
 def state() -> dict[str, Tensor]:
     """The net's tensors."""
     return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
@@ -104,35 +116,56 @@ def test_other_weights_are_refused(tmp_path: Path, one: World, change: object, s
     held = state()
     assert callable(change)
     change(held)
-    save_file(held, tmp_path / "net.safetensors")
+    save(tmp_path, held)
     with pytest.raises(UsageError, match=says):
         load_weights(Net(), tmp_path, world=one)
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, one: World) -> None:
     """A folder without weights, a damaged file, and no folder at all for a module without values."""
-    with pytest.raises(UsageError, match=r"holds no weights: there is no \.safetensors file"):
+    with pytest.raises(UsageError, match=r"holds no weights: there is no diffusion_pytorch_model\.safetensors$"):
         load_weights(Net(), tmp_path, world=one)
-    (tmp_path / "net.safetensors").write_bytes(b"no header")
-    with pytest.raises(UsageError, match=r"net.safetensors cannot be read"):
+    (tmp_path / f"{MODEL}.safetensors").write_bytes(b"no header")
+    with pytest.raises(UsageError, match=r"\.safetensors cannot be read"):
         load_weights(Net(), tmp_path, world=one)
+    index = tmp_path / f"{MODEL}.safetensors.index.json"
+    for text, says in (
+        ("{", "index.json cannot be read"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "there is no b.safetens"),
+    ):
+        index.write_text(text)
+        with pytest.raises(UsageError, match=says):
+            load_weights(Net(), tmp_path, world=one)
     with init_empty_weights(include_buffers=False):
         net = Net()
     with pytest.raises(ValueError, match="name the folder of their weights"):
         Sharded(net, list(net.blocks), one, EngineConfig())
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_other_variants_beside_the_weights_are_not_read(tmp_path: Path, one: World, parts: int) -> None:
+    """Hubs keep float16 copies and older shards in the same folder; what is read is what `from_pretrained` would."""
+    held = state()
+    save(tmp_path, held, parts=parts)
+    before = fingerprint(tmp_path)
+    for name in ("diffusion_pytorch_model.fp16.safetensors", f"{MODEL}-00001-of-00009.safetensors", "zz.safetensors"):
+        save_file({key: torch.full_like(tensor, 7) for key, tensor in held.items()}, tmp_path / name)
+    net = Net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    load_weights(net, tmp_path, world=one)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in net.state_dict().items())
+    assert fingerprint(tmp_path) == before
+
+
 def test_the_fingerprint_sees_training_and_names(tmp_path: Path) -> None:
     """And not how the weights are split into files."""
     held = state()
-    for folder in ("one", "two", "moved", "renamed"):
-        (tmp_path / folder).mkdir()
-    save_file(held, tmp_path / "one" / "net.safetensors")
-    names = sorted(held)
-    for number, part in enumerate((names[:2], names[2:])):
-        save_file({name: held[name] for name in part}, tmp_path / "two" / f"{number}.safetensors")
-    save_file({**held, "head.bias": held["head.bias"] + 1e-6}, tmp_path / "moved" / "net.safetensors")
-    save_file({f"{name}x": tensor for name, tensor in held.items()}, tmp_path / "renamed" / "net.safetensors")
+    save(tmp_path / "one", held)
+    save(tmp_path / "two", held, parts=2)
+    save(tmp_path / "moved", {**held, "head.bias": held["head.bias"] + 1e-6})
+    save(tmp_path / "renamed", {f"{name}x": tensor for name, tensor in held.items()})
     prints = {folder: fingerprint(tmp_path / folder) for folder in ("one", "two", "moved", "renamed")}
     assert prints["one"] == prints["two"]
     assert len(set(prints.values())) == 3

@@ -8,6 +8,7 @@ import tokens
 import torch
 from nets import Info, Net, squared
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fluvial.engines.determinism import deterministic
 from fluvial.engines.distributed import World, world
@@ -15,7 +16,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.sharded import Sharded
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,6 @@ def test_checkpointing_trades_memory_for_operations(one: World) -> None:
     assert 0 == again["none"] < again["selective"] < again["block"]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_an_attention_backend_is_set_or_refused(one: World) -> None:
     """Where diffusers' model asks for one; else in words, also where diffusers itself would say nothing."""
     net = tokens.flux()
@@ -186,3 +186,20 @@ def test_an_adapter_has_float32_masters_on_a_frozen_bfloat16_base(one: World) ->
     moved = {name for name, shard in built.sharded.shards().items() if not torch.equal(shard, before[name])}
     assert moved
     assert all(".lora_" in name for name in moved)
+
+
+def test_an_old_policy_follows_slowly_on_a_bfloat16_base(one: World) -> None:
+    """By a thousandth of the way, which is below bfloat16's steps: adapters keep float32, trained or not."""
+    model = Handwriting(weights=None)
+    net = model.build()
+    add_lora(net, LoraConfig(rank=2), model.lora_targets, adapters=("default", "old"))
+    built = Engine(net, model.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
+    with torch.no_grad():
+        for parameter in built.trainable.values():
+            parameter.add_(1.0)
+    before = {name: parameter.detach().clone() for name, parameter in adapter_parameters(net, "old").items()}
+    blend_adapter(net, "default", "old", 0.999)
+    for name, parameter in adapter_parameters(net, "old").items():
+        moved = (parameter - before[name]).detach()
+        assert isinstance(moved, DTensor)
+        torch.testing.assert_close(moved.full_tensor(), torch.full(moved.shape, 1e-3), rtol=1e-3, atol=1e-7)

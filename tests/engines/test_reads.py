@@ -41,7 +41,8 @@ def test_no_read_a_micro_batch(
         )
         run = config(tmp_path, rollout=rollout, policy=PolicyConfig(objective=objective))
         trainer = Trainer(replace(run, micro_batch=micro_batch), job(), one, console=None)
-        counters, optimize = [], trainer.engine.update
+        counters: list[int] = []
+        optimize = trainer.engine.update
 
         def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
             with HostReads() as counter:

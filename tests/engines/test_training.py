@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
 from fluvial.engines import checkpoint
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
 from fluvial.engines.generate import Guidance
 from fluvial.engines.recipes import PolicyConfig, RolloutConfig
@@ -257,14 +257,41 @@ def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str
 
 
 def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next save at the latest, by the checkpoint's name."""
+    """At the next save at the latest, if that fails as well."""
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
-    with pytest.raises(RunError, match=r"checkpoint .*000001 could not be saved: the disk is full"):
+    with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
         train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
+
+
+def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved then is the present state, at once, and the person is told."""
+    write, calls = HuggingFaceStorageWriter.write_data, []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails_once)
+    console = Console(file=io.StringIO(), width=500)
+    run = config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1, keep_checkpoints=3)
+    train(run, job(), console=console)
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "000001 could not be saved: " in said
+    assert "saved after update 2 instead" in said
+
+
+def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
+    """When the run is built, not in the middle of it."""
+    rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
+    with pytest.raises(UsageError, match=r"--rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
+        train(config(tmp_path / "run", rollout=rollout), job())
 
 
 def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:

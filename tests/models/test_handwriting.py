@@ -79,7 +79,18 @@ class _AlwaysOne:
         return np.ones(len(X), dtype=np.int64)
 
 
-@pytest.mark.parametrize("prompt", ["", "042", "04277", "04a7", "०४२७", " 427", "0.27"])
+def test_no_prompt_is_zeros_of_the_same_shape() -> None:
+    """What guidance goes away from; it is no prompt to train on."""
+    some, none = (Handwriting().encode([prompt, "0427"]) for prompt in ("0427", ""))
+    assert torch.equal(none.tokens[1], some.tokens[0])
+    assert not none.pooled[0].any()
+    assert torch.equal(none.tokens[0, :, 10:], some.tokens[0, :, 10:])  # the positions stay
+    assert not none.tokens[0, :, :10].any()
+    with pytest.raises(ValueError, match="is not a code of 4 digits"):
+        Handwriting().check_prompt("")
+
+
+@pytest.mark.parametrize("prompt", ["042", "04277", "04a7", "०४२७", " 427", "0.27"])
 def test_a_prompt_that_is_no_code_is_refused(prompt: str) -> None:
     """In one line."""
     with pytest.raises(ValueError, match="is not a code of 4 digits"):
