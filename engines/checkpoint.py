@@ -47,6 +47,8 @@ def save(
 ) -> Where:
     """Write a checkpoint, and remove older ones but for `keep`, and later ones; every rank must take part.
 
+    Memory on the host, on each rank: its shards, copied there from a GPU, and once more as the bytes of its file.
+
     Args:
         folder: of the checkpoints: a path, or an fsspec URL such as `s3://bucket/run`.
         state: tensors, sharded or not; every rank gives the same names.
