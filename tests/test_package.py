@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -15,7 +16,10 @@ FOLDERS = ("core", "kernels", "engines", "models", "bench")
 
 def python(code: str, *flags: str, cwd: Path = ROOT) -> str:
     """Run Python and return what it prints."""
-    done = subprocess.run([sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # that is -P
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -503,7 +503,7 @@ def test_a_full_disk_loses_nothing(
     assert holds(older, one, 1.0)
 
 
-@pytest.mark.parametrize("moment", ["makedirs", "open", "pipe_file", "mv"])
+@pytest.mark.parametrize("moment", ["makedirs", "open", "pipe_file", "cp_file"])
 def test_a_full_bucket_loses_nothing(one: World, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Behind a URL too, for a new update and for one that is saved again."""
     folder = "memory://full/checkpoints"
