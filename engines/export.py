@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.places import sync
 from fluvial.models.lora import adapter_names, lora_layers
 
 MODEL = "diffusion_pytorch_model"  # what diffusers calls the files of a model's weights
@@ -273,7 +274,7 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
             if world.is_main:
                 files = sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
                 for path in [*files, folder]:
-                    _sync(path)
+                    sync(path)
                 old = {path.name for path in out.iterdir() if pattern.fullmatch(path.name)}
                 for name in old:
                     if name.endswith(".json"):
@@ -282,7 +283,7 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
                     os.replace(file, out / file.name)
                 for name in old - {file.name for file in files}:
                     (out / name).unlink(missing_ok=True)
-                _sync(out)
+                sync(out)
     finally:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -297,11 +298,3 @@ def _writing(out: Path, world: World) -> Iterator[None]:
         except (OSError, SafetensorError) as error:
             full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
             raise RunError(f"weights cannot be written to {out}: {'the disk is full' if full else error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -126,7 +126,7 @@ class Disk(Place):
         root = Path(self.path)
         if not root.is_dir():
             root.mkdir(parents=True)
-            _sync(root.parent)
+            sync(root.parent)
         self._recover()
         for leftover in (path for kind in ("partial", "removed", "replaced") for path in root.glob(f".{kind}-*")):
             _delete(leftover)
@@ -147,12 +147,12 @@ class Disk(Place):
         with self.create(draft, MANIFEST) as stream:
             stream.write(manifest)
         partial, final, aside = (Path(self.path, part) for part in (draft.folder, name, f".replaced-{name}"))
-        _sync(partial)
+        sync(partial)
         if os.path.lexists(final):
             os.rename(final, aside)
         try:
             os.rename(partial, final)
-            _sync(final.parent)
+            sync(final.parent)
         except OSError:
             self._recover()
             raise
@@ -305,7 +305,8 @@ def _delete(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,6 @@
 """Ranks that share a sample's tokens take the update that one process takes, and hand out whole velocities."""
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,7 @@ HERE = Path(__file__).parent
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """The number of ranks, in pairs, and what context.py found."""
     out = tmp_path_factory.mktemp("context") / "result.json"
-    done = subprocess.run(
-        [*small.launcher(request.param), str(HERE / "context.py"), str(out)],
-        env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "context.py", str(out), ranks=request.param)
     return request.param, json.loads(out.read_text())
 
 
@@ -86,11 +81,7 @@ def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None
     found = {}
     for ranks in (1, 2, 4):
         out = tmp_path / f"{ranks}.json"
-        done = subprocess.run(
-            [*small.launcher(ranks), str(HERE / "split.py"), str(out)],
-            env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        small.script(HERE / "split.py", str(out), ranks=ranks)
         found[ranks] = json.loads(out.read_text())
     for ranks in (2, 4):
         for train, expected in found[1].items():

@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,17 +45,7 @@ def one() -> Iterator[World]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What export_ranks.py wrote on two ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(HERE / "export_ranks.py"), str(out)),
-        ],
-        env={**small.environment(), "PYTHONPATH": str(HERE.parent / "helpers"), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "export_ranks.py", str(out), ranks=2)
     return out
 
 

@@ -1,7 +1,6 @@
 """Base weights are read shard by shard, and refused by name when they are not the model's."""
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,11 +43,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     save(tmp_path, module.state_dict(), parts=2)
     save(tmp_path / "net", Net().state_dict())
     out = tmp_path / "result.json"
-    done = subprocess.run(
-        [*small.launcher(4), str(HERE / "loads.py"), str(tmp_path), str(out)],
-        env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "loads.py", str(tmp_path), str(out), ranks=4)
     for found in json.loads(out.read_text()).values():
         assert found["wrong"] == [[]] * 4
         assert max(found["grew"]) < 0.75 * BYTES, found["grew"]

@@ -1,7 +1,6 @@
 """Pairs that are dropped and moved: every rank ends up with as many, and all of them are still there once."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,7 @@ def test_moves_level_the_ranks(counts: list[int]) -> None:
 def test_pairs_move_whole(tmp_path: Path, ranks: int) -> None:
     """On real ranks: each pair with its own tensors and its own conditioning, once."""
     out = tmp_path / "result.json"
-    done = subprocess.run(
-        [*small.launcher(ranks), str(HERE / "moving.py"), str(out)],
-        env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "moving.py", str(out), ranks=ranks)
     for case in json.loads(out.read_text()):
         found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
         assert sorted(found) == sorted(case["expected"])

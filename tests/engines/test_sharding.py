@@ -1,8 +1,6 @@
 """However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +24,7 @@ UNITS = 3  # two blocks and the root
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """The number of ranks, and what ranks.py found."""
     out = tmp_path_factory.mktemp("ranks") / "result.json"
-    launcher = (sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param))
-    done = subprocess.run(
-        [*launcher, str(HERE / "ranks.py"), str(out)],
-        env={**small.environment(), "PYTHONPATH": str(HERE.parent / "helpers"), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "ranks.py", str(out), ranks=request.param)
     return request.param, json.loads(out.read_text())
 
 

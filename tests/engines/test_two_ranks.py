@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,7 @@ HERE = Path(__file__).parent
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two_ranks.py found."""
     out = tmp_path_factory.mktemp("ranks") / "result.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(HERE / "two_ranks.py"), str(out)),
-        ],
-        env={**small.environment(), "PYTHONPATH": str(HERE.parent / "helpers"), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    small.script(HERE / "two_ranks.py", str(out), ranks=2)
     return json.loads(out.read_text())
 
 

@@ -1,7 +1,6 @@
 """Pairs without advantage are not computed, and the others are shared out, however they fell on the ranks."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     result = {}
     for ranks in (1, 2):
         out = tmp_path_factory.mktemp("uneven") / "result.json"
-        done = subprocess.run(
-            [*small.launcher(ranks), str(HERE / "uneven.py"), str(out)],
-            env=small.environment(helpers=True), capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        small.script(HERE / "uneven.py", str(out), ranks=ranks)
         result[ranks] = json.loads(out.read_text())
     return result
 

@@ -51,6 +51,15 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+def script(path: Path, *args: str, ranks: int) -> None:
+    """Run a script of the tests on a number of ranks, and expect it to succeed."""
+    done = subprocess.run(
+        [*launcher(ranks), str(path), *args],
+        env=environment(helpers=True), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def environment(*, helpers: bool = False) -> dict[str, str]:
     """Return an environment in which one and several ranks use the same number of threads, and so the same kernels.
 
