@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, UsageError
 
@@ -80,24 +80,22 @@ class SampleConfig:
             raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done (or stopped as asked), 1 failed, 2 asked for wrongly."""
     exit_with(_command, list(sys.argv[1:] if args is None else args))
 
 
-def exit_with(command: Callable[[list[str]], int], args: list[str]) -> None:
+def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
     """Run a command line and leave the process with its exit code."""
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
     code = run(args, command)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        # All is written and the process group is gone. Left to itself the interpreter now and then aborts here, over a
-        # thread of gloo's that is still running (torch 2.13, about one exit in ten under load), and torchrun takes a
-        # run that is done for one that failed.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    # All is written, and the process group is gone. Left to itself the interpreter now and then aborts here, over a thread
+    # of gloo's that is still running (torch 2.13: about one exit in ten of several processes under load, and seen with one),
+    # and a run that is done is taken for one that failed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:
