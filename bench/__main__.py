@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, kernels, phases, traffic, update
+from fluvial.bench import aot, kernels, objectives, phases, traffic, update
 from fluvial.engines.cli import exit_with, parsed
 from fluvial.engines.errors import UsageError
 
@@ -11,6 +11,7 @@ USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
 
   phases   seconds and samples a second of rollout, reward and update of the built-in job
   update   collectives, host reads, memory and seconds of an optimizer update, beside the way published trainers make it
+  objectives  every recipe on the built-in jobs: accuracy against time, samples and updates, with a plot
   kernels  the per-step hot path: reference, torch.compile and fused kernels against a copy, at the sizes of real models
   traffic  bytes, launches and saved bytes of the same, counted
   aot      compile every kernel for GPUs that need not be there; registers, spills and widths of accesses
@@ -25,6 +26,7 @@ def main(args: list[str]) -> int:
     benchmarks: dict[str, tuple[type, Callable[..., object]]] = {
         "phases": (phases.PhasesConfig, phases.run),
         "update": (update.UpdateConfig, update.run),
+        "objectives": (objectives.ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
         "aot": (aot.AotConfig, aot.run),

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.distributed import World
 from fluvial.engines.fsdp import OptimizerConfig
-from fluvial.models import Cond, Schedule, VelocityModel
+from fluvial.models import Cond, VelocityModel
 
 
 class Stored(NamedTuple):
@@ -54,7 +54,7 @@ class Published:
         model, module: the adapter and its network, not yet sharded.
         config: of the optimizer.
         world: of the processes; each must have the same number of samples.
-        schedule: that the rollout followed; diffusers' scheduler.
+        scheduler: that the rollout followed; diffusers' scheduler.
         eta: scale of Flow-SDE's noise.
         clip: the ratio's range is [1 - clip, 1 + clip].
         compute: dtype that is computed in.
@@ -67,14 +67,14 @@ class Published:
         config: OptimizerConfig,
         world: World,
         *,
-        schedule: Schedule,
+        scheduler: Any,
         eta: float,
         clip: float,
         compute: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.module, self.config, self.world = model, module.to(world.device), config, world
-        self.schedule, self.eta, self.clip = schedule, eta, clip
-        self.sigmas, self.timesteps = schedule.sigmas.to(world.device), schedule.timesteps.to(world.device)
+        self.scheduler, self.eta, self.clip = scheduler, eta, clip
+        self.sigmas, self.timesteps = scheduler.sigmas.to(world.device), scheduler.timesteps.to(world.device)
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for unit in [*model.blocks(module), module]:
             fully_shard(unit, mesh=world.mesh, mp_policy=precision)
@@ -156,8 +156,7 @@ class Published:
 
     def _index(self, timestep: Tensor) -> int:
         """Return a timestep's place in the schedule, where diffusers' scheduler finds it."""
-        schedule: Any = self.schedule
-        return schedule.index_for_timestep(timestep, self.timesteps)
+        return self.scheduler.index_for_timestep(timestep, self.timesteps)
 
 
 def _batches(stored: Stored, size: int) -> Sequence[Stored]:

@@ -94,7 +94,7 @@ def row(
         unit=unit,
         of_copy=0.0,
         peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
-        device=torch.cuda.get_device_name() if cuda else _cpu(),
+        device=torch.cuda.get_device_name() if cuda else cpu(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         triton=_version("triton"),
@@ -161,7 +161,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
     names = (

@@ -9,7 +9,7 @@ from fluvial.bench import harness
 from fluvial.bench.harness import Row
 from fluvial.engines import jobs, recipes
 from fluvial.engines.distributed import world
-from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.rewards import Rewards, chosen
 from fluvial.engines.signals import StopRequest
 from fluvial.engines.trainer import Trainer
 
@@ -35,10 +35,10 @@ def measure(config: PhasesConfig) -> list[Row]:
     """Return a row for each phase of full fine-tuning and of LoRA."""
     with tempfile.TemporaryDirectory() as folder, world() as processes:
         job = jobs.handwriting()
-        defaults = recipes.handwriting(Path(folder))
+        defaults = replace(recipes.grpo(), out=Path(folder))
         runs = {"full": replace(defaults, train="full"), "lora": replace(defaults, train="lora")}
         trainers = {name: Trainer(run, job, processes, console=None) for name, run in runs.items()}
-        runner = RewardRunner(job.reward)
+        runner = Rewards(list(chosen(job.rewards, ()).values()))
         seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
 
         def update(name: str) -> None:

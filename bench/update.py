@@ -36,7 +36,6 @@ from fluvial.bench.harness import Row
 from fluvial.core.checks import check_number
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
-from fluvial.core.sigmas import from_scheduler
 from fluvial.core.transitions import flow_sde
 from fluvial.engines import flops, pairs
 from fluvial.engines.cli import exit_with
@@ -246,7 +245,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
     device, size = world.device, case.size
     root = fold_in(key(1), world.rank)
     schedule = MODEL.schedule(case.steps)
-    sigmas, timesteps = from_scheduler(schedule).to(device), schedule.timesteps.to(device)
+    sigmas, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
 
     def draw(stream: int, *shape: int) -> Tensor:
         return normal(fold_in(root, stream), (case.samples, *shape), device=device)
@@ -275,7 +274,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
         log_prob=trajectory.log_prob, advantage=advantage,
         cond=given, uncond=negative if case.guidance else None, scale=SCALE,
     )  # fmt: skip
-    flat = pairs.flatten(trajectory, advantage, torch.ones_like(advantage))
+    flat = pairs.flatten(trajectory, schedule, advantage, torch.ones_like(advantage))
     return Rollout(flat, cond, stored, sigmas, timesteps)
 
 
@@ -293,8 +292,8 @@ def build_published(case: Case, world: World) -> Published:
     module: Any = case.size.build(case.train, world.device)
     if case.checkpointing:
         module.enable_gradient_checkpointing()  # diffusers' own
-    schedule = MODEL.schedule(case.steps)
-    return Published(MODEL, module, OPTIMIZER, world, schedule=schedule, eta=ETA, clip=CLIP, compute=dtype)
+    scheduler = MODEL.scheduler(case.steps)
+    return Published(MODEL, module, OPTIMIZER, world, scheduler=scheduler, eta=ETA, clip=CLIP, compute=dtype)
 
 
 def update_engine(
@@ -310,17 +309,19 @@ def update_engine(
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
 
     def loss(batch: Pairs) -> Any:
-        sigma, sigma_next = sigmas[batch.step], sigmas[batch.step + 1]
+        assert batch.level_next is not None
+        assert batch.x_next is not None
+        assert batch.log_prob_old is not None
         v = guided_velocity(
-            MODEL, engine.module, batch.x, sigma, optree.tree_map(lambda table: table[batch.sample], rollout.cond),
-            timestep=rollout.timesteps[batch.step], forwards=forwards, gradient=gradient,
+            MODEL, engine.module, batch.x, batch.level, optree.tree_map(lambda table: table[batch.sample], rollout.cond),
+            timestep=batch.timestep, forwards=forwards, gradient=gradient,
         )  # fmt: skip
         return policy_loss(
-            v, batch.x, batch.x_next, sampler(sigma, sigma_next), batch.log_prob_old, batch.advantage,
+            v, batch.x, batch.x_next, sampler(batch.level, batch.level_next), batch.log_prob_old, batch.signal,
             clip_low=CLIP, clip_high=CLIP,
         )  # fmt: skip
 
-    held = len(rollout.flat.step)
+    held = len(rollout.flat.level)
     return engine.update(
         rollout.flat, rollout.flat.weight, loss, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
     )

@@ -154,6 +154,14 @@ def rollout(
     )
 
 
+def unrecorded(final: Samples) -> Trajectory:
+    """Return the trajectory of samples that came about in some other way: no step of it is known."""
+    batch, *event = final.shape
+    nothing = final.new_empty((batch, 0, *event))
+    steps = torch.empty(0, dtype=torch.int64, device=final.device)
+    return Trajectory(nothing, nothing, steps, final.new_empty((batch, 0)), None, final, None)
+
+
 def check_density(samplers: Sequence[Sampler], sigmas: Grid, *, record: Collection[int], form: Form) -> None:
     """Raise ValueError, naming sampler and step, if a recorded step is deterministic and `form` divides by its std.
 

@@ -45,6 +45,11 @@ def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt)
 
+    The rate has no bound at sigma = 1, which is why a step from there takes the schedule's second value for it. With that
+    the first step's noise is eta whatever the length of the step: x' = (1 - eta^2/2) x + dt v + eta noise. So its marginal
+    is not kept as the other steps keep theirs, to second order in dt: noise of unit power leaves it with 1 + eta^4/4, 6 %
+    more at eta = 0.7, on any schedule. A window that begins at step 1 has no such step.
+
     Args:
         sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
         eta: scale of the noise rate, >= 0; 0 is the ODE.

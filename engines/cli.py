@@ -14,16 +14,18 @@ from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessErro
 
 USAGE = """usage: fluvial COMMAND NAME [--field value ...]
 
-  train NAME      post-train a model with reinforcement learning
-  pretrain NAME   make a built-in model's base weights
-  eval NAME       score weights on held-out prompts
-  sample NAME     draw pictures of prompts into a PNG
-  plan NAME       work out the memory of training, and what to turn so that it fits
+  train RECIPE        post-train a model (fluvial train --help lists the recipes)
+  pretrain MODEL      make a built-in model's base weights
+  eval MODEL          score weights on held-out prompts
+  sample MODEL        draw pictures of prompts into a PNG
+  preferences MODEL   draw samples, and write the better and the worse of each prompt to a folder, for dpo
+  plan MODEL          work out the memory of training, and what to turn so that it fits
 
-NAME is a job: handwriting (the built-in one: a small SD3 transformer that writes 4-digit codes).
-plan knows sd3.5-medium, flux.1-dev and qwen-image too.
+MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet of epsilon that does).
+plan knows sd3.5-medium, flux.1-dev and qwen-image, too, and no UNet.
 fluvial COMMAND NAME --help lists its fields. With several processes: torchrun --nproc-per-node 2 -m fluvial.engines ...
 """
+MODELS = ("handwriting", "handwriting-unet")
 
 
 class HelpPrintedError(Exception):
@@ -132,33 +134,72 @@ def _command(args: list[str]) -> int:
 
         print(f"fluvial {version('fluvial')}")
         return 0
-    commands: dict[str, Callable[[str, list[str]], None]] = {
+    commands: dict[str, Callable[[str, str, list[str]], None]] = {
         "train": _train,
         "pretrain": _pretrain,
         "eval": _eval,
         "sample": _sample,
-        "plan": lambda program, rest: _plan(args[1], program, rest),
+        "preferences": _preferences,
+        "plan": _plan,
     }
     if args[0] not in commands:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(commands)} (fluvial --help)")
     if len(args) > 1 and args[1] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(_recipes() if args[0] == "train" else USAGE, end="")
         return 0
-    if len(args) < 2 or (args[1] != "handwriting" and args[0] != "plan"):
+    if args[0] == "train":
+        from fluvial.engines.recipes import RECIPES
+
+        names: Sequence[str] = [*RECIPES, "handwriting"]
+        what = "a recipe"
+    else:
+        names, what = MODELS, "a model"
+    if len(args) < 2 or (args[1] not in names and args[0] != "plan"):
         given = repr(args[1]) if len(args) > 1 else "nothing"
-        raise UsageError(f"{args[0]} needs the name of a job, got {given}, expected handwriting (fluvial --help)")
-    commands[args[0]](f"fluvial {args[0]} {args[1]}", args[2:])
+        raise UsageError(
+            f"{args[0]} needs the name of {what}, got {given}, expected one of {', '.join(names)} (fluvial {args[0]} --help)"
+        )
+    commands[args[0]](args[1], f"fluvial {args[0]} {args[1]}", args[2:])
     return 0
 
 
-def _train(program: str, args: list[str]) -> None:
-    from fluvial.engines import recipes
+def _recipes() -> str:
+    """Return what each recipe is and where it comes from, for a person to choose."""
+    import inspect
+
+    from fluvial.engines.recipes import RECIPES
+
+    lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
+    for name, recipe in RECIPES.items():
+        lines.append(f"  {name:<9} {inspect.getdoc(recipe).splitlines()[0]}")  # type: ignore[union-attr]
+    lines += [
+        "  handwriting  the same as grpo",
+        "",
+        "Numbers are the published ones; for the built-in models (--model handwriting, the default, or handwriting-unet)",
+        "those that were found on them. fluvial train RECIPE --help says which, and lists all fields.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _train(name: str, program: str, args: list[str]) -> None:
+    import inspect
+    from dataclasses import replace
+    from itertools import pairwise
+
+    from fluvial.engines.config import TrainConfig
+    from fluvial.engines.recipes import RECIPES
     from fluvial.engines.trainer import train
 
-    config = parsed(recipes.TrainConfig, recipes.handwriting, program, args)
+    recipe = RECIPES["grpo" if name == "handwriting" else name]
+    # Which numbers are the defaults depends on the model, so it is looked for before all is parsed.
+    given = [model for flag, model in pairwise(args) if flag == "--model"]
+    given += [arg.partition("=")[2] for arg in args if arg.startswith("--model=")]
+    default = replace(recipe(*given[-1:]), out=Path("runs") / name)
+    about = inspect.getdoc(recipe)
+    config = parsed(TrainConfig, lambda: default, program, args, about=about)
     if config.resume or config.resume_from is not None:
         # A run goes on with its own settings; what is typed now comes on top.
-        config = parsed(recipes.TrainConfig, lambda: _recorded(config.out), program, args)
+        config = parsed(TrainConfig, lambda: _recorded(config.out), program, args, about=about)
     try:
         train(config, console=_console())
     except LostProcessError as error:
@@ -188,26 +229,25 @@ def _recorded(out: Path) -> Any:
         raise UsageError(f"{out / 'config.json'} is not the record of a run of this version: {error}") from error
 
 
-def _pretrain(program: str, args: list[str]) -> None:
-    from fluvial.engines import recipes
-    from fluvial.engines.pretrain import pretrain
+def _pretrain(name: str, program: str, args: list[str]) -> None:
+    from fluvial.engines.pretrain import PretrainConfig, handwriting_pretraining, pretrain
 
-    config = parsed(recipes.PretrainConfig, recipes.handwriting_pretraining, program, args)
+    config = parsed(PretrainConfig, handwriting_pretraining, program, args)
     pretrain(config, console=_console())
 
 
-def _eval(program: str, args: list[str]) -> None:
+def _eval(name: str, program: str, args: list[str]) -> None:
     config = parsed(EvalConfig, EvalConfig, program, args)
     from fluvial.engines import jobs
     from fluvial.engines.distributed import world
     from fluvial.engines.evaluate import evaluate
-    from fluvial.engines.generate import sampling_grid
+    from fluvial.engines.generate import on_device
     from fluvial.engines.progress import table
 
-    job = jobs.handwriting(weights=config.weights)
+    job = jobs.named(name, weights=config.weights)
     with world() as processes:
         module = jobs.build(job).to(processes.device).eval()
-        schedule = sampling_grid(job.model, config.steps, device=processes.device)
+        schedule = on_device(job.model.schedule(config.steps, job.shape), processes.device)
         result = evaluate(
             job, module, grid=schedule, samples=config.samples, micro_batch=config.micro_batch, world=processes
         )
@@ -217,15 +257,15 @@ def _eval(program: str, args: list[str]) -> None:
             _console().print(table(title, ("exactly right", "characters right"), rows), highlight=False)
 
 
-def _sample(program: str, args: list[str]) -> None:
+def _sample(name: str, program: str, args: list[str]) -> None:
     config = parsed(SampleConfig, SampleConfig, program, args)
     import torch
 
     from fluvial.core.random import key
     from fluvial.engines import jobs, pictures
-    from fluvial.engines.generate import generate, sampling_grid
+    from fluvial.engines.generate import generate, on_device
 
-    job = jobs.handwriting(weights=config.weights)
+    job = jobs.named(name, weights=config.weights)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
     for prompt in config.prompts:
         try:
@@ -238,7 +278,8 @@ def _sample(program: str, args: list[str]) -> None:
         jobs.build(job).to(device).eval(),
         prompts,
         range(len(prompts)),
-        grid=sampling_grid(job.model, config.steps, device=device),
+        shape=job.shape,
+        grid=on_device(job.model.schedule(config.steps, job.shape), device),
         key=key(config.seed),
         micro_batch=config.micro_batch,
     )
@@ -249,6 +290,75 @@ def _sample(program: str, args: list[str]) -> None:
     except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
         raise UsageError(f"--out {config.out} cannot be written: {error}") from error
     _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class PreferencesConfig:
+    """Draw samples of training prompts, and write the best and the worst of each prompt's to a folder, by a reward.
+
+    Args:
+        out: folder for preferences.jsonl and its pictures.
+        weights: folder of the model's weights; the shipped base by default.
+        prompts: how many prompts; one whose samples all get the same reward gives no preference.
+        group: samples a prompt.
+        rewards: names of the job's rewards, each with a weight or without; the first by default.
+        steps: of the schedule.
+        seed: of prompts and noise.
+        micro_batch: samples a forward pass.
+    """
+
+    out: Path
+    weights: Path | None = None
+    prompts: int = 400
+    group: int = 8
+    rewards: tuple[str, ...] = ()
+    steps: int = 10
+    seed: int = 0
+    micro_batch: int = 128
+
+    def __post_init__(self) -> None:
+        _at_least_one(prompts=self.prompts, steps=self.steps, micro_batch=self.micro_batch)
+        if self.group < 2:
+            raise UsageError(f"group is {self.group}, expected at least 2: a preference is of two samples")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
+
+
+def _preferences(name: str, program: str, args: list[str]) -> None:
+    config = parsed(PreferencesConfig, lambda: PreferencesConfig(Path("runs") / "preferences"), program, args)
+    import torch
+
+    from fluvial.core.dpo import best_and_worst
+    from fluvial.core.random import fold_in, key, uniform
+    from fluvial.engines import jobs, rewards
+    from fluvial.engines.generate import generate, on_device
+
+    job = jobs.named(name, weights=config.weights)
+    weighted = rewards.chosen(job.rewards, config.rewards)
+    root, batch = key(config.seed), config.prompts * config.group
+    places = (uniform(fold_in(root, 0), (config.prompts,)) * len(job.train_prompts)).long().tolist()
+    prompts = [job.train_prompts[places[i // config.group]] for i in range(batch)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chunks = generate(
+        job.model,
+        jobs.build(job).to(device).eval(),
+        prompts,
+        range(batch),
+        shape=job.shape,
+        grid=on_device(job.model.schedule(config.steps, job.shape), device),
+        key=fold_in(root, 1),
+        micro_batch=config.micro_batch,
+    )
+    drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
+    reward = sum(weight * judge(drawn, prompts) for judge, weight in weighted.values())
+    found = best_and_worst(torch.as_tensor(reward), torch.arange(batch) // config.group)
+    pairs = [(prompts[i], drawn[found.win[i]], drawn[found.lose[i]]) for i in torch.nonzero(found.valid).flatten().tolist()]
+    jobs.write_preferences(config.out, pairs)
+    _console().print(
+        f"{len(pairs)} preferences of {config.prompts} prompts: {config.out}; train on them with\n"
+        f"fluvial train dpo --model {name} --objective.preferences {config.out}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _plan(name: str, program: str, args: list[str]) -> None:
@@ -262,7 +372,7 @@ def _plan(name: str, program: str, args: list[str]) -> None:
     )
 
 
-def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]) -> Any:
+def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str], *, about: str | None = None) -> Any:
     """Return the configuration that the arguments ask for.
 
     Raises:
@@ -274,7 +384,11 @@ def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]
     base, boxed = default(), io.StringIO()
     try:
         with contextlib.redirect_stderr(boxed):
-            return tyro.cli(kind, prog=program, description=default.__doc__ or kind.__doc__, default=base, args=args)
+            return tyro.cli(
+                kind, prog=program, description=about or default.__doc__ or kind.__doc__, default=base, args=args,
+                # Of the objectives there is the recipe's, with its fields, not a choice of them.
+                config=(tyro.conf.AvoidSubcommands,),
+            )  # fmt: skip
     except SystemExit as done:
         if not done.code:
             raise HelpPrintedError from None

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.distributed import World
-from fluvial.engines.generate import NO_GUIDANCE, Guidance, SamplingGrid, generate, slots
+from fluvial.engines.generate import NO_GUIDANCE, Guidance, generate, slots
 from fluvial.engines.jobs import Job
 from fluvial.engines.rewards import RewardRunner
+from fluvial.models import Schedule
 
 SEED = 20_26  # of the evaluation's prompts and noise: the same in every run, so that runs compare
 
@@ -30,7 +31,7 @@ def evaluate(
     job: Job,
     module: nn.Module,
     *,
-    grid: SamplingGrid,
+    grid: Schedule,
     samples: int,
     micro_batch: int,
     world: World,
@@ -57,8 +58,9 @@ def evaluate(
     places = (uniform(fold_in(root, 0), (samples,)) * len(job.heldout_prompts)).long().tolist()
     prompts = [job.heldout_prompts[places[i]] for i in ids]
     chunks = generate(
-        job.model, module, prompts, ids, grid=grid, key=fold_in(root, 1), micro_batch=micro_batch, guidance=guidance
-    )
+        job.model, module, prompts, ids, shape=job.shape, grid=grid, key=fold_in(root, 1), micro_batch=micro_batch,
+        guidance=guidance,
+    )  # fmt: skip
     pictures = torch.cat([chunk.pictures.cpu() for chunk in chunks])
     scores = []
     for judge in job.judges.values():

@@ -98,7 +98,7 @@ class Engine:
         self.flops: dict[int, int] = {}  # of the model, by the size of the micro-batch
 
     def update(
-        self, items: PyTree[Tensor], weight: Tensor, loss_fn: LossFn, *, count: int, micro_batch: int, pad_to: int
+        self, items: PyTree[Tensor], weight: Tensor, loss_fn: LossFn, *, count: float, micro_batch: int, pad_to: int
     ) -> UpdateInfo:
         """Take one optimizer step on sum(weight * loss_fn(items)) / count, the sum over all items of all ranks.
 

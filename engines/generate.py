@@ -6,6 +6,7 @@ on the number of ranks nor on which of them made it.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -16,12 +17,12 @@ from fluvial.core import transitions
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Trajectory, rollout
-from fluvial.core.sigmas import from_scheduler
+from fluvial.core.rollout import Trajectory, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.distributed import World
+from fluvial.engines.solvers import Solver, solve
 from fluvial.kernels import Implementation, step_log_prob
-from fluvial.models import Cond, VelocityModel
+from fluvial.models import Cond, Prediction, Schedule, VelocityModel
 from fluvial.models.guided import Guided, guided_velocity
 
 # Initial noise and the noise of the steps are drawn from keys apart.
@@ -81,17 +82,14 @@ class Chunk(NamedTuple):
     pictures: Tensor  # [b, C, H, W] in [0, 1]
 
 
-class SamplingGrid(NamedTuple):
-    """A model's own schedule: T+1 noise levels on the host, and the T timesteps the model is given on its device."""
-
-    sigmas: Tensor
-    timesteps: Tensor
+def on_device(schedule: Schedule, device: torch.device) -> Schedule:
+    """Return a schedule whose timesteps are where the model is; its levels stay on the host."""
+    return Schedule(schedule.levels.cpu(), schedule.timesteps.to(device))
 
 
-def sampling_grid(model: VelocityModel, steps: int, *, device: torch.device) -> SamplingGrid:
-    """Return the schedule of a model's scheduler, exactly, for a number of steps."""
-    schedule = model.schedule(steps)
-    return SamplingGrid(from_scheduler(schedule).cpu(), schedule.timesteps.to(device))
+def deterministic_step(prediction: Prediction) -> Sampler:
+    """Return the sampler that takes no noise: Euler's of a velocity, DDIM's of epsilon."""
+    return transitions.ode if prediction == "velocity" else partial(transitions.ddim, eta=0.0)
 
 
 def generate(
@@ -100,36 +98,45 @@ def generate(
     prompts: Sequence[str],
     ids: Sequence[int],
     *,
+    shape: tuple[int, ...],
     initial: Sequence[int] | None = None,
-    grid: SamplingGrid,
+    grid: Schedule,
     key: Key,
     micro_batch: int,
-    transition: Sampler = transitions.ode,
+    transition: Sampler | None = None,
     window: Collection[int] = (),
+    record: bool = True,
+    solver: Solver = "euler",
     form: Form = "density",
     reduction: Reduction = "mean",
     keep_velocity: bool = False,
     implementation: Implementation = "auto",
     guidance: Guidance = NO_GUIDANCE,
+    autocast: bool = False,
 ) -> Iterator[Chunk]:
     """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
 
     Args:
         model, module: the adapter, and the network to sample from.
         prompts, ids: of this rank, in whole chunks.
+        shape: of one sample.
         initial: the numbers that the initial noise is drawn by, where they are not the samples' own: samples that share one
             begin alike.
-        grid: the schedule.
+        grid: the schedule, its timesteps on the device.
         key: one key, into which a sample's number is folded.
         micro_batch: samples a chunk.
-        transition, window: the steps in the window are taken with the transition and recorded; the others are the ODE's.
-            Without a window nothing is recorded.
+        transition, window: the steps in the window are taken with the transition (None: the deterministic step) and
+            recorded; the others are deterministic. Without a window nothing is recorded.
+        record: if false, no step is recorded in any case.
+        solver: of the deterministic steps where nothing is recorded.
         form, reduction: of the recorded log-probs.
         keep_velocity: also record the model's output.
         implementation: of the log-prob, see `fluvial.kernels.dispatch`.
         guidance: of every step.
+        autocast: let the model compute in bfloat16 where torch's autocast does.
     """
     device = grid.timesteps.device
+    deterministic = deterministic_step(model.prediction)
 
     def log_prob(transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
         return step_log_prob(v, x, x_next, transition, implementation=implementation, **options)[0]
@@ -142,17 +149,25 @@ def generate(
 
         def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
             timestep = grid.timesteps[step].expand(len(x))
-            return guided_velocity(model, module, x, sigma, cond, timestep=timestep, forwards=guidance.forwards)
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                v = guided_velocity(model, module, x, sigma, cond, timestep=timestep, forwards=guidance.forwards)
+            return v.float() if autocast else v
 
         with torch.no_grad():
+            noise = normal(fold_in(first, INITIAL), (len(chunk), *shape))
+            if solver != "euler":
+                final = solve(solver, velocity, noise, grid, prediction=model.prediction)
+                yield Chunk(chunk, cond, unrecorded(final), model.decode(final))
+                continue
             trajectory = rollout(
                 velocity,
-                normal(fold_in(first, INITIAL), (len(chunk), *model.latent_shape)),
-                grid.sigmas,
-                transition=transition,
+                noise,
+                grid.levels,
+                transition=transition or deterministic,
+                deterministic=deterministic,
                 key=fold_in(own, STEPS),
                 window=window,
-                record=None if window else (),
+                record=None if window and record else (),
                 form=form,
                 reduction=reduction,
                 log_prob=log_prob,

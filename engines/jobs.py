@@ -1,49 +1,117 @@
 """Jobs: what is trained on what, and judged by whom. A recipe says how."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from PIL import Image
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
+from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards import Reward
 from fluvial.models import VelocityModel
 
+PREFERENCES = "preferences.jsonl"
+
+
+class Preference(NamedTuple):
+    """Two samples of a prompt, `[*event]` each, of which one is preferred."""
+
+    prompt: str
+    win: Tensor
+    lose: Tensor
+
 
 @dataclass(frozen=True)
 class Job:
-    """A model, the prompts it is trained and evaluated on, the reward it learns from, and the judges.
+    """A model, the prompts it is trained and evaluated on, the rewards it learns from, and the judges.
 
     A judge is a reward too; a sample that it gives 1 counts as exactly right. The judge named `heldout` must share neither
     data nor model with the reward, so that gaming the reward shows.
+
+    Args:
+        model: what is trained.
+        shape: of one sample.
+        train_prompts, heldout_prompts: trained on, evaluated on.
+        rewards: by name; the first is used where a run names none.
+        judges: by name.
+        load: the model of another folder of weights, a teacher's say; None where there is none but the model's own.
+        data: (key, prompts) -> clean samples `[B, *event]` for supervised training; None where there are none.
+        encode: pictures `[B, C, H, W]` in [0, 1] -> clean samples; None where the model has no such way back.
     """
 
     model: VelocityModel
+    shape: tuple[int, ...]
     train_prompts: Sequence[str]
     heldout_prompts: Sequence[str]
-    reward: Reward
+    rewards: Mapping[str, Reward]
     judges: Mapping[str, Reward]
+    load: Callable[[Path], VelocityModel] | None = None
+    data: Callable[[Key, Sequence[str]], Tensor] | None = None
+    encode: Callable[[Tensor], Tensor] | None = None
+
+    def with_weights(self, weights: Path) -> "Job":
+        """Return the job with the model of another folder of weights.
+
+        Raises:
+            UsageError: the job's model has no other weights.
+        """
+        if self.load is None:
+            raise UsageError(f"{weights} cannot be loaded: this job's model has no weights but its own")
+        return replace(self, model=self.load(weights))
+
+    def blank_preference(self) -> Preference:
+        """Return a preference between two samples of zeros, for a rank that has nothing to do but has to take part."""
+        return Preference(self.train_prompts[0], torch.zeros(self.shape), torch.zeros(self.shape))
 
 
-def handwriting(*, weights: Path | None = None, prompts: Path | None = None) -> Job:
+def handwriting(*, weights: Path | None = None, prompts: Path | None = None, unet: bool = False) -> Job:
     """Return the built-in job: write 4-digit codes so that a reader reads them.
 
     Args:
         weights: folder of the model's weights; the shipped base by default.
         prompts: text file of codes to train on; by default all that are not held out.
+        unet: the model is the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
-    from fluvial.models.handwriting import BASE, Handwriting, codes, evaluation_reader, reward_reader
+    from fluvial.models import handwriting as built_in
+    from fluvial.models.handwriting import codes, evaluation_reader, reward_reader, write
 
-    model = Handwriting(BASE if weights is None else weights)
+    kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
+    base = built_in.BASE_UNET if unet else built_in.BASE
+    model = kind(base if weights is None else weights)
+    reader = reward_reader()
+    machine, neighbours = reader.each()
     return Job(
         model=model,
+        shape=model.latent_shape(),
         train_prompts=codes("train") if prompts is None else read_prompts(prompts, model, heldout=codes("heldout")),
         heldout_prompts=codes("heldout"),
-        reward=reward_reader().characters,
-        judges={"reward": reward_reader().characters, "heldout": evaluation_reader().characters},
-    )
+        rewards={
+            "characters": reader.characters, "machine": machine.characters, "neighbours": neighbours.characters,
+        },
+        judges={"reward": reader.characters, "heldout": evaluation_reader().characters},
+        load=kind,
+        data=write,
+        encode=lambda pictures: pictures * 2 - 1,
+    )  # fmt: skip
+
+
+def named(model: str, *, weights: Path | None = None, prompts: Path | None = None) -> Job:
+    """Return the job of a model's name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    jobs = {"handwriting": False, "handwriting-unet": True}
+    if model not in jobs:
+        raise UsageError(f"--model {model}: there is no such model, expected {' or '.join(jobs)}")
+    return handwriting(weights=weights, prompts=prompts, unet=jobs[model])
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:
@@ -87,3 +155,73 @@ def read_prompts(path: Path, model: VelocityModel, *, heldout: Sequence[str]) ->
     if not prompts:
         raise UsageError(f"prompts file {path} is empty, expected one prompt a line")
     return tuple(prompts)
+
+
+def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    """Write preferences to a folder: preferences.jsonl, a line {"prompt", "win", "lose"} each, and the pictures it names.
+
+    Args:
+        folder: made if it is not there.
+        chosen: (prompt, preferred picture, the other), pictures `[C, H, W]` in [0, 1].
+
+    Raises:
+        UsageError: the folder holds preferences already, or cannot be written.
+    """
+    from fluvial.engines.pictures import as_image
+
+    if (folder / PREFERENCES).exists():
+        raise UsageError(f"{folder} holds preferences already: choose another folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for number, (prompt, *both) in enumerate(chosen):
+            names = [f"{number:06d}-{side}.png" for side in ("win", "lose")]
+            for name, picture in zip(names, both, strict=True):
+                as_image(picture, width=picture.shape[-1], colour=len(picture) > 1).save(folder / name)
+            lines.append(json.dumps({"prompt": prompt, "win": names[0], "lose": names[1]}))
+        (folder / PREFERENCES).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise UsageError(f"preferences cannot be written to {folder}: {error.strerror}") from error
+
+
+def read_preferences(folder: Path, job: Job) -> tuple[Preference, ...]:
+    """Return the preferences of a folder, as clean samples of the job's model.
+
+    Raises:
+        UsageError: the file or a picture is missing or no such thing, a line is no preference, or its prompt is held out.
+    """
+    if job.encode is None:
+        raise UsageError(f"preferences of {folder} cannot be used: this job's model has no way from pictures to samples")
+    path, apart, found = folder / PREFERENCES, frozenset(job.heldout_prompts), []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"preferences {path} cannot be read: {reason}") from error
+    for number, line in enumerate(lines, start=1):
+        where = f"preferences {path}, line {number}"
+        try:
+            record = json.loads(line)
+            prompt, names = record["prompt"], (record["win"], record["lose"])
+            job.model.check_prompt(prompt)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error
+        if prompt in apart:
+            raise UsageError(f"{where}: {prompt!r} is held out for evaluation, never trained on")
+        try:
+            samples = job.encode(torch.stack([_picture(folder / name) for name in names]))
+        except (OSError, RuntimeError) as error:
+            raise UsageError(f"{where}: its pictures cannot be used: {error}") from error
+        if tuple(samples.shape[1:]) != job.shape:
+            raise UsageError(f"{where}: its pictures give samples of {list(samples.shape[1:])}, expected {list(job.shape)}")
+        found.append(Preference(prompt, *samples))
+    if not found:
+        raise UsageError(f"preferences {path} is empty, expected one preference a line")
+    return tuple(found)
+
+
+def _picture(path: Path) -> Tensor:
+    """Return a picture file as `[C, H, W]` in [0, 1]."""
+    with Image.open(path) as image:
+        array = np.asarray(image if image.mode == "L" else image.convert("RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1)

@@ -1,6 +1,7 @@
-"""A stored trajectory as a flat set of (sample, step) pairs, which is all that an update sees.
+"""What an update sees, and all that it sees: a flat set of (sample, noise level) pairs.
 
-Given x_t and x_{t+1}, the pairs of a trajectory are independent. Flattened, any chunk of them is a micro-batch.
+Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are samples with noise put on anew. Flattened, any
+chunk of them is a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -12,21 +13,32 @@ from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.distributed import World
-from fluvial.models import Cond
+from fluvial.models import Cond, Schedule
 
 
 class Pairs(NamedTuple):
-    """P (sample, step) pairs, each field `[P, ...]`."""
+    """P (sample, noise level) pairs, each field `[P, ...]`: recorded steps of a rollout, or samples with noise put on anew.
 
-    x: Tensor
-    x_next: Tensor
-    step: Tensor  # int64, index into the schedule
-    log_prob_old: Tensor
-    advantage: Tensor
-    weight: Tensor  # 0 for pairs that only fill up
+    Preferences are pairs of two samples: what has a sample's shape is `[P, 2, *event]` then, the preferred one first.
+    """
+
+    x: Tensor  # where the velocity is taken
+    level: Tensor  # its noise level (alpha_bar for a model of epsilon)
+    timestep: Tensor | None  # what the model is given for it; None: it is derived from the level
     sample: Tensor  # int64, the row of the conditioning that it was made with, which the steps of a sample share
-    v_old: Tensor | None  # the velocity that the rollout was made with, if the objective asks for it
-    v_ref: Tensor | None  # the reference model's velocity, if a KL term asks for it
+    signal: Tensor  # what the sample's reward is to the objective, e.g. its advantage
+    weight: Tensor  # of the loss; 0 for pairs that only fill up
+    # Of recorded steps.
+    level_next: Tensor | None = None
+    x_next: Tensor | None = None
+    log_prob_old: Tensor | None = None
+    # Of samples with noise put on anew.
+    x0: Tensor | None = None
+    target: Tensor | None = None  # noise - x0, or the noise for a model of epsilon
+    # Other velocities at x, where the objective or a KL term asks for them.
+    v_old: Tensor | None = None
+    v_ref: Tensor | None = None
+    v_teacher: Tensor | None = None
 
 
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -37,28 +49,34 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def flatten(trajectory: Trajectory, advantage: Tensor, weight: Tensor) -> Pairs:
+def flatten(trajectory: Trajectory, schedule: Schedule, signal: Tensor, weight: Tensor) -> Pairs:
     """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
 
     Args:
         trajectory: B samples, S recorded steps.
-        advantage, weight: `[B]`.
+        schedule: that it followed.
+        signal: `[B]`.
+        weight: `[B]`, or `[B, S]`.
     """
     batch, count = trajectory.log_prob.shape
+    device = signal.device
+    levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
+    step = trajectory.steps.repeat_interleave(batch)
 
-    def spread(tensor: Tensor) -> Tensor:
-        return tensor.repeat(count, *[1] * (tensor.ndim - 1))
+    def by_step(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1).flatten(0, 1)
 
     return Pairs(
-        x=trajectory.x.transpose(0, 1).flatten(0, 1),
-        x_next=trajectory.x_next.transpose(0, 1).flatten(0, 1),
-        step=trajectory.steps.repeat_interleave(batch),
-        log_prob_old=trajectory.log_prob.transpose(0, 1).flatten(),
-        advantage=spread(advantage),
-        weight=spread(weight),
-        sample=spread(torch.arange(batch, device=advantage.device)),
-        v_old=None if trajectory.velocity is None else trajectory.velocity.transpose(0, 1).flatten(0, 1),
-        v_ref=None,
+        x=by_step(trajectory.x),
+        level=levels[step],
+        timestep=timesteps[step],
+        sample=torch.arange(batch, device=device).repeat(count),
+        signal=signal.repeat(count),
+        weight=by_step(weight) if weight.ndim == 2 else weight.repeat(count),
+        level_next=levels[step + 1],
+        x_next=by_step(trajectory.x_next),
+        log_prob_old=by_step(trajectory.log_prob),
+        v_old=None if trajectory.velocity is None else by_step(trajectory.velocity),
     )
 
 
@@ -69,7 +87,7 @@ def kept(pairs: Pairs, adds: Tensor) -> Pairs:
         pairs: P pairs.
         adds: `[P]` on the host, so that no device is waited for; 0 for pairs that add nothing.
     """
-    rows = torch.nonzero(adds).flatten().to(pairs.step.device)
+    rows = torch.nonzero(adds).flatten().to(pairs.level.device)
     return optree.tree_map(lambda tensor: tensor[rows], pairs)
 
 
@@ -102,7 +120,7 @@ def balanced(pairs: Pairs, cond: Cond, counts: Sequence[int], world: World) -> t
     """
     plan, rank = moves(counts), world.data_rank
     send, receive = plan[rank], [row[rank] for row in plan]
-    stay = len(pairs.step) - sum(send)
+    stay = len(pairs.level) - sum(send)
 
     def moved(tensor: Tensor) -> Tensor:
         return world.exchange(tensor[stay:], send, receive)

@@ -10,10 +10,17 @@ from torch import Tensor
 GOOD, BAD, INK, PAPER = (20, 120, 60), (180, 40, 30), (30, 30, 30), (250, 250, 248)
 
 
-def as_image(picture: Tensor, *, width: int) -> Image.Image:
-    """Return a picture `[C, H, W]` in [0, 1] as an image enlarged to about `width` pixels, its pixels kept square."""
+def as_image(picture: Tensor, *, width: int, colour: bool = True) -> Image.Image:
+    """Return a picture `[C, H, W]` in [0, 1] as an image enlarged to about `width` pixels, its pixels kept square.
+
+    Args:
+        picture: of 1 or 3 channels.
+        width: in pixels.
+        colour: make it an RGB image, which one of a single channel need not be.
+    """
     array = (picture.clamp(0, 1) * 255).round().byte().cpu().numpy()
-    image = Image.fromarray(array[0] if len(array) == 1 else np.moveaxis(array, 0, -1)).convert("RGB")
+    image = Image.fromarray(array[0] if len(array) == 1 else np.moveaxis(array, 0, -1))
+    image = image.convert("RGB") if colour else image
     factor = max(width // image.width, 1)
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 

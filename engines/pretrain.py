@@ -1,14 +1,17 @@
-"""Supervised training of the built-in model's base weights: flow matching on random handwriting."""
+"""Supervised training of the built-in models' base weights, on random handwriting: flow matching, or denoising."""
 
 import json
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from fluvial.core.checks import check_number, per_sample
 from fluvial.core.flow_matching import interpolate, velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.engines import jobs
@@ -17,16 +20,55 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluate import evaluate
 from fluvial.engines.export import export
 from fluvial.engines.fsdp import Engine
-from fluvial.engines.generate import sampling_grid, slots
+from fluvial.engines.generate import on_device, slots
+from fluvial.engines.optimizer import OptimizerConfig
 from fluvial.engines.progress import RunProgress
-from fluvial.engines.recipes import PretrainConfig
 from fluvial.engines.runfolder import write_json
-from fluvial.models import Cond
-from fluvial.models.handwriting import Handwriting, codes, write
+from fluvial.models import Cond, Prediction
+from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
 from fluvial.models.handwriting.model import SHIFT
+from fluvial.models.handwriting.unet import alphas_cumprod
 
 PROMPTS, PICTURES, NOISE, LEVEL = range(4)  # streams of an update's randomness
 RECORD = "made-by.json"
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """The supervised training that makes a built-in model's base weights.
+
+    Args:
+        out: folder for the weights.
+        model: the transformer, by flow matching, or the UNet, by denoising.
+        seed: of everything random.
+        updates: AdamW steps; stopped early on purpose, so that there is something left to learn.
+        batch: pictures an update.
+        micro_batch: pictures a forward pass.
+        optimizer: AdamW and its schedule.
+    """
+
+    out: Path
+    model: Literal["handwriting", "handwriting-unet"] = "handwriting"
+    seed: int = 0
+    updates: int = 400
+    batch: int = 64
+    micro_batch: int = 64
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch", "micro_batch"):
+            check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
+        check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
+
+
+def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
+    """Flow matching on pictures of random training codes; makes the transformer's base weights that ship."""
+    return PretrainConfig(out=out)
+
+
+def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base")) -> PretrainConfig:
+    """Denoising pictures of random training codes; makes the UNet's base weights that ship."""
+    return PretrainConfig(out=out, model="handwriting-unet", updates=450)
 
 
 class Noised(NamedTuple):
@@ -34,26 +76,25 @@ class Noised(NamedTuple):
 
     x0: Tensor
     noise: Tensor
-    sigma: Tensor
+    level: Tensor  # sigma, or for a model of epsilon alpha_bar
     cond: Cond
 
 
 class ErrorInfo(NamedTuple):
-    """Diagnostics of flow matching."""
+    """Diagnostics of the training."""
 
     error: Tensor
 
 
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train the handwriting model from random weights and write it to a folder, with a record of how it was made.
+    """Train a handwriting model from random weights and write it to a folder, with a record of how it was made.
 
-    Loss: mean |v(x_sigma, sigma) - (noise - x0)|^2 with x_sigma = (1 - sigma) x0 + sigma noise (arXiv 2210.02747), sigma
-    uniform and then shifted as the sampling schedule is.
+    Loss: mean |prediction - target|^2 at levels as `levels` draws them, see `noised` for x and the target.
 
     Raises:
         UsageError: the folder already holds a model.
     """
-    model = Handwriting(None, seed=config.seed)
+    model = (Handwriting if config.model == "handwriting" else HandwritingUNet)(None, seed=config.seed)
     prompts, root = codes("train"), key(config.seed)
     with world() as processes:
         with processes.agreed():
@@ -68,8 +109,8 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         engine = Engine(module, model.blocks(module), config.optimizer, processes, updates=config.updates)
 
         def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
-            x = interpolate(batch.x0, batch.noise, batch.sigma)
-            error = velocity_error(model.velocity(module, x, batch.sigma, batch.cond), batch.noise - batch.x0)
+            x, target = noised(batch, model.prediction)
+            error = velocity_error(model.velocity(module, x, batch.level, batch.cond), target)
             return error, ErrorInfo(error)
 
         with RunProgress(console, total=config.updates, every=50) as progress:
@@ -81,7 +122,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 x0 = write(fold_in(keys, PICTURES), chosen)
                 u = uniform(fold_in(keys, LEVEL), (config.batch,))
                 samples = fold_in(fold_in(keys, NOISE), torch.arange(config.batch))
-                items = Noised(x0, normal(samples, x0.shape), SHIFT * u / (1 + (SHIFT - 1) * u), model.encode(chosen))
+                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
                 ids, real = slots(config.batch, micro_batch=config.micro_batch, world=processes)
                 mine = torch.tensor(ids)
                 info = engine.update(
@@ -93,18 +134,19 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                     pad_to=len(ids),
                 )
                 progress.advance({"error": info.mean["error"]}, {"update": time.perf_counter() - start})
+        job = jobs.named(config.model)
         with engine.inference(average=True) as sampled:
             result = evaluate(
-                jobs.handwriting(),
+                job,
                 sampled,
-                grid=sampling_grid(model, 10, device=processes.device),
+                grid=on_device(model.schedule(10, job.shape), processes.device),
                 samples=1000,
                 micro_batch=config.micro_batch,
                 world=processes,
             )
         export(engine.module, config.out, average=engine.averaged(), world=processes)
         record = {
-            "command": "fluvial pretrain handwriting",
+            "command": f"fluvial pretrain {config.model}",
             "updates": config.updates,
             "heldout_exact": result.exact,
             "heldout_score": result.score,
@@ -114,3 +156,27 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             write_json(config.out / RECORD, record)
         progress.say(f"held-out codes exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
         return record
+
+
+def levels(u: Tensor, prediction: Prediction) -> Tensor:
+    """Return noise levels `[B]` for numbers u `[B]` in [0, 1).
+
+    Of a flow sigma, shifted as the sampling schedule is; of a model of epsilon alpha_bar of a timestep, all of which are
+    equally likely.
+    """
+    if prediction == "velocity":
+        return SHIFT * u / (1 + (SHIFT - 1) * u)
+    powers = alphas_cumprod(u.device)
+    return powers[(u * len(powers)).long()]
+
+
+def noised(batch: Noised, prediction: Prediction) -> tuple[Tensor, Tensor]:
+    """Return the noised pictures, and what is to be predicted for them.
+
+    x_t = (1 - sigma) x0 + sigma noise, target = noise - x0       of a flow (arXiv 2210.02747)
+    x_t = sqrt(ab) x0 + sqrt(1 - ab) noise, target = noise        of a model of epsilon (arXiv 2006.11239)
+    """
+    if prediction == "velocity":
+        return interpolate(batch.x0, batch.noise, batch.level), batch.noise - batch.x0
+    power = per_sample(batch.level, batch.x0)
+    return torch.sqrt(power) * batch.x0 + torch.sqrt(1 - power) * batch.noise, batch.noise

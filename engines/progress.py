@@ -42,14 +42,14 @@ class RunProgress:
         if self.bar:
             self.bar.stop()
 
-    def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Show one more update, its numbers and the seconds of its phases."""
-        self.done += 1
+    def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float], *, updates: int = 1) -> None:
+        """Show `updates` more updates, their numbers and the seconds of their phases."""
+        before, self.done = self.done, self.done + updates
         status = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
         status += "  " + " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
         if self.bar:
             self.bar.update(self.task, completed=self.done, status=status)
-        elif self.console and (self.done % self.every == 0 or self.done == self.total):
+        elif self.console and (self.done // self.every > before // self.every or self.done == self.total):
             self.say(f"update {self.done}/{self.total}  {status}")
 
     def say(self, line: str) -> None:

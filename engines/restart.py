@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fluvial.engines import checkpoint
+from fluvial.engines.config import TrainConfig
 from fluvial.engines.distributed import World
-from fluvial.engines.recipes import TrainConfig
 
 # Holds the name of the torchrun that began, or resumed, the run of a folder.
 MARK = ".launch"

@@ -1,6 +1,7 @@
 """Rewards: any function from pictures and prompts to a number each. It runs on a thread beside the rollout."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import Queue
@@ -9,7 +10,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 
 # reward(pictures [B, C, H, W] in [0, 1], prompts) -> [B]
 Reward = Callable[[Tensor, Sequence[str]], Tensor]
@@ -84,6 +85,56 @@ class RewardRunner:
         located = RunError(f"the reward raised {type(error).__name__} ({error}) for {_named(culprit)}")
         located.__cause__ = error
         return located
+
+
+class Rewards:
+    """Several rewards of the same pictures, each on a thread of its own.
+
+    Args:
+        weighted: the rewards and their weights.
+    """
+
+    def __init__(self, weighted: Sequence[tuple[Reward, float]]) -> None:
+        self.runners = [RewardRunner(reward) for reward, _ in weighted]
+        self.weights = torch.tensor([weight for _, weight in weighted])
+
+    def submit(self, pictures: Tensor, prompts: Sequence[str]) -> None:
+        """Start scoring a chunk."""
+        for runner in self.runners:
+            runner.submit(pictures, prompts)
+
+    def collect(self) -> Tensor:
+        """Return the rewards `[B, K]` of all chunks submitted since the last call, as `RewardRunner.collect` does."""
+        columns = [runner.collect() for runner in self.runners]
+        return torch.stack(columns, dim=1) if columns else torch.empty(0, 0)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for runner in self.runners:
+            runner.close()
+
+
+def chosen(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tuple[Reward, float]]:
+    """Return the rewards that are asked for, `name` or `name=weight`, with their weights; the first where none is.
+
+    Raises:
+        UsageError: there is no such reward, it is named twice, or a weight is no number but 0.
+    """
+    found: dict[str, tuple[Reward, float]] = {}
+    for text in names or [next(iter(rewards))]:
+        name, _, weight = text.partition("=")
+        if name not in rewards:
+            raise UsageError(f"--rewards {text}: there is no reward {name!r}, expected some of {', '.join(rewards)}")
+        if name in found:
+            raise UsageError(f"--rewards {text}: {name} is named twice")
+        try:
+            value = float(weight or "1")
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value == 0:
+            raise UsageError(f"--rewards {text}: {weight!r} is no weight, expected a number that is not 0, e.g. {name}=0.5")
+        found[name] = rewards[name], value
+    return found
 
 
 def _named(prompts: Sequence[str]) -> str:

@@ -17,34 +17,33 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fluvial.core.advantages import group_advantages
-from fluvial.core.policy import PolicyInfo, guard_surrogate
-from fluvial.core.random import fold_in, key, uniform
+from fluvial.core.random import Key, fold_in, key, uniform
+from fluvial.core.rollout import unrecorded
 from fluvial.core.sigmas import sde_window
-from fluvial.engines import checkpoint, flops, jobs, pairs, pictures, restart, runfolder
+from fluvial.engines import checkpoint, flops, jobs, pictures, restart, runfolder
+from fluvial.engines.config import TrainConfig, check_model
 from fluvial.engines.determinism import deterministic
 from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluate import Evaluation, evaluate
 from fluvial.engines.export import export, write_lora
-from fluvial.engines.fsdp import Engine, UpdateInfo, micro_batches
-from fluvial.engines.generate import Chunk, generate, sampling_grid, slots
+from fluvial.engines.fsdp import Engine, UpdateInfo
+from fluvial.engines.generate import Chunk, generate, on_device, slots
 from fluvial.engines.jobs import Job
+from fluvial.engines.learner import Learner, Learnt, old_decay
 from fluvial.engines.loading import fingerprint
-from fluvial.engines.pairs import Pairs
+from fluvial.engines.objectives import Dpo, name_of
+from fluvial.engines.others import Others
 from fluvial.engines.parallelize import DTYPES
 from fluvial.engines.progress import RunProgress, table
-from fluvial.engines.recipes import TrainConfig
-from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.recipes import as_record
+from fluvial.engines.rewards import Rewards, chosen
 from fluvial.engines.runfolder import RunFolder
-from fluvial.engines.sharded import Sharded
 from fluvial.engines.signals import StopRequest, stop_request
-from fluvial.kernels import policy_loss, step_log_prob
-from fluvial.models import Cond
-from fluvial.models.guided import guided_velocity
-from fluvial.models.lora import add_lora, without_lora
+from fluvial.engines.watch import Probe, diversity, pooled
+from fluvial.models.lora import add_lora
 
-# Streams of an update's randomness, folded into the key of (seed, update).
+# Streams of a rollout's randomness, folded into the key of (seed, update at which it is made).
 WINDOW, PROMPTS, SAMPLES = 0, 1, 2
 # What a run may change between its start and a resumption without becoming another run.
 FREE = {
@@ -71,7 +70,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         config = restart.continued(config, processes, console=console)
         with processes.agreed():
             if job is None:
-                job = jobs.handwriting(weights=config.weights, prompts=config.prompts)
+                job = jobs.named(config.model, weights=config.weights, prompts=config.prompts)
             resume = config.resume or config.resume_from is not None
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
@@ -98,21 +97,27 @@ class Trainer:
             module, job.model.blocks(module), config.optimizer, world,
             updates=config.updates, sharding=config.engine, weights=weights,
         )  # fmt: skip
-        # With LoRA the reference is the module without its adapters, and costs no copy.
-        self.reference: Sharded | None = None
-        if config.policy.kl_coef > 0 and config.train == "full":
-            with world.agreed():
-                module = self._build().requires_grad_(False)
-            self.reference = Sharded(module, job.model.blocks(module), world, config.engine, weights=weights)
+        with world.agreed():
+            try:
+                check_model(config, job.model.prediction)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            self.rewards = chosen(job.rewards, config.rewards) if config.makes_samples else {}
+            given = config.objective.preferences if isinstance(config.objective, Dpo) else None
+            self.preferences = jobs.read_preferences(given, job) if given is not None else ()
+            if not config.makes_samples and given is None and job.data is None:
+                raise UsageError(f"{name_of(config.objective)} learns from data, and this job has none: use another recipe")
+        others = Others(config, job, world, build=self._network, weights=weights)
         guidance = config.rollout.guidance
         if guidance.scale != 1 and guidance.negative:
             try:
                 job.model.check_prompt(guidance.negative)
             except ValueError as error:
                 raise UsageError(f"--rollout.guidance.negative: {error}") from error
-        self.grid = sampling_grid(job.model, config.rollout.steps, device=world.device)
-        self.sampler = config.rollout.bound_sampler(self.grid.sigmas)
-        self.sigmas = self.grid.sigmas.to(world.device)
+        self.grid = on_device(job.model.schedule(config.rollout.steps, job.shape), world.device)
+        self.learner = Learner(config, job, world, self.engine, others, self.grid)
+        self.others = others
+        self.probe: Probe | None = None
         self.key = key(config.seed)
         self.samples = 0
         self.seconds = {"rollout": 0.0, "reward": 0.0, "update": 0.0}
@@ -125,8 +130,8 @@ class Trainer:
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until the last update or a request to stop; save, and at the end evaluate, export and sum up."""
         config = self.config
-        folder = RunFolder(config.out, _as_json(config), update=self.engine.updates) if self.world.is_main else None
-        runner = RewardRunner(self.job.reward)
+        folder = RunFolder(config.out, as_record(config), update=self.engine.updates) if self.world.is_main else None
+        runner = Rewards(list(self.rewards.values()))
         try:
             with RunProgress(self.console, total=config.updates, done=self.engine.updates) as progress:
                 if self.before is None:
@@ -137,20 +142,12 @@ class Trainer:
                     record, stopping = self.update(runner, stop)
                     if folder:
                         folder.log(record)
-                    progress.advance(
-                        {
-                            "reward": record["reward"]["mean"],
-                            "ratio": record["policy"]["ratio"],
-                            "KL": record["policy"]["kl_ref"],
-                            "clipped": record["policy"]["clipped"],
-                        },
-                        record["seconds"],
-                    )
+                    progress.advance(_shown(record), record["seconds"], updates=config.updates_a_rollout)
                     done = self.engine.updates
-                    if config.eval_every and done % config.eval_every == 0 and done < config.updates and not stopping:
+                    if self._due(config.eval_every) and done < config.updates and not stopping:
                         evaluation = self._evaluate(folder, f"update {done:04d}", config.eval_samples)
                         progress.say(_line(f"after {done} updates", evaluation))
-                    if stopping or done % config.checkpoint_every == 0 or done == config.updates:
+                    if stopping or self._due(config.checkpoint_every) or done == config.updates:
                         self.save()
                     if stopping:
                         self.saved()
@@ -168,6 +165,11 @@ class Trainer:
                 folder.close()
             if self.saving is not None:  # something else went wrong: what was being saved is still worth having
                 wait([self.saving])
+
+    def _due(self, every: int) -> bool:
+        """Whether the last rollout's updates reached a multiple of `every`; 0 is never."""
+        done = self.engine.updates
+        return bool(every) and done // every > (done - self.config.updates_a_rollout) // every
 
     def save(self, *, at_once: bool = False) -> None:
         """Write a checkpoint, or begin to if that is done in the background, unless this update's is already there."""
@@ -238,175 +240,152 @@ class Trainer:
         if self.console:
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
 
-    def update(self, runner: RewardRunner, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        """Make one rollout and one optimizer update of it: (its record, whether any rank was asked to stop)."""
-        config, rollout = self.config, self.config.rollout
-        root = fold_in(self.key, self.engine.updates)
-        window = sde_window(fold_in(root, WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
-        places = (uniform(fold_in(root, PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
-        ids, _ = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
-        prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
+    def update(self, runner: Rewards, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """Make one rollout and the optimizer updates of it: (their record, whether any rank was asked to stop)."""
+        config, root = self.config, fold_in(self.key, self.engine.updates)
         seconds: dict[str, float] = {}
-
-        if config.engine.offload == "phases":
-            self.engine.offload(parameters=False)
-            if self.reference is not None:
-                self.reference.offload()
-        with _timed(seconds, "rollout"), self.engine.inference() as module:
-            chunks = []
-            for chunk in generate(
-                self.job.model, module, prompts, ids,
-                initial=[i // rollout.group for i in ids] if rollout.shared_noise else None,
-                grid=self.grid, key=fold_in(root, SAMPLES),
-                micro_batch=config.micro_batch, transition=self.sampler, window=window, form=rollout.form,
-                reduction=rollout.reduction,
-                keep_velocity=config.policy.objective == "guard", implementation=config.implementation,
-                guidance=rollout.guidance,
-            ):  # fmt: skip
-                runner.submit(chunk.pictures, chunk.prompts)
-                chunks.append(chunk._replace(pictures=chunk.pictures[:0].clone()))  # the reward has them
+        with _timed(seconds, "rollout"):
+            chunks = self._rollout(root, runner) if not self.preferences else []
         with _timed(seconds, "reward"):
-            if config.engine.offload == "phases":
+            if config.engine.offload == "phases" and config.makes_samples:
                 self.engine.offload()
             with self.world.agreed():
                 rewards = runner.collect()
             # The request to stop travels with the rewards, so that all ranks stop after the same update.
-            local = torch.cat([rewards, torch.tensor([float(bool(stop))])]).to(self.world.device)
-            gathered = self.world.gather(local[None]).cpu()
-            stopping = bool(gathered[:, -1].any())
-            reward = gathered[:: self.world.sequence, :-1].flatten()[: rollout.batch]  # ranks of a group have the same
-            group = torch.arange(rollout.batch) // rollout.group
-            advantage = group_advantages(reward, group, scale=config.policy.advantage, eps=config.policy.advantage_eps)
+            rewards, stopping = self._gathered(rewards, stop)
+            spread = self._diversity(chunks)
             self.engine.onload()
-            if self.reference is not None:
-                self.reference.onload()
+            self.others.onload()
+        rollouts = self.engine.updates // config.updates_a_rollout
         with _timed(seconds, "update"):
-            info = self._optimize(chunks, advantage)
-        self.samples += rollout.batch
+            if self.preferences:
+                places = (uniform(fold_in(root, PROMPTS), (config.rollout.prompts,)) * len(self.preferences)).long().tolist()
+                numbers = list(range(config.rollout.prompts))
+                learnt = self.learner.learn_preferences([self.preferences[place] for place in places], numbers, root)
+            else:
+                learnt = self.learner.learn(chunks, rewards, runner.weights, root)
+            if (decay := old_decay(config, rollouts + 1)) is not None:
+                self.others.follow(self.engine, decay)
+        self.samples += config.rollout.batch
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
-        self._watch_ratio(info)
-        return self._record(info, reward, seconds), stopping
+        self._watch_ratio(learnt.updates[0])
+        return self._record(learnt, rewards @ runner.weights, rewards, spread, seconds), stopping
 
-    def _optimize(self, chunks: list[Chunk], advantage: Tensor) -> UpdateInfo:
-        """Take one optimizer step on this rank's chunks, given the advantages of all samples."""
-        rollout, policy, device = self.config.rollout, self.config.policy, self.world.device
-        micro_batch = self.config.micro_batch
-        slots_a_rank = sum(len(chunk.prompts) for chunk in chunks)
-        spread = torch.zeros(2, self.world.data_size, slots_a_rank)
-        spread.view(2, -1)[:, : rollout.batch] = torch.stack([advantage, torch.ones(rollout.batch)])
-        mine, weight = spread[:, self.world.data_rank]
-        trajectory = pairs.concatenate([chunk.trajectory for chunk in chunks])
-        recorded = trajectory.log_prob.shape[1]
-        cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
-        chunks.clear()
-        flat = pairs.flatten(trajectory, mine.to(device), weight.to(device))
-        del trajectory  # one copy of what was stored is enough
-        # What a pair adds to the loss: its advantage times something, and with a KL term that as well.
-        adds = spread[1] if policy.kl_coef > 0 else spread[0]
-        held = [int(count) * recorded for count in (adds != 0).sum(1)]
-        first: Pairs = optree.tree_map(lambda tensor: tensor[:1].clone(), flat)
-        flat = pairs.kept(flat, adds[self.world.data_rank].repeat(recorded))
-        longest = -(-sum(held) // len(held))
-        if -(-max(held) // micro_batch) > -(-longest // micro_batch):
-            flat, cond = pairs.balanced(flat, cond, held, self.world)
-        else:  # moving pairs would save no forward pass
-            longest = max(held)
-        if not len(flat.step):  # there has to be something to run
-            flat = first._replace(weight=torch.zeros_like(first.weight))
-        if policy.kl_coef > 0:
-            flat = flat._replace(v_ref=self._reference_velocity(flat, cond, max(longest, 1)))
-        return self.engine.update(
-            flat,
-            flat.weight,
-            lambda batch: self._loss(batch, cond),
-            count=rollout.batch * recorded,
-            micro_batch=micro_batch,
-            pad_to=max(longest, 1),
-        )
+    def _rollout(self, root: Key, runner: Rewards) -> list[Chunk]:
+        """Make this rank's samples, and start to judge them; or take them from the job's data."""
+        config, rollout = self.config, self.config.rollout
+        places = (uniform(fold_in(root, PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
+        ids, _ = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
+        prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
+        if not config.makes_samples:
+            return self._data(ids, prompts, fold_in(root, SAMPLES))
+        if config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            self.others.offload()
+        on_steps, deterministic_rollout = config.objective.trains_on == "steps", rollout.sampler == "ode"
+        window = sde_window(fold_in(root, WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
+        chunks = []
+        with self.others.behaviour(self.engine) as module:
+            for chunk in generate(
+                self.job.model, module, prompts, ids,
+                shape=self.job.shape,
+                initial=[i // rollout.group for i in ids] if rollout.shared_noise else None,
+                grid=self.grid, key=fold_in(root, SAMPLES),
+                micro_batch=config.micro_batch, transition=self.learner.sampler,
+                window=window if on_steps or not deterministic_rollout else (), record=on_steps, solver=rollout.solver,
+                form=config.recorded_form, reduction=rollout.reduction,
+                keep_velocity=on_steps and "old" in config.objective.needs, implementation=config.implementation,
+                guidance=rollout.guidance, autocast=rollout.autocast,
+            ):  # fmt: skip
+                runner.submit(chunk.pictures, chunk.prompts)
+                chunks.append(chunk._replace(pictures=pooled(chunk.pictures)))  # the reward has them
+        return chunks
 
-    def _loss(self, batch: Pairs, cond: Cond) -> tuple[Tensor, PolicyInfo]:
-        """Return the policy objective of a micro-batch of pairs, with the KL to the reference in it if asked for."""
-        rollout, policy = self.config.rollout, self.config.policy
-        sigma, sigma_next = self.sigmas[batch.step], self.sigmas[batch.step + 1]
-        transition, v = self.sampler(sigma, sigma_next), self._velocity(self.engine.module, batch, cond)
-        step = (v, batch.x, batch.x_next, transition)
-        options: dict[str, Any] = {
-            "v_ref": batch.v_ref, "form": rollout.form, "reduction": rollout.reduction,
-            "implementation": self.config.implementation,
-        }  # fmt: skip
-        if batch.v_old is None:
-            loss, info = policy_loss(
-                *step, batch.log_prob_old, batch.advantage, clip_low=policy.clip_low, clip_high=policy.clip_high,
-                kl_coef=policy.kl_coef, kl_weight=policy.kl_weight, dt=sigma_next - sigma, **options,
-            )  # fmt: skip
-        else:
-            log_prob, kl = step_log_prob(*step, **options)
-            probs = (log_prob, batch.log_prob_old, batch.advantage)
-            loss, info = guard_surrogate(*probs, transition, v, batch.v_old, sigma_next - sigma, clip=policy.clip_low)
-            if kl is not None:
-                scale = sigma - sigma_next if policy.kl_weight == "rate" else 1.0
-                loss, info = loss + policy.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
-        return loss, info
+    def _data(self, ids: list[int], prompts: list[str], root: Key) -> list[Chunk]:
+        """Return clean samples of the job's own in place of a rollout."""
+        assert self.job.data is not None
+        size, device = self.config.micro_batch, self.world.device
+        chunks = []
+        for start in range(0, len(ids), size):
+            part = prompts[start : start + size]
+            # A key a chunk, of the first sample's number: what a sample is does not depend on the ranks.
+            x0 = self.job.data(fold_in(root, ids[start]), part).to(device)
+            cond = optree.tree_map(
+                lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part)
+            )
+            chunks.append(Chunk(part, cond, unrecorded(x0), x0[:0]))
+        return chunks
 
-    def _velocity(self, module: nn.Module, batch: Pairs, cond: Cond) -> Tensor:
-        guidance = self.config.rollout.guidance
-        return guided_velocity(
-            self.job.model,
-            module,
-            batch.x,
-            self.sigmas[batch.step],
-            optree.tree_map(lambda table: table[batch.sample], cond),
-            timestep=self.grid.timesteps[batch.step],
-            forwards=guidance.forwards,
-            gradient=guidance.gradient,
-        )
+    def _gathered(self, rewards: Tensor, stop: StopRequest) -> tuple[Tensor, bool]:
+        """Return the rewards `[B, K]` of all samples, on the host, and whether any rank was asked to stop."""
+        batch, kinds = self.config.rollout.batch, len(self.rewards)
+        flags = torch.tensor([float(bool(stop))])
+        gathered = self.world.gather(torch.cat([rewards.flatten(), flags]).to(self.world.device)[None]).cpu()
+        stopping = bool(gathered[:, -1].any())
+        if not kinds:
+            return torch.zeros(batch, 0), stopping
+        # Ranks of a group have the same.
+        return gathered[:: self.world.sequence, :-1].reshape(-1, kinds)[:batch], stopping
 
-    def _reference_velocity(self, flat: Pairs, cond: Cond, pad_to: int) -> Tensor:
-        """Return the reference policy's velocity of every pair; two means differ by b (v - v_ref), so this is all of it."""
-        if self.reference is None:
-            with self.engine.inference() as module, without_lora(module):
-                return self._velocities(module, flat, cond, pad_to)
-        with self.reference.inference() as module:
-            return self._velocities(module, flat, cond, pad_to)
-
-    def _velocities(self, module: nn.Module, flat: Pairs, cond: Cond, pad_to: int) -> Tensor:
-        """Return the velocity of every pair, in the update's own micro-batches: the same bits, and as many on every rank."""
-        chunks = micro_batches(flat, micro_batch=self.config.micro_batch, pad_to=pad_to, device=self.world.device)
-        return torch.cat([self._velocity(module, chunk, cond) for chunk in chunks])[: len(flat.step)]
+    def _diversity(self, chunks: list[Chunk]) -> float | None:
+        """Return how far the samples of a group lie apart, see `watch.diversity`; None without a rollout."""
+        if not self.config.makes_samples:
+            return None
+        batch, group = self.config.rollout.batch, self.config.rollout.group
+        everyone = self.world.gather_data(torch.cat([chunk.pictures for chunk in chunks]))[:batch]
+        return diversity(everyone, group) if group > 1 else None
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Note the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
-        largest, bound = info.max_abs["log_ratio"], self.config.policy.max_log_ratio
+        if "log_ratio" not in info.max_abs:
+            return
+        largest, bound = info.max_abs["log_ratio"], self.config.max_log_ratio
         self.max_log_ratio = max(self.max_log_ratio, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
                 f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
-                f"--policy.max-log-ratio {bound:g}: rollout and update do not compute the same policy"
+                f"--max-log-ratio {bound:g}: rollout and update do not compute the same policy; where that is meant, "
+                "--correction.mode truncate makes up for it"
             )
 
-    def _record(self, info: UpdateInfo, reward: Tensor, seconds: dict[str, float]) -> dict[str, Any]:
-        return {
+    def _record(
+        self, learnt: Learnt, reward: Tensor, rewards: Tensor, spread: float | None, seconds: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return what is logged of a rollout and its updates; numbers are of the last update where it made several."""
+        first, info = learnt.updates[0], learnt.updates[-1]
+        record: dict[str, Any] = {
             "update": self.engine.updates,
             "samples": self.samples,
-            "reward": {"mean": reward.mean().item(), "std": reward.std().item()},
             "loss": info.loss,
             "grad_norm": info.grad_norm,
             "lr": info.lr,
-            "policy": info.mean,
-            "first_pass_max_abs_log_ratio": info.max_abs["log_ratio"],
-            "pairs": info.items,
-            "speed": self._speed(info, seconds["update"]),
+            "objective": info.mean,
+            "pairs": sum(update.items for update in learnt.updates),
+            "speed": self._speed(learnt.updates, seconds["update"]),
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
         }
+        if self.rewards:
+            record["reward"] = {"mean": reward.mean().item(), "std": reward.std().item()}
+        if len(self.rewards) > 1:
+            record["rewards"] = dict(zip(self.rewards, rewards.mean(0).tolist(), strict=True))
+        if spread is not None:
+            record["diversity"] = spread
+        if "log_ratio" in first.max_abs:
+            record["first_pass_max_abs_log_ratio"] = first.max_abs["log_ratio"]
+        if learnt.correction is not None:
+            names = learnt.correction._fields
+            record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+        return record
 
-    def _speed(self, info: UpdateInfo, seconds: float) -> dict[str, float]:
-        """Return the update's model FLOPs a second on this rank, and their part of the device's peak where it is known."""
-        speed = {"update_flops": info.flops / seconds}
+    def _speed(self, updates: list[UpdateInfo], seconds: float) -> dict[str, float]:
+        """Return the updates' model FLOPs a second on this rank, and their part of the device's peak where it is known."""
+        work = sum(update.flops for update in updates)
+        speed = {"update_flops": work / seconds}
         dtype = self.config.engine.compute_dtype(self.world.device)
         if (most := flops.peak(self.world.device, dtype)) is not None:
-            speed["mfu"] = flops.mfu(info.flops, seconds, peak=most, ranks=1)
+            speed["mfu"] = flops.mfu(work, seconds, peak=most, ranks=1)
         return speed
 
     def _evaluate(self, folder: RunFolder | None, name: str, samples: int) -> Evaluation:
@@ -420,10 +399,23 @@ class Trainer:
                 world=self.world,
                 guidance=self.config.rollout.guidance,
             )
+            drift = self._drift(module)
         if folder:
-            folder.log({"update": self.engine.updates, "score": result.score, "exact": result.exact})
+            folder.log({"update": self.engine.updates, "score": result.score, "exact": result.exact, "drift": drift})
             folder.samples(name, result)
         return result
+
+    def _drift(self, module: nn.Module) -> float:
+        """Return how far the model has gone from the one that training began with, see `watch.Probe`."""
+        if self.probe is None:
+            path = self.config.out / "probe.safetensors"
+            with self.world.agreed():
+                self.probe = Probe.load(path, self.world.device) if self.before is not None else None
+            if self.probe is None:
+                self.probe = Probe.take(self.job, module, self.grid, micro_batch=self.config.micro_batch)
+                if self.world.is_main:
+                    self.probe.save(path)
+        return self.probe.drift(self.job, module, micro_batch=self.config.micro_batch)
 
     def _finish(self, folder: RunFolder | None, progress: RunProgress) -> dict[str, Any]:
         """Evaluate, export, draw and sum up."""
@@ -487,17 +479,22 @@ class Trainer:
 
     def _build(self) -> nn.Module:
         """Return the network as it is trained, before sharding."""
-        module = jobs.build(self.job, empty=self.config.init == "sharded" and self.job.model.weights is not None)
+        module = self._network(self.job)
         if self.config.train == "lora":
+            adapters = ("default", "old") if self.config.keeps_old else ("default",)
             try:
-                add_lora(module, self.config.lora, self.job.model.lora_targets, seed=self.config.seed)
+                add_lora(module, self.config.lora, self.job.model.lora_targets, adapters=adapters, seed=self.config.seed)
             except ValueError as error:
                 raise UsageError(str(error)) from error
         return module
 
+    def _network(self, job: Job) -> nn.Module:
+        """Return a job's network with its base weights, or empty if each rank is to read its own shards of them."""
+        return jobs.build(job, empty=self.config.init == "sharded" and job.model.weights is not None)
+
     def _fingerprint(self) -> dict[str, Any]:
         """Return what a run that resumes from this one's checkpoints must agree with."""
-        settings = {name: value for name, value in _flat(_as_json(self.config)).items() if name.split(".")[0] not in FREE}
+        settings = {name: value for name, value in _flat(as_record(self.config)).items() if name.split(".")[0] not in FREE}
         if self.config.optimizer.schedule != "constant":
             settings["updates"] = self.config.updates
         prompts = "\n".join(self.job.train_prompts).encode()
@@ -510,9 +507,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
 
 
-def _as_json(config: TrainConfig) -> dict[str, Any]:
-    """Return a config as JSON holds it: paths as text, tuples as lists."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+def _shown(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record that a person watches."""
+    reward = {"reward": record["reward"]["mean"]} if "reward" in record else {}
+    names = {"ratio": "ratio", "kl_ref": "KL", "clipped": "clipped", "error": "error", "accuracy": "accuracy"}
+    return reward | {shown: record["objective"][name] for name, shown in names.items() if name in record["objective"]}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.guidance import classifier_free
 from fluvial.core.types import PerSample, Samples
 from fluvial.models.protocol import Cond, VelocityModel
 
@@ -30,7 +29,7 @@ def guided_velocity(
     forwards: Literal["one", "two"] = "one",
     gradient: Literal["both", "conditional"] = "both",
 ) -> Samples:
-    """Return the velocity `[B, *event]` that a step is taken with: v_uncond + g (v - v_uncond), or v without guidance.
+    """Return the velocity `[B, *event]` that a step is taken with: as the model guides, or v without guidance.
 
     Args:
         model, module: the adapter and its network.
@@ -54,4 +53,4 @@ def guided_velocity(
         with torch.set_grad_enabled(torch.is_grad_enabled() and gradient == "both"):
             v_uncond = model.velocity(module, x, sigma, cond.uncond, timestep=timestep)
         v = model.velocity(module, x, sigma, cond.cond, timestep=timestep)
-    return classifier_free(v, v_uncond, cond.scale)
+    return model.guide(v, v_uncond, cond.scale)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -11,23 +11,28 @@ from fluvial.core.types import PerSample, Samples
 Cond = Any  # what a model is conditioned on: a pytree of tensors whose first dimension is the batch
 
 
-class Schedule(Protocol):
-    """The part of diffusers' FlowMatchEulerDiscreteScheduler that is read: T+1 sigmas, and T timesteps for the model."""
+Prediction = Literal["velocity", "epsilon"]
 
-    sigmas: Tensor
-    timesteps: Tensor
+
+class Schedule(NamedTuple):
+    """A model's own schedule of T steps."""
+
+    # [T+1] float32 on the host: noise levels sigma that fall to exactly 0, or for a model of epsilon cumulative signal
+    # powers alpha_bar that rise.
+    levels: Tensor
+    timesteps: Tensor  # [T] what the model is given for the first T of them
 
 
 class VelocityModel(Protocol):
-    """A model of the velocity v = eps - x0 of a flow, and the way from prompts to pictures around it.
+    """A model of a flow's velocity v = eps - x0, or of eps, and the way from prompts to pictures around it.
 
     Everything is pure in the module and the inputs: the engine may shard the module, wrap it in adapters or average
     it, and pass it back in.
     """
 
     @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """The shape of one sample, without the batch."""
+    def prediction(self) -> Prediction:
+        """What the network predicts: the velocity of x = (1 - sigma) x0 + sigma eps, or eps of a variance-preserving path."""
         ...
 
     @property
@@ -48,8 +53,16 @@ class VelocityModel(Protocol):
         """Return the repeated blocks of the network, in the order they run: the units that are sharded."""
         ...
 
-    def schedule(self, steps: int) -> Schedule:
-        """Return the model's own scheduler, set to a number of steps."""
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of one sample, without the batch, for pictures (films) of a size in pixels.
+
+        Raises:
+            ValueError: the model makes none of that size; it says which it does.
+        """
+        ...
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the schedule of the model's own scheduler for samples of a shape, which moves those of some models."""
         ...
 
     def check_prompt(self, prompt: str) -> None:
@@ -63,7 +76,7 @@ class VelocityModel(Protocol):
     def velocity(
         self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
     ) -> Samples:
-        """Return v `[B, *event]` for samples x at noise levels sigma `[B]`.
+        """Return the prediction `[B, *event]` for samples x at levels sigma `[B]` (alpha_bar for a model of eps).
 
         `timestep` is what the model's scheduler gives for that level; without it (levels that are on no schedule, as in
         supervised training) it is derived from sigma.
@@ -72,4 +85,8 @@ class VelocityModel(Protocol):
 
     def decode(self, latents: Samples) -> Tensor:
         """Return pictures `[B, C, H, W]`, float in [0, 1]."""
+        ...
+
+    def guide(self, v: Samples, v_uncond: Samples, scale: PerSample) -> Samples:
+        """Return the prediction that a step is taken with: for most models v_uncond + g (v - v_uncond), g the scale."""
         ...

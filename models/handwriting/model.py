@@ -1,15 +1,17 @@
 """The handwriting model: a small SD3 transformer that writes 4-digit codes as 1x8x32 pictures, in pixel space."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.guidance import classifier_free
+from fluvial.core.sigmas import from_scheduler
 from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
-from fluvial.models.protocol import Schedule
+from fluvial.models.handwriting.weights import build
+from fluvial.models.protocol import Prediction, Schedule
 
 BASE = Path(__file__).parent / "base"  # the shipped weights, made by `fluvial pretrain handwriting`
 SHIFT = 3.0
@@ -47,7 +49,7 @@ class Handwriting:
         seed: of the random weights.
     """
 
-    latent_shape = (1, SIZE, DIGITS * SIZE)
+    prediction: Prediction = "velocity"
     lora_targets = (
         "to_q",
         "to_k",
@@ -73,29 +75,7 @@ class Handwriting:
         """
         from diffusers import SD3Transformer2DModel
 
-        if self.weights is None:
-            if empty:
-                raise ValueError("a model with random weights has no folder that they could be read from")
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
-                return SD3Transformer2DModel(**CONFIG)
-        config = self.weights / "config.json"
-        if not config.is_file():
-            raise ValueError(f"{self.weights} holds no model: config.json is missing")
-        found = json.loads(config.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"{config} is not of a model: it holds no settings")
-        if different := [name for name, value in CONFIG.items() if found.get(name) != value]:
-            raise ValueError(f"{config} is not of the handwriting model: {', '.join(different)} differ")
-        if empty:
-            from accelerate import init_empty_weights
-
-            with init_empty_weights(include_buffers=False):
-                return SD3Transformer2DModel(**CONFIG)
-        module = SD3Transformer2DModel.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
-        if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
-            raise ValueError(f"{self.weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
-        return module
+        return build(SD3Transformer2DModel, CONFIG, self.weights, name="handwriting", seed=self.seed, empty=empty)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the joint transformer blocks."""
@@ -103,13 +83,24 @@ class Handwriting:
         assert isinstance(blocks, nn.ModuleList)
         return list(blocks)
 
-    def schedule(self, steps: int) -> Schedule:
+    def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
+        """Return (1, 8, 32), the only size there is."""
+        if (height, width, frames) != (SIZE, DIGITS * SIZE, 1):
+            raise ValueError(f"a size of {height}x{width} is asked for, expected {SIZE}x{DIGITS * SIZE}, which codes are")
+        return (1, SIZE, DIGITS * SIZE)
+
+    def scheduler(self, steps: int) -> Any:
         """Return diffusers' flow-matching scheduler with shift 3, set to a number of steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
         return scheduler
+
+    def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
+        """Return the schedule of the scheduler."""
+        scheduler = self.scheduler(steps)
+        return Schedule(from_scheduler(scheduler), scheduler.timesteps)
 
     def check_prompt(self, prompt: str) -> None:
         """Raise ValueError unless the prompt is a code of four digits."""
@@ -141,3 +132,7 @@ class Handwriting:
     def decode(self, latents: Tensor) -> Tensor:
         """Return pictures in [0, 1]; the model works on pixels in [-1, 1]."""
         return ((latents.float() + 1) / 2).clamp(0, 1)
+
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+        """Return v_uncond + g (v - v_uncond)."""
+        return classifier_free(v, v_uncond, scale)

@@ -39,6 +39,10 @@ class Reader:
         flat = single.cpu().float().numpy()
         return torch.stack([torch.from_numpy(c.predict(flat)).reshape(-1, DIGITS) for c in self.classifiers])
 
+    def each(self) -> tuple["Reader", ...]:
+        """Return a reader for each of the classifiers."""
+        return tuple(Reader(classifier) for classifier in self.classifiers)
+
     def characters(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the fraction of characters read as asked, float32 `[B]`: the OCR score of the text-rendering papers.
 

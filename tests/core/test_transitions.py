@@ -232,3 +232,25 @@ def test_ddim_with_eta_one_is_the_ancestral_step_of_ddpm() -> None:
 def test_ddim_near_the_data_does_not_round_below_zero() -> None:
     ab = 1 - torch.logspace(-6, -1, 200)
     assert not bool(ddim(ab[:-1].flip(0), ab[1:].flip(0) * 0 + ab[0], eta=1).b.isnan().any())
+
+
+@pytest.mark.parametrize("eta", [0.3, 0.7, 1.0])
+def test_the_first_step_of_flow_sde_leaves_surplus_noise(eta: float) -> None:
+    """Its std is eta and its surplus power eta^4 / 4, on any schedule; that of a later step vanishes with the schedule's."""
+    first, later = [], []
+    for T in (10, 100, 1000, 10_000):
+        grid = torch.linspace(1, 0, T + 1, dtype=torch.float64)
+
+        def surplus(i: int, grid: torch.Tensor = grid) -> float:
+            """Noise power after step i less what the path has there, where all data are 0, so that v = x / sigma."""
+            step = flow_sde(grid[i], grid[i + 1], eta=eta, sigma_max=grid[1])
+            spread = (step.a * grid[i] + step.b) ** 2 + step.std**2
+            return float(spread - grid[i + 1] ** 2)
+
+        assert float(flow_sde(grid[0], grid[1], eta=eta, sigma_max=grid[1]).std) == pytest.approx(eta, rel=1e-9)
+        first.append(surplus(0))
+        later.append(surplus(T // 2))
+    assert first[-1] == pytest.approx(eta**4 / 4, rel=1e-2)
+    assert min(first) > eta**4 / 8
+    for coarse, fine in pairwise(later):
+        assert abs(fine) < abs(coarse) / 50  # second order: a hundredth for a tenth of the step

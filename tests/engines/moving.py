@@ -23,16 +23,17 @@ def main(args: list[str]) -> int:
                 numbers = torch.arange(counts[rank]) + 100 * rank
                 rows = torch.arange(counts[rank]) % samples
                 pairs = Pairs(
-                    x=numbers.float()[:, None, None].expand(-1, 2, 3), x_next=numbers.float()[:, None] + 0.5, step=numbers,
-                    log_prob_old=numbers.double(), advantage=numbers.float(), weight=torch.ones(counts[rank]),
-                    sample=rows, v_old=None, v_ref=None,
+                    x=numbers.float()[:, None, None].expand(-1, 2, 3), x_next=numbers.float()[:, None] + 0.5,
+                    level=numbers.float(), timestep=None,
+                    log_prob_old=numbers.double(), signal=numbers.float(), weight=torch.ones(counts[rank]),
+                    sample=rows,
                 )  # fmt: skip
                 cond = {"tokens": (10.0 * rank + torch.arange(samples))[:, None].expand(-1, 4)}
                 moved, table = balanced(pairs, cond, counts, grouped)
                 found = [
                     [int(a), float(b), float(c), int(d), float(e)]
                     for a, b, c, d, e in zip(
-                        moved.step, moved.x[:, 1, 2], moved.x_next[:, 0], moved.log_prob_old,
+                        moved.level, moved.x[:, 1, 2], moved.x_next[:, 0], moved.log_prob_old,
                         table["tokens"][moved.sample][:, 3], strict=True,
                     )
                 ]  # fmt: skip

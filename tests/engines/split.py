@@ -12,11 +12,11 @@ import toys
 from runs import config
 
 from fluvial.engines.cli import exit_with
+from fluvial.engines.config import KLConfig
 from fluvial.engines.distributed import world
 from fluvial.engines.generate import Guidance
 from fluvial.engines.parallelize import EngineConfig
-from fluvial.engines.recipes import PolicyConfig
-from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.rewards import Rewards
 from fluvial.engines.signals import StopRequest
 from fluvial.engines.trainer import Trainer
 
@@ -28,12 +28,12 @@ def main(args: list[str]) -> int:
     with world() as processes:
         for train in ("lora", "full"):
             run = config(
-                Path(args[0]).parent, train=train, micro_batch=2, policy=PolicyConfig(kl_coef=0.1),
+                Path(args[0]).parent, train=train, micro_batch=2, kl=KLConfig(coef=0.1),
                 engine=EngineConfig(context_parallel=min(2, processes.size), comm="reshard"),
             )  # fmt: skip
             run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
             trainer, records, gradients = Trainer(run, toys.job(), processes, console=None), [], []
-            runner = RewardRunner(trainer.job.reward)
+            runner = Rewards(list(trainer.rewards.values()))
             for _ in range(2):
                 records.append(trainer.update(runner, StopRequest())[0])
                 gradients.append({name: g.tolist() for name, g in tokens.gradients(trainer.engine).items()})

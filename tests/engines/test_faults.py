@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 from fluvial.engines import checkpoint, restart, runfolder
+from fluvial.engines.config import RolloutConfig, TrainConfig
 from fluvial.engines.distributed import world
 from fluvial.engines.errors import LostProcessError, UsageError
-from fluvial.engines.recipes import RolloutConfig, TrainConfig
 from fluvial.engines.signals import stop_request
 from fluvial.engines.trainer import train
 

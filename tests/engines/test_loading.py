@@ -67,7 +67,7 @@ def test_an_empty_module_becomes_the_loaded_one(one: World, lora: bool) -> None:
     assert all(torch.equal(shards[name], expected[name]) for name in expected)
     for name, buffer in whole.named_buffers():
         assert torch.equal(sharded.module.get_buffer(name), buffer)
-    x, cond = torch.randn(2, *model.latent_shape), model.encode(["0123", "9999"])
+    x, cond = torch.randn(2, *model.latent_shape()), model.encode(["0123", "9999"])
     with sharded.inference() as module:
         found = model.velocity(module, x, torch.tensor([0.3, 0.9]), cond)
     assert torch.equal(found, model.velocity(whole, x, torch.tensor([0.3, 0.9]), cond))

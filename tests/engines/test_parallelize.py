@@ -181,7 +181,7 @@ def test_an_adapter_has_float32_masters_on_a_frozen_bfloat16_base(one: World) ->
         error = v.float().square().mean((1, 2, 3))
         return error, Info(error.detach())
 
-    items = {"x": torch.randn(2, *model.latent_shape), "sigma": torch.tensor([0.2, 0.9])}
+    items = {"x": torch.randn(2, *model.latent_shape()), "sigma": torch.tensor([0.2, 0.9])}
     assert not built.update(items, torch.ones(2), loss, count=2, micro_batch=1, pad_to=2).skipped
     moved = {name for name, shard in built.sharded.shards().items() if not torch.equal(shard, before[name])}
     assert moved

@@ -10,10 +10,11 @@ import torch
 from runs import config, job
 
 from fluvial.bench.counting import HostReads
+from fluvial.engines.config import RolloutConfig
 from fluvial.engines.distributed import World, world
 from fluvial.engines.generate import Guidance
-from fluvial.engines.recipes import PolicyConfig, RolloutConfig
-from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.objectives import Clipped, Dppo, Guard
+from fluvial.engines.rewards import Rewards
 from fluvial.engines.signals import StopRequest
 from fluvial.engines.trainer import Trainer
 
@@ -26,7 +27,9 @@ def one() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-@pytest.mark.parametrize(("sampler", "objective"), [("flow_sde", "clipped"), ("flow_sde", "guard"), ("cps", "clipped")])
+@pytest.mark.parametrize(
+    ("sampler", "objective"), [("flow_sde", Clipped()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Clipped())]
+)
 def test_no_read_a_micro_batch(
     tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +39,7 @@ def test_no_read_a_micro_batch(
         rollout = RolloutConfig(
             prompts=2, group=4, steps=4, window=2, sampler=sampler, guidance=Guidance(guidance), window_high=3
         )
-        run = config(tmp_path, rollout=rollout, policy=PolicyConfig(objective=objective))
+        run = config(tmp_path, rollout=rollout, objective=objective)
         trainer = Trainer(replace(run, micro_batch=micro_batch), job(), one, console=None)
         counters: list[int] = []
         optimize = trainer.engine.update
@@ -48,7 +51,7 @@ def test_no_read_a_micro_batch(
             return info
 
         monkeypatch.setattr(trainer.engine, "update", counted)
-        runner = RewardRunner(trainer.job.reward)
+        runner = Rewards(list(trainer.rewards.values()))
         trainer.update(runner, StopRequest())
         runner.close()
         reads.append(counters)

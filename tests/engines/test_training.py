@@ -24,10 +24,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
 from fluvial.engines import checkpoint
+from fluvial.engines.config import AdvantageConfig, KLConfig, RolloutConfig
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp import EngineConfig, OptimizerConfig
 from fluvial.engines.generate import Guidance
-from fluvial.engines.recipes import PolicyConfig, RolloutConfig
+from fluvial.engines.objectives import Guard
 from fluvial.engines.rewards import RewardRunner
 from fluvial.engines.trainer import train
 
@@ -36,7 +37,7 @@ from fluvial.engines.trainer import train
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations, a moving average and a KL term."""
     out = tmp_path_factory.mktemp("run") / "run"
-    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "policy": PolicyConfig(kl_coef=0.1)}
+    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
     train(config(out, **changes), job())
     return out
 
@@ -77,14 +78,14 @@ def test_the_records(run: Path) -> None:
         (2, True),
     ]
     for record in records:
-        if "policy" in record:
-            assert record["policy"]["ratio"] == 1.0
+        if "objective" in record:
+            assert record["objective"]["ratio"] == 1.0
             assert record["first_pass_max_abs_log_ratio"] == 0.0
             assert set(record["seconds"]) == {"rollout", "reward", "update"}
             assert record["reward"]["mean"] == 0.5
-    updates = [record for record in records if "policy" in record]
-    assert updates[0]["policy"]["kl_ref"] == 0.0  # the policy is still the reference
-    assert updates[1]["policy"]["kl_ref"] > 0.0
+    updates = [record for record in records if "objective" in record]
+    assert updates[0]["objective"]["kl_ref"] == 0.0  # the policy is still the reference
+    assert updates[1]["objective"]["kl_ref"] > 0.0
 
 
 def test_the_weights_moved_and_evaluate_alike(run: Path) -> None:
@@ -117,7 +118,7 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
     summary = train(config(tmp_path / "run", rollout=rollout, train=kind, updates=1), job())
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
     assert summary["skipped_steps"] == 0
-    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
     assert record["grad_norm"] > 0
     # The last step of CPS is deterministic, and not trained on.
     assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
@@ -127,10 +128,10 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
 def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
     rollout = RolloutConfig(prompts=2, group=4, steps=3, window=2, sampler=sampler)
-    summary = train(config(tmp_path / "run", rollout=rollout, updates=1, policy=PolicyConfig(objective="guard")), job())
-    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    summary = train(config(tmp_path / "run", rollout=rollout, updates=1, objective=Guard()), job())
+    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
-    assert record["policy"]["ratio"] == 1.0
+    assert record["objective"]["ratio"] == 1.0
     assert record["grad_norm"] > 0
 
 
@@ -145,7 +146,7 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
             return alternating(pictures, prompts)
 
         rollout = RolloutConfig(prompts=1, group=4, steps=2, window=1, eta=1e-4, shared_noise=shared)
-        train(config(tmp_path / str(shared), rollout=rollout, updates=1), job(reward=watching))
+        train(config(tmp_path / str(shared), rollout=rollout, updates=1), job(watching))
         spreads.append(float(seen[0].std(0).mean()))
     assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
 
@@ -154,7 +155,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
     from fluvial.models.handwriting import BASE
 
-    train(config(tmp_path / "run", train="lora", policy=PolicyConfig(kl_coef=0.1)), job())
+    train(config(tmp_path / "run", train="lora", kl=KLConfig(coef=0.1)), job())
     saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
     assert saved
     assert all("lora_" in name for name in saved)
@@ -164,18 +165,18 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     moved = {name for name in base if not torch.equal(base[name], merged[name])}
     assert moved
     assert all(name.endswith(".weight") for name in moved)
-    assert small.records(tmp_path / "run")[-2]["policy"]["kl_ref"] > 0
+    assert small.records(tmp_path / "run")[-2]["objective"]["kl_ref"] > 0
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
-    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "policy": PolicyConfig(kl_coef=0.1)}
+    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
     train(config(tmp_path / "run", train=kind, **changes), job())
-    updates = [record for record in small.records(tmp_path / "run") if "policy" in record]
+    updates = [record for record in small.records(tmp_path / "run") if "objective" in record]
     assert [update["first_pass_max_abs_log_ratio"] for update in updates] == [0.0, 0.0]
-    assert updates[0]["policy"]["kl_ref"] == 0.0
-    assert updates[1]["policy"]["kl_ref"] > 0.0
+    assert updates[0]["objective"]["kl_ref"] == 0.0
+    assert updates[1]["objective"]["kl_ref"] > 0.0
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -185,7 +186,7 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
     for offload in ("none", "phases"):
         run = config(
             tmp_path / offload, train=kind, eval_every=1, optimizer=OptimizerConfig(ema_decay=0.5),
-            policy=PolicyConfig(kl_coef=0.1), engine=EngineConfig(offload=offload),
+            kl=KLConfig(coef=0.1), engine=EngineConfig(offload=offload),
         )  # fmt: skip
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
@@ -214,7 +215,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
-        run = config(tmp_path / init, train=kind, init=init, policy=PolicyConfig(kl_coef=0.1))
+        run = config(tmp_path / init, train=kind, init=init, kl=KLConfig(coef=0.1))
         train(run, job())
     assert small.weights(tmp_path / "sharded") == small.weights(tmp_path / "whole")
 
@@ -235,7 +236,7 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
         seen.append(torch.are_deterministic_algorithms_enabled())
         return alternating(pictures, prompts)
 
-    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(reward=watching))
+    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(watching))
     assert seen
     assert all(seen)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -307,9 +308,9 @@ def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
     """Pairs without advantage are not computed; one is left, of weight 0, and the weights stay."""
-    constant = job(reward=lambda pictures, prompts: torch.ones(len(prompts)))
-    train(config(tmp_path / "run", updates=1, policy=PolicyConfig(advantage=scale)), constant)
-    record = next(record for record in small.records(tmp_path / "run") if "policy" in record)
+    constant = job(lambda pictures, prompts: torch.ones(len(prompts)))
+    train(config(tmp_path / "run", updates=1, advantage=AdvantageConfig(scale=scale)), constant)
+    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
     assert record["pairs"] == 1
     assert record["grad_norm"] == 0.0
 
@@ -322,10 +323,10 @@ def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
         return torch.arange(4.0) if half.calls % 2 else torch.ones(4)  # type: ignore[attr-defined]
 
     norms = []
-    for name, policy, expected in (("a", PolicyConfig(), 8), ("b", PolicyConfig(kl_coef=1e-30), 16)):
+    for name, kl, expected in (("a", KLConfig(), 8), ("b", KLConfig(coef=1e-30), 16)):
         half.calls = 0  # type: ignore[attr-defined]
-        train(config(tmp_path / name, updates=1, policy=policy), job(reward=half))
-        record = next(record for record in small.records(tmp_path / name) if "policy" in record)
+        train(config(tmp_path / name, updates=1, kl=kl), job(half))
+        record = next(record for record in small.records(tmp_path / name) if "objective" in record)
         assert record["pairs"] == expected
         norms.append(record["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -341,7 +342,7 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(broken.model), "velocity", velocity)
     with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
-        train(config(tmp_path / "run", policy=PolicyConfig(max_log_ratio=1e-7)), broken)
+        train(config(tmp_path / "run", max_log_ratio=1e-7), broken)
 
 
 def nan(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -373,7 +374,7 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
     """In one line that names the prompt, and what was saved before stays."""
     train(config(tmp_path / "run"), job())
     with pytest.raises(RunError, match=says) as error:
-        train(config(tmp_path / "run", updates=4, resume=True), job(reward=reward))
+        train(config(tmp_path / "run", updates=4, resume=True), job(reward))
     assert "\n" not in str(error.value)
     assert (tmp_path / "run" / "checkpoints" / "000002" / "manifest.json").exists()
 
@@ -398,7 +399,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
         "from dataclasses import replace\n"
         "from pathlib import Path\n"
         "from fluvial.engines import cli, jobs, rewards\n"
-        "from fluvial.engines.recipes import RolloutConfig, TrainConfig\n"
+        "from fluvial.engines.config import RolloutConfig, TrainConfig\n"
         "from fluvial.engines.trainer import train\n"
         "rewards.RewardRunner.__init__.__kwdefaults__['timeout'] = 1.0\n"
         "def reward(x, p):\n"
@@ -409,7 +410,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
         "    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)\n"
         f"    out = Path({str(tmp_path / 'run')!r})\n"
         "    config = TrainConfig(out=out, updates=1, micro_batch=4, final_samples=8, rollout=rollout)\n"
-        "    train(config, replace(jobs.handwriting(), reward=reward)); return 0\n"
+        "    train(config, replace(jobs.handwriting(), rewards={'it': reward})); return 0\n"
         "cli.exit_with(command, [])\n"
     )
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -462,7 +463,7 @@ def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
 def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
     flags = [
-        *("--updates", "7", "--train", kind, "--optimizer.ema-decay", "0.9", "--policy.kl-coef", "0.1"),
+        *("--updates", "7", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
         *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
     ]
     small.train(tmp_path / "straight", *flags)
@@ -596,7 +597,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path
         process.kill()
     done = small.fluvial("train", "handwriting", "--out", str(out), "--resume")
     assert done.returncode == 0, done.stderr
-    assert [record["update"] for record in small.records(out) if "policy" in record] == [1, 2, 3]
+    assert [record["update"] for record in small.records(out) if "objective" in record] == [1, 2, 3]
 
 
 def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> None:
     """The same rollouts to the bit while the weights are the same, and the same weights to the order of float32 sums."""
-    flags = ["--updates", "3", "--train", kind, "--policy.kl-coef", "0.1", "--optimizer.ema-decay", "0.5"]
+    flags = ["--updates", "3", "--train", kind, "--kl.coef", "0.1", "--optimizer.ema-decay", "0.5"]
     small.train(tmp_path / "one", *flags)
     small.train(tmp_path / "two", *flags, ranks=2)
     one, two = small.records(tmp_path / "one"), small.records(tmp_path / "two")

@@ -12,9 +12,9 @@ from runs import config, job
 from torch import Tensor
 
 from fluvial.engines.cli import exit_with
+from fluvial.engines.config import KLConfig, RolloutConfig
 from fluvial.engines.distributed import world
-from fluvial.engines.recipes import PolicyConfig, RolloutConfig
-from fluvial.engines.rewards import RewardRunner
+from fluvial.engines.rewards import Rewards
 from fluvial.engines.signals import StopRequest
 from fluvial.engines.trainer import Trainer
 
@@ -36,16 +36,16 @@ def main(args: list[str]) -> int:
                 config(
                     Path(args[0]).parent, micro_batch=4, train="lora",
                     rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=2),
-                    policy=PolicyConfig(advantage="group", kl_coef=kl_coef),
+                    kl=KLConfig(coef=kl_coef),
                 ),
                 final_samples=4, seed=SEED,
             )  # fmt: skip
-            trainer = Trainer(run, job(reward=one_code_alone, train_prompts=CODES), processes, console=None)
+            trainer = Trainer(run, job(one_code_alone, train_prompts=CODES), processes, console=None)
             forwards: list[bool] = []
             trainer.engine.module.register_forward_hook(
                 lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())
             )
-            runner = RewardRunner(trainer.job.reward)
+            runner = Rewards(list(trainer.rewards.values()))
             record, _ = trainer.update(runner, StopRequest())
             runner.close()
             moments = {n: t for n, t in trainer.engine.state().items() if n.startswith("exp_avg.")}

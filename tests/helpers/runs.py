@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fluvial.engines import jobs
-from fluvial.engines.recipes import RolloutConfig, TrainConfig
+from fluvial.engines.config import RolloutConfig, TrainConfig
+from fluvial.engines.rewards import Reward
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -26,6 +27,6 @@ def alternating(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.arange(len(prompts)).float() % 2
 
 
-def job(**changes: Any) -> jobs.Job:
+def job(reward: Reward = alternating, **changes: Any) -> jobs.Job:
     """The built-in job with another reward."""
-    return replace(jobs.handwriting(), **{"reward": alternating, **changes})
+    return replace(jobs.handwriting(), rewards={"reward": reward}, **changes)

@@ -8,8 +8,9 @@ import tokens
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.guidance import classifier_free
 from fluvial.engines.jobs import Job
-from fluvial.models import Schedule
+from fluvial.models import Prediction, Schedule
 from fluvial.models.handwriting import Handwriting
 
 TOKENS = 8
@@ -25,7 +26,7 @@ class ToyCond(NamedTuple):
 class Toy:
     """The velocity-model protocol over `tokens.flux`."""
 
-    latent_shape = (TOKENS, tokens.WIDTH)
+    prediction: Prediction = "velocity"
     lora_targets = ("to_q", "to_k", "to_v", "proj_mlp")
     weights: Path | None = None
 
@@ -37,7 +38,11 @@ class Toy:
         """Both kinds."""
         return tokens.blocks(module)
 
-    def schedule(self, steps: int) -> Schedule:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """As many tokens as pixels of height."""
+        return (height, width)
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
         """That of the handwriting model."""
         return Handwriting(None).schedule(steps)
 
@@ -60,6 +65,10 @@ class Toy:
         """The latents as grey pictures."""
         return latents.float().sigmoid()[:, None].expand(-1, 3, -1, -1)
 
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+        """Classifier-free."""
+        return classifier_free(v, v_uncond, scale)
+
 
 def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
     """A reward that every sample has another of."""
@@ -69,4 +78,4 @@ def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
 def job() -> Job:
     """Make bright pictures."""
     prompts = ("a", "bb", "ccc")
-    return Job(Toy(), prompts, prompts, brightness, {"heldout": brightness})
+    return Job(Toy(), (TOKENS, tokens.WIDTH), prompts, prompts, {"brightness": brightness}, {"heldout": brightness})

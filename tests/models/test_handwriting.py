@@ -108,7 +108,7 @@ def test_the_transformer_is_small() -> None:
 def test_the_schedule_is_the_shifted_one() -> None:
     """Read from diffusers' scheduler, it is shift 3 of the linear one."""
     schedule = Handwriting().schedule(10)
-    torch.testing.assert_close(schedule.sigmas, shifted(10, SHIFT), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(schedule.levels, shifted(10, SHIFT), rtol=1e-6, atol=1e-6)
     assert len(schedule.timesteps) == 10
 
 
@@ -117,7 +117,7 @@ def test_velocity_is_pure_and_per_sample() -> None:
     """The same twice; a sample's velocity does not depend on the others; conditioning matters; time is the scheduler's."""
     model = Handwriting()
     module = model.build()
-    x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape))
+    x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape()))
     sigma, cond = torch.tensor([1.0, 0.5, 0.1]), model.encode(["0427", "1999", "3141"])
     v = model.velocity(module, x, sigma, cond)
     assert v.shape == x.shape

@@ -1,0 +1,107 @@
+"""A pipeline's folder, as diffusers saves it: where it comes from, which parts it has, and what it lacks."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+INDEX = "model_index.json"  # names a pipeline's parts
+# What lists the files of weights that are split: as diffusers names it, and as transformers does.
+INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
+
+
+def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """Return the folder of a pipeline; one that is not here is downloaded from the Hugging Face Hub into its cache.
+
+    Raises:
+        ValueError: it is neither here nor there.
+    """
+    if Path(name_or_path).expanduser().is_dir():
+        return Path(name_or_path).expanduser()
+    from diffusers import DiffusionPipeline
+
+    options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
+    try:
+        return Path(DiffusionPipeline.download(str(name_or_path), **options))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name_or_path} is no folder, and cannot be downloaded from the Hub: {reason}") from error
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return what a pipeline's folder says of itself, or raise ValueError if it is none."""
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} holds no pipeline: {INDEX} is missing; expected a folder as diffusers saves one")
+    return read_settings(folder / INDEX)
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of a json file, or raise ValueError if it cannot be read."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{file} cannot be read: {reason}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds no settings")
+    return settings
+
+
+def entries(folder: Path) -> dict[str, str | None]:
+    """Return the class of each part that a pipeline has, and None for one that it was saved without."""
+    # Other entries are settings.
+    return {name: entry[1] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
+
+
+def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
+    """Return the class of each part that a pipeline's folder holds, or raise ValueError if something is missing."""
+    if (found := read_index(folder).get("_class_name")) != pipeline:
+        raise ValueError(f"{folder} holds a {found}, expected a {pipeline}")
+    parts = {name: kind for name, kind in entries(folder).items() if kind is not None}
+    for name in (network, "vae", "scheduler"):
+        if name not in parts:
+            raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
+    for name in parts:
+        if lacks := _lacks(folder / name, weights=name == network or name.startswith(("vae", "text_encoder"))):
+            raise ValueError(f"{folder / name} is incomplete: there is no {lacks}; save or download the pipeline again")
+    return parts
+
+
+def _lacks(part: Path, *, weights: bool) -> str | None:
+    """Return what a part's folder lacks."""
+    if not part.is_dir():
+        return "such folder"
+    if not weights:
+        return None if any(part.iterdir()) else "file in it"
+    if not (part / "config.json").is_file():
+        return "config.json"
+    for name in INDICES:  # those of other variants may lie beside them without their files
+        if (part / name).is_file():
+            files = {str(file) for file in read_settings(part / name).get("weight_map", {}).values()}
+            return next((file for file in sorted(files) if not (part / file).is_file()), None)
+    return None if list(part.glob("*.safetensors")) else "file of weights (*.safetensors)"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let diffusers and transformers say nothing below an error, and draw no bars, for a while."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    loggers: list[Any] = [diffusers_logging, transformers_logging]
+    before = [(each.get_verbosity(), each.is_progress_bar_enabled()) for each in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Cannot (dis|en)able progress bars")  # the environment decided
+        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")  # older versions know no other name
+        try:
+            for each in loggers:
+                each.set_verbosity_error()
+                each.disable_progress_bar()
+            yield
+        finally:
+            for each, (level, bars) in zip(loggers, before, strict=True):
+                each.set_verbosity(level)
+                if bars:
+                    each.enable_progress_bar()
