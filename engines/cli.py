@@ -153,14 +153,21 @@ def _command(args: list[str]) -> int:
         names: Sequence[str] = [*RECIPES, "handwriting"]
         what = "a recipe"
     else:
-        names, what = MODELS, "a model"
-    if len(args) < 2 or (args[1] not in names and args[0] != "plan"):
+        names, what = (_planned() if args[0] == "plan" else MODELS), "a model"
+    if len(args) < 2 or args[1] not in names:
         given = repr(args[1]) if len(args) > 1 else "nothing"
         raise UsageError(
             f"{args[0]} needs the name of {what}, got {given}, expected one of {', '.join(names)} (fluvial {args[0]} --help)"
         )
     commands[args[0]](args[1], f"fluvial {args[0]} {args[1]}", args[2:])
     return 0
+
+
+def _planned() -> Sequence[str]:
+    """Return the models that `plan` knows."""
+    from fluvial.engines.plan import MODELS as known
+
+    return list(known)
 
 
 def _recipes() -> str:
@@ -230,9 +237,12 @@ def _recorded(out: Path) -> Any:
 
 
 def _pretrain(name: str, program: str, args: list[str]) -> None:
-    from fluvial.engines.pretrain import PretrainConfig, handwriting_pretraining, pretrain
+    from fluvial.engines.pretrain import PretrainConfig, handwriting_pretraining, handwriting_unet_pretraining, pretrain
 
-    config = parsed(PretrainConfig, handwriting_pretraining, program, args)
+    recipe = handwriting_unet_pretraining if name == "handwriting-unet" else handwriting_pretraining
+    config = parsed(PretrainConfig, recipe, program, args)
+    if config.model != name:
+        raise UsageError(f"--model is {config.model}, and {name} is to be pretrained: fluvial pretrain {config.model}")
     pretrain(config, console=_console())
 
 

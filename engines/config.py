@@ -414,8 +414,8 @@ def _of_steps(config: TrainConfig, name: str) -> Iterator[str]:
             yield "mean_kl compares the noise of steps, and ode's have none: use --objective.match velocity_mse"
         if (rollout.form, rollout.reduction) != ("density", "mean"):
             yield "form or reduction is set, and distill takes no log-probability: leave them as they are"
-        if rollout.sampler == "ode" and config.kl.coef > 0 and config.kl.weight == "exact":
-            yield "kl.weight is exact, and distill's term is mean |v - v_ref|^2: leave it as it is"
+        if config.kl.weight != "rate":
+            yield f"kl.weight is {config.kl.weight}, and distill's term is mean |v - v_ref|^2: leave it as it is"
     if rule.last_step_is_deterministic and config.recorded_form != "unscaled" and rollout.may_be_last_alone:
         yield (
             f"the last step of {rollout.sampler} is deterministic and has no log-probability, and a window of 1 may be just "

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ from fluvial.models.lora import adapter_names, lora_layers
 
 MODEL = "diffusion_pytorch_model"  # what diffusers calls the files of a model's weights
 LORA = "pytorch_lora_weights.safetensors"
-PART = "transformer"  # what diffusers' pipelines call the network that an adapter belongs to
 
 
 def export(
@@ -39,6 +39,8 @@ def export(
     world: World,
 ) -> None:
     """Write a (sharded) module as a model folder that `from_pretrained` opens; every rank must take part.
+
+    An nn.ModuleDict of models is written as a folder each, within `out`, by their names.
 
     Memory: rank 0 holds one file's tensors on the host, the others one tensor.
 
@@ -54,14 +56,10 @@ def export(
     Raises:
         RunError: the folder cannot be written. The weights it had stay as they were until all files are written.
     """
-    write_model(
-        weights(module, average=average, merge=merge, dtype=dtype),
-        out,
-        like=layout(module, average=average, merge=merge, dtype=dtype),
-        config=_config(module),
-        max_shard_size=max_shard_size,
-        world=world,
-    )
+    tensors = weights(module, average=average, merge=merge, dtype=dtype)
+    for name, network, like in _networks(module, layout(module, average=average, merge=merge, dtype=dtype)):
+        named = zip(like, (tensor for _, tensor in islice(tensors, len(like))), strict=True)
+        write_model(named, out / name, like=like, config=_config(network), max_shard_size=max_shard_size, world=world)
 
 
 def weights(
@@ -163,7 +161,8 @@ def write_lora(
 ) -> None:
     """Write one adapter as a file that the `load_lora_weights` of a diffusers pipeline opens; every rank must take part.
 
-    Rank and alpha are written too, so that loading scales the adapter as training did.
+    Rank and alpha are written too, so that loading scales the adapter as training did. Of an nn.ModuleDict of models each
+    has its file in a folder within `out`, by their names.
 
     Args:
         module: with adapters, sharded or not.
@@ -177,17 +176,33 @@ def write_lora(
         RunError: the folder cannot be written. The adapter it had stays as it was.
         ValueError: the module has no adapter of that name.
     """
+    from diffusers import UNet2DConditionModel
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 
-    tensors = {f"{PART}.{name}": tensor for name, tensor in weights(module, average=average, adapter=adapter, dtype=dtype)}
+    like = layout(module, average=average, adapter=adapter, dtype=dtype)
     configs: Any = module.peft_config
     settings = configs[adapter]
     # No more than it takes, so that other versions of PEFT find nothing that they do not know.
     scale = {"r": settings.r, "lora_alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
-    text = json.dumps({f"{PART}.{name}": value for name, value in scale.items()}, indent=2, sort_keys=True)
-    with _replacing(re.compile(re.escape(LORA)), out, world) as folder, _writing(out, world):
-        if world.is_main:
-            save_file(tensors, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+    tensors = weights(module, average=average, adapter=adapter, dtype=dtype)
+    for name, network, own in _networks(module, like):
+        part = "unet" if isinstance(network, UNet2DConditionModel) else "transformer"  # what diffusers' pipelines call it
+        text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
+        named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(own, islice(tensors, len(own)), strict=True)}
+        place = out / name
+        with _replacing(re.compile(re.escape(LORA)), place, world) as folder, _writing(place, world):
+            if world.is_main:
+                save_file(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+
+
+def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """Yield each model of a module, with its name and those of `like`, by their names in it; a model alone has no name."""
+    if not isinstance(module, nn.ModuleDict):
+        yield "", module, dict(like)
+        return
+    for name, network in module.items():
+        prefix = f"{name}."
+        yield name, network, {each.removeprefix(prefix): tensor for each, tensor in like.items() if each.startswith(prefix)}
 
 
 class _Source(NamedTuple):

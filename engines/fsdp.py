@@ -7,7 +7,6 @@ and what its loss means come in as a pytree and a function.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -30,6 +29,7 @@ from fluvial.engines.parking import Parking
 from fluvial.engines.sharded import Sharded
 from fluvial.engines.uses import LastUse
 from fluvial.models.lora import is_adapter
+from fluvial.models.protocol import Weights
 
 # loss_fn(items) -> (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], tuple[Tensor, Any]]
@@ -79,7 +79,7 @@ class Engine:
         *,
         updates: int,
         sharding: EngineConfig | None = None,
-        weights: Path | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.sharded = Sharded(module, blocks, world, sharding or EngineConfig(), weights=weights)
         self.config, self.world, self.sharding = config, self.sharded.world, self.sharded.config

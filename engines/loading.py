@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.export import MODEL
+from fluvial.models.protocol import Weights
 
 
-def load_weights(module: nn.Module, folder: Path, *, world: World) -> None:
+def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
 
     Adapters are left as they are: the folder holds the weights beneath them. Values are cast to the module's dtypes. Memory:
@@ -26,12 +28,16 @@ def load_weights(module: nn.Module, folder: Path, *, world: World) -> None:
 
     Args:
         module: as `parallelize` left it.
-        folder: as diffusers saves a model, in one file or in several with their index.
+        folder: as diffusers saves a model, in one file or in several with their index; or one for each of its models.
         world: of the processes; every rank must take part.
 
     Raises:
         UsageError: a tensor is missing or has another shape, or a file cannot be read.
     """
+    if isinstance(folder, Mapping):
+        for name, each in folder.items():
+            load_weights(module.get_submodule(name), each, world=world)
+        return
     wanted = {plain_name(name): tensor for name, tensor in _tensors(module).items() if ".lora_" not in name}
     with world.agreed():
         held = shapes(folder)
@@ -84,7 +90,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Weights) -> str:
     """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
 
     Training moves every tensor, so two sets of weights differ there; the whole of a large model is not read.
@@ -92,6 +98,9 @@ def fingerprint(folder: Path) -> str:
     Raises:
         UsageError: there are none, or one cannot be read.
     """
+    if isinstance(folder, Mapping):
+        prints = {name: fingerprint(each) for name, each in folder.items()}
+        return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
     shapes(folder)
     rows = {}
     for file in files(folder):

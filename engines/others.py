@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from fluvial.engines.objectives import Distill
 from fluvial.engines.pairs import Pairs
 from fluvial.engines.sharded import Sharded
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter, without_lora
+from fluvial.models.protocol import Weights
 
 # velocity(module, pairs) -> v [P, ...]
 Velocity = Callable[[nn.Module, Pairs], Tensor]
@@ -37,7 +37,7 @@ class Others:
     """
 
     def __init__(
-        self, config: TrainConfig, job: Job, world: World, *, build: Callable[[Job], nn.Module], weights: Path | None
+        self, config: TrainConfig, job: Job, world: World, *, build: Callable[[Job], nn.Module], weights: Weights | None
     ) -> None:
         objective = config.objective
         self.needs_reference = config.kl.coef > 0 or "ref" in objective.needs
@@ -106,10 +106,12 @@ def velocities(
     return torch.cat([velocity(module, chunk) for chunk in chunks])[: len(items.level)]
 
 
-def _frozen(config: TrainConfig, job: Job, world: World, build: Callable[[Job], nn.Module], weights: Path | None) -> Sharded:
+def _frozen(
+    config: TrainConfig, job: Job, world: World, build: Callable[[Job], nn.Module], weights: Weights | None
+) -> Sharded:
     """Return a job's network for forward passes."""
     with world.agreed():
         module = build(job).requires_grad_(False)
-        if weights is not None and not (weights / "config.json").is_file():
+        if isinstance(weights, Path) and not (weights / "config.json").is_file():
             raise UsageError(f"{weights} holds no model: config.json is missing (--objective.teacher names a teacher)")
     return Sharded(module, job.model.blocks(module), world, config.engine, weights=weights)

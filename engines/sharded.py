@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from fluvial.engines.distributed import World
 from fluvial.engines.loading import load_weights
 from fluvial.engines.parallelize import EngineConfig, parallelize
 from fluvial.engines.parking import Parking
+from fluvial.models.protocol import Weights
 
 
 class Sharded:
@@ -42,7 +42,7 @@ class Sharded:
         world: World,
         config: EngineConfig,
         *,
-        weights: Path | None = None,
+        weights: Weights | None = None,
     ) -> None:
         empty = any(parameter.is_meta for parameter in module.parameters())
         if empty and weights is None:

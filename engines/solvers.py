@@ -1,5 +1,6 @@
 """Deterministic samplers of higher order, through diffusers' schedulers, for samples whose steps nobody asks for."""
 
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -50,7 +51,9 @@ def solve(
         prediction_type="flow_prediction" if flow else "epsilon",
         use_flow_sigmas=flow,
     )
-    scheduler.set_timesteps(steps)
+    with warnings.catch_warnings():  # numpy's, of the way in which diffusers makes an array of a tensor
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scheduler.set_timesteps(steps)
     # Its place in the schedule is counted, never looked up: the levels are the model's own.
     scheduler.sigmas, scheduler.timesteps = sigmas, torch.arange(steps)
     scheduler.set_begin_index(0)

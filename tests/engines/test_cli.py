@@ -17,8 +17,8 @@ PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "4
 # (arguments, what the line must say); {tmp} is the test's folder.
 WRONG: list[tuple[str, str]] = [
     ("frobnicate", "unknown command 'frobnicate'"),
-    ("train", "needs the name of a job"),
-    ("train handwritten", "got 'handwritten', expected handwriting"),
+    ("train", "needs the name of a recipe, got nothing, expected one of grpo"),
+    ("train handwritten", "got 'handwritten', expected one of grpo, dance"),
     ("train handwriting --bogus 3", "Unrecognized options: --bogus"),
     ("train handwriting --updtes 3", "did you mean --updates?"),
     ("train handwriting --rollout.etaa 3", "did you mean --rollout.eta?"),
@@ -28,7 +28,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --rollout.eta -0.1", "eta is -0.1"),
     ("train handwriting --rollout.eta nan", "eta is nan"),
     ("train handwriting --rollout.eta inf", "eta is inf"),
-    ("train handwriting --rollout.eta 0", "eta is 0, so every step is deterministic"),
+    ("train handwriting --rollout.eta 0", "eta is 0, so every step of flow_sde is deterministic"),
     ("train handwriting --rollout.group 1", "group is 1, expected at least 2"),
     ("train handwriting --rollout.window 11", "a window of 11 steps does not fit steps 0 to 6"),
     ("train handwriting --rollout.window 0", "a window of 0 steps"),
@@ -82,8 +82,20 @@ WRONG: list[tuple[str, str]] = [
     ("sample handwriting --prompts", "--prompts"),
     ("sample handwriting --out {tmp}/empty.txt/x.png", "cannot be written"),
     ("sample handwriting --out {tmp}/x.nonsense", "cannot be written"),
-    ("plan", "needs the name of a job"),
-    ("plan sd4", "knows no transformer 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),
+    ("plan", "needs the name of a model, got nothing, expected one of handwriting, sd3.5-medium"),
+    ("preferences handwriting --group 1", "group is 1, expected at least 2"),
+    ("preferences handwriting --rewards nice", "there is no reward 'nice', expected some of characters"),
+    ("preferences handwriting --out {tmp}/empty.txt", "cannot be written"),
+    ("pretrain handwriting --model handwriting-unet", "fluvial pretrain handwriting-unet"),
+    ("train grpo --model sd9", "--model sd9: there is no such model"),
+    ("train grpo --rewards characters=x", "'x' is no weight"),
+    ("train grpo --rewards characters machine characters=2", "characters is named twice"),
+    ("train dpo --objective.preferences {tmp}/nowhere", "preferences.jsonl cannot be read"),
+    ("train distill --objective.teacher {tmp}/nowhere", "config.json is missing"),
+    ("train nft --train full", "nft without an old policy"),
+    ("train grpo --model handwriting-unet", "use ddim or ode"),
+    ("train ddpo --model handwriting", "use flow_sde or dance_sde or cps or ode"),
+    ("plan sd4", "got 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),
     ("plan handwriting --gpus 0", "gpus is 0"),
     ("plan handwriting --resolution 64", "has pictures of one size only"),
     ("plan flux.1-dev --resolution 1000", "resolution is 1000, expected a multiple of 16"),
@@ -139,12 +151,12 @@ def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pyt
     assert not (folder / "new" / "config.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["", "--help", "train --help"])
+@pytest.mark.parametrize("typed", ["", "--help", "eval --help"])
 def test_help_says_what_there_is(typed: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Every command, in a few lines."""
     assert cli.run(typed.split()) == 0
     text = capfd.readouterr().out
-    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "plan", "torchrun"))
+    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "preferences", "plan", "torchrun"))
 
 
 @pytest.mark.parametrize("command", ["train", "pretrain", "eval", "sample", "plan"])

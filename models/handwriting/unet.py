@@ -1,0 +1,154 @@
+"""The handwriting UNet: a small convolutional network that predicts the noise in 1x8x32 pictures of 4-digit codes."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.guidance import classifier_free
+from fluvial.models.handwriting.data import DIGITS, SIZE
+from fluvial.models.handwriting.model import CodeCond, Handwriting
+from fluvial.models.handwriting.weights import build
+from fluvial.models.protocol import Prediction, Schedule
+
+BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, made by `fluvial pretrain handwriting-unet`
+
+# Keyword arguments of diffusers' UNet2DConditionModel: 0.7 million parameters. Where diffusers says attention_head_dim it
+# means the number of heads.
+CONFIG_UNET = {
+    "sample_size": [SIZE, DIGITS * SIZE],
+    "in_channels": 1,
+    "out_channels": 1,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [16, 32, 48],
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "cross_attention_dim": 10 + DIGITS,
+    "attention_head_dim": 2,
+    "use_linear_projection": True,
+}
+# Stable Diffusion's noise levels. Its spacing would begin a schedule of few steps below the noise that sampling starts from.
+SCHEDULER = {
+    "num_train_timesteps": 1000,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "steps_offset": 1,
+    "timestep_spacing": "trailing",
+}
+PIXELS = Handwriting(None)  # whose prompts and pictures the UNet's are too
+
+
+class HandwritingUNet:
+    """The velocity-model protocol over the handwriting UNet, a model of epsilon.
+
+    Args:
+        weights: a folder with the UNet, as diffusers saves it; None builds it with random weights.
+        seed: of the random weights.
+    """
+
+    prediction: Prediction = "epsilon"
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "net.0.proj",
+        "net.2",
+        "proj_in",
+        "proj_out",
+        "time_emb_proj",
+    )
+
+    def __init__(self, weights: Path | None = BASE_UNET, *, seed: int = 0) -> None:
+        self.weights, self.seed = weights, seed
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the UNet with its weights, in float32, or `empty`, with parameters on the meta device.
+
+        Raises:
+            ValueError: the weights' folder is missing a file or holds another model, or empty was asked for without one.
+        """
+        from diffusers import UNet2DConditionModel
+
+        return build(UNet2DConditionModel, CONFIG_UNET, self.weights, name="handwriting-unet", seed=self.seed, empty=empty)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks on the way down, the middle one, and those on the way up."""
+        down, up = (module.get_submodule(name).children() for name in ("down_blocks", "up_blocks"))
+        return [*down, module.get_submodule("mid_block"), *up]
+
+    def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
+        """Return (1, 8, 32), the only size there is."""
+        return PIXELS.latent_shape(height, width, frames)
+
+    def scheduler(self, steps: int) -> Any:
+        """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to a number of steps."""
+        from diffusers import DDIMScheduler
+
+        scheduler = DDIMScheduler(**SCHEDULER)
+        scheduler.set_timesteps(steps)
+        return scheduler
+
+    def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
+        """Return the schedule of the scheduler: alpha_bar of each of its timesteps, and at last that of timestep 0.
+
+        The last is what DDIMScheduler calls final_alpha_cumprod with set_alpha_to_one=False: samples keep 0.0009 of noise's
+        power. Where steps divide 1000 every step is the scheduler's own. Else DDIMScheduler steps to a level that its next
+        timestep is not of; here a sample is always at the level of its timestep.
+
+        Raises:
+            ValueError: steps are below 1, or so many that timestep 0 is the last but one too.
+        """
+        if not 1 <= steps <= 666:
+            raise ValueError(f"a schedule of {steps} steps is asked for, expected 1 to 666")
+        scheduler = self.scheduler(steps)
+        levels = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod[None]])
+        return Schedule(levels, scheduler.timesteps.to(torch.float32))
+
+    def check_prompt(self, prompt: str) -> None:
+        """Raise ValueError unless the prompt is a code of four digits."""
+        PIXELS.check_prompt(prompt)
+
+    def encode(self, prompts: Sequence[str]) -> CodeCond:
+        """Return the codes one-hot, and zeros for the empty one; the UNet attends to the tokens alone."""
+        return PIXELS.encode(prompts)
+
+    def velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers sigma."""
+        return module(
+            x,
+            timestep_of(sigma) if timestep is None else timestep,
+            encoder_hidden_states=cond.tokens,
+            return_dict=False,
+        )[0]
+
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+        """Return v_uncond + g (v - v_uncond)."""
+        return classifier_free(v, v_uncond, scale)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in [0, 1]; the model works on pixels in [-1, 1]."""
+        return PIXELS.decode(latents)
+
+
+def timestep_of(alpha_bar: Tensor) -> Tensor:
+    """Return the timestep `[B]`, a whole number in float32, whose cumulative signal power is nearest to alpha_bar `[B]`."""
+    levels = alphas_cumprod(alpha_bar.device).to(alpha_bar.dtype)
+    return (alpha_bar[:, None] - levels).abs().argmin(1).to(torch.float32)
+
+
+@cache
+def alphas_cumprod(device: torch.device) -> Tensor:
+    """Return the cumulative signal power of each timestep, falling, `[1000]` float32."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(**SCHEDULER).alphas_cumprod.to(device)

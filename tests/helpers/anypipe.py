@@ -1,0 +1,134 @@
+"""Tiny pipelines of diffusers that fluvial has no adapter for, beside some that it has: one row an architecture."""
+
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pipelines import flux, sd3, t5_tokenizer, vae
+
+PROMPTS = ["a red fox", "two cats", "an owl"]
+
+
+class Row(NamedTuple):
+    """A pipeline, how it is called, and what of it LoRA adapts."""
+
+    make: Callable[[], Any]
+    options: dict[str, Any]
+    targets: tuple[str, ...]
+
+
+def gemma_tokenizer() -> Any:
+    """A Gemma tokenizer that knows characters."""
+    from transformers import GemmaTokenizer
+
+    characters = [*string.ascii_letters, *string.digits, *".,!<>-"]
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *characters]
+    return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+
+
+def gemma() -> Any:
+    """A Gemma text encoder of three layers."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=len(gemma_tokenizer()), hidden_size=16, intermediate_size=16, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    )  # fmt: skip
+    return Gemma2Model(config)
+
+
+def sana() -> Any:
+    """Sana: one call for both halves of guidance, a mask of the text's tokens, and samples in float32."""
+    from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+
+    transformer = SanaTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=4,
+        num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=16, sample_size=8,
+    )  # fmt: skip
+    blocks = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in [
+            ("block_types", ("ResBlock", "ResBlock")), ("block_out_channels", (4, 8)), ("qkv_multiscales", ((), ())),
+            ("layers_per_block", (1, 1)),
+        ]
+    }  # fmt: skip
+    autoencoder = AutoencoderDC(latent_channels=4, attention_head_dim=2, scaling_factor=0.5, **blocks)
+    return SanaPipeline(
+        tokenizer=gemma_tokenizer(), text_encoder=gemma(), vae=autoencoder, transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )  # fmt: skip
+
+
+def lumina2() -> Any:
+    """Lumina 2: two calls, guidance with its norm kept, a velocity of the other sign and time that runs backwards."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
+
+    transformer = Lumina2Transformer2DModel(
+        sample_size=4, patch_size=2, in_channels=4, hidden_size=8, num_layers=1, num_refiner_layers=1,
+        num_attention_heads=1, num_kv_heads=1, multiple_of=16, axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32),
+        cap_feat_dim=16,
+    )  # fmt: skip
+    return Lumina2Pipeline(
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), vae=vae(), text_encoder=gemma(),
+        tokenizer=gemma_tokenizer(),
+    )  # fmt: skip
+
+
+def aura_flow() -> Any:
+    """AuraFlow: one call for both halves of guidance, and time between 0 and 1."""
+    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    transformer = AuraFlowTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
+        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16,
+        pos_embed_max_size=64,
+    )  # fmt: skip
+    config = UMT5Config(vocab_size=len(t5_tokenizer()), d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    return AuraFlowPipeline(
+        tokenizer=t5_tokenizer(), text_encoder=UMT5EncoderModel(config), vae=vae(), transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+    )  # fmt: skip
+
+
+SIZE = {"height": 16, "width": 16}
+LARGE = {"height": 32, "width": 32}  # the least that some take
+ATTENTION = ("to_q", "to_k", "to_v")
+
+ROWS: dict[str, Row] = {
+    "sana": Row(
+        sana,
+        {**LARGE, "guidance_scale": 4.5, "use_resolution_binning": False, "complex_human_instruction": None,
+         "max_sequence_length": 24},
+        ATTENTION,
+    ),
+    "lumina2": Row(lumina2, {**LARGE, "guidance_scale": 4.0, "system_prompt": "", "max_sequence_length": 24}, ATTENTION),
+    "aura-flow": Row(aura_flow, {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24}, ATTENTION),
+    "sd3": Row(sd3, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 12}, ATTENTION),
+    "flux": Row(flux, {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 12}, ATTENTION),
+    "flux-guided": Row(
+        flux, {**SIZE, "guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": "bad", "max_sequence_length": 12},
+        ATTENTION,
+    ),
+}  # fmt: skip
+
+
+def load(name: str, folder: Path) -> Any:
+    """Return a row's pipeline, loaded from a folder, to which it is saved first, with random weights, if it is not there."""
+    from diffusers import DiffusionPipeline
+
+    if not folder.exists():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            pipeline = ROWS[name].make()
+            # What starts at zero or at one would hide what depends on it.
+            for part in ("transformer", "vae"):
+                for parameter in getattr(pipeline, part).parameters():
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+        pipeline.save_pretrained(folder)
+    loaded = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
