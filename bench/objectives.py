@@ -86,22 +86,21 @@ def run(config: ObjectivesConfig) -> None:
     path = config.out / "objectives.csv"
     if not config.plot:
         with tempfile.TemporaryDirectory() as folder:
-            points = list(measure(config, Path(folder) if config.keep is None else config.keep))
-        kept = [point for point in read(path) if (point.recipe, point.seed) not in {(p.recipe, p.seed) for p in points}]
-        write(path, [*kept, *points])
+            for points in measure(config, Path(folder) if config.keep is None else config.keep):
+                made = {(point.recipe, point.seed) for point in points}
+                write(path, [*(point for point in read(path) if (point.recipe, point.seed) not in made), *points])
     points = read(path)
     draw(points, config.out / "objectives.png")
     Console(width=150).print(table(points), highlight=False)
 
 
-def measure(config: ObjectivesConfig, folder: Path) -> Iterator[Point]:
-    """Yield the evaluations of all runs; those that need another's weights come last."""
-    first = [(name, seed) for name in config.recipes if name != "distill" for seed in config.seeds]
+def measure(config: ObjectivesConfig, folder: Path) -> Iterator[list[Point]]:
+    """Yield the evaluations of each run; those that need another's weights come last."""
+    first = [(name, seed) for seed in config.seeds for name in config.recipes if name != "distill"]
     last = [("distill", seed) for seed in config.seeds if "distill" in config.recipes]
     with ThreadPoolExecutor(config.parallel) as pool:
         for jobs in (first, last):
-            for points in pool.map(lambda job: list(_run(*job, config, folder)), jobs):
-                yield from points
+            yield from pool.map(lambda job: list(_run(*job, config, folder)), jobs)
 
 
 def read(path: Path) -> list[Point]:
