@@ -202,7 +202,7 @@ def read_preferences(folder: Path, job: Job) -> tuple[Preference, ...]:
         where = f"preferences {path}, line {number}"
         try:
             record = json.loads(line)
-            prompt, names = record["prompt"], (record["win"], record["lose"])
+            prompt, names = record["prompt"], [Path(record[side]) for side in ("win", "lose")]
             job.model.check_prompt(prompt)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error

@@ -35,7 +35,7 @@ from fluvial.engines.parallelize import EngineConfig
 from fluvial.models import LoraConfig
 
 HANDWRITING, UNET = "handwriting", "handwriting-unet"
-# On the built-in models most recipes make two updates of a rollout of 128 samples, and these one; 50 rollouts in either case.
+# On the built-in models most recipes make two updates of a rollout of 128 samples, and these one; all make 50 rollouts.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
 
 

@@ -64,7 +64,7 @@ def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
         if name not in parts:
             raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
     for name in parts:
-        if lacks := _lacks(folder / name, weights=name == network or name.startswith(("vae", "text_encoder"))):
+        if lacks := _lacks(folder / name, weights=name.startswith((network, "vae", "text_encoder"))):
             raise ValueError(f"{folder / name} is incomplete: there is no {lacks}; save or download the pipeline again")
     return parts
 

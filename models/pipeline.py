@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.folder import entries, local_folder, parts_of, quietly, read_index, read_settings
-from fluvial.models.protocol import Cond, Prediction, Schedule
+from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
 EDGE = 2**20  # bytes of a large file's beginning and end that its fingerprint takes in
 
@@ -89,10 +89,11 @@ class Pipeline(ABC):
             raise ValueError(f"decode_chunk is {decode_chunk}, expected at least 1")
         self.decode_chunk = decode_chunk
         self.parts = parts_of(self.folder, self.pipeline, self.part)
-        self.weights = self.folder / self.part
+        self.weights: Weights = self.folder / self.part
         self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
         if self.config.get("_class_name") != self.network:
-            raise ValueError(f"{self.weights} holds a {self.config.get('_class_name')}, expected a {self.network}")
+            held = self.config.get("_class_name")
+            raise ValueError(f"{self.folder / self.part} holds a {held}, expected a {self.network}")
         self._tokenizers: Any = None
         self._text: Any = None
         self._vae: Any = None
@@ -133,6 +134,10 @@ class Pipeline(ABC):
             ValueError: a tensor is missing in its files.
             OSError: they cannot be read.
         """
+        return self.build_part(self.part, empty=empty)
+
+    def build_part(self, part: str, *, empty: bool) -> nn.Module:
+        """Return the network of one of the folder's parts, as `build` does."""
         import diffusers
 
         kind = getattr(diffusers, self.network)
@@ -140,11 +145,12 @@ class Pipeline(ABC):
             from accelerate import init_empty_weights
 
             with init_empty_weights(include_buffers=False):
-                return kind.from_config(self.config)
+                return kind.from_config(read_settings(self.folder / part / "config.json"))
         with quietly():
-            module = kind.from_pretrained(self.weights, use_safetensors=True, local_files_only=True)
+            module = kind.from_pretrained(self.folder / part, use_safetensors=True, local_files_only=True)
         if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
-            raise ValueError(f"{self.weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+            first, more = missing[0], len(missing) - 1
+            raise ValueError(f"{self.folder / part} is incomplete: {first} and {more} more tensors are missing")
         return module
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -259,7 +265,7 @@ class Pipeline(ABC):
         with quietly():
             return DiffusionPipeline.from_pretrained(
                 self.folder,
-                **{**left_out, self.part: self.build(empty=True)},  # some pipelines look its settings up
+                **{**left_out, self.part: self.build_part(self.part, empty=True)},  # some pipelines look its settings up
                 torch_dtype=self.dtype,
                 local_files_only=True,
                 trust_remote_code=self.trust_remote_code,
@@ -323,7 +329,12 @@ def flow_schedule(scheduler: Any, steps: int, *, tokens: int, sigmas: Sequence[f
 def _adapters() -> dict[str, type[Pipeline]]:
     """Return the adapters by the pipelines of diffusers that they serve."""
     from fluvial.models.flux import Flux
+    from fluvial.models.qwen_image import QwenImage
     from fluvial.models.sd3 import SD3
+    from fluvial.models.sdxl import StableDiffusionXL
+    from fluvial.models.unet import StableDiffusion
+    from fluvial.models.wan import Wan
+    from fluvial.models.z_image import ZImage
 
-    adapters: tuple[type[Pipeline], ...] = (SD3, Flux)
+    adapters: tuple[type[Pipeline], ...] = (SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage)
     return {adapter.pipeline: adapter for adapter in adapters}

@@ -1,6 +1,6 @@
 """What the rest of fluvial asks of a model: one small adapter an architecture, none an algorithm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,6 +10,9 @@ from fluvial.core.types import PerSample, Samples
 
 Cond = Any  # what a model is conditioned on: a pytree of tensors whose first dimension is the batch
 
+
+# A folder of weights as diffusers saves a model, or of a network made of several, the folder of each by its name in it.
+Weights = Path | Mapping[str, Path]
 
 Prediction = Literal["velocity", "epsilon"]
 
@@ -41,8 +44,8 @@ class VelocityModel(Protocol):
         ...
 
     @property
-    def weights(self) -> Path | None:
-        """The folder of the base weights, as diffusers saves a model; None where the network builds them itself."""
+    def weights(self) -> Weights | None:
+        """The folder of the base weights; None where the network builds them itself."""
         ...
 
     def build(self, *, empty: bool = False) -> nn.Module:

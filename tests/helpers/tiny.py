@@ -1,0 +1,177 @@
+"""A job over a net of two thousand parameters, a velocity's or an epsilon's, for tests that train many runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.guidance import classifier_free
+from fluvial.core.random import Key, normal
+from fluvial.core.sigmas import shifted
+from fluvial.engines.config import RolloutConfig, TrainConfig
+from fluvial.engines.distributed import World
+from fluvial.engines.fsdp import UpdateInfo
+from fluvial.engines.jobs import Job
+from fluvial.engines.rewards import Rewards
+from fluvial.engines.signals import StopRequest
+from fluvial.engines.trainer import Trainer
+from fluvial.models import LoraConfig, Prediction, Schedule
+
+SHAPE, STEPS = (1, 4, 4), 4
+PROMPTS, HELDOUT = ("0", "1", "2", "3"), ("4", "5")
+
+
+class TinyCond(NamedTuple):
+    """A batch of prompts."""
+
+    rows: Tensor  # [B, 6]
+
+
+class Block(nn.Module):
+    """A linear layer and a bend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """Two blocks and a head over pixels, prompt and time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.into = nn.Linear(16 + 6 + 1, 24)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.out = nn.Linear(24, 16)
+
+    def forward(self, x: Tensor, rows: Tensor, time: Tensor) -> Tensor:
+        hidden = self.into(torch.cat([x.flatten(1), rows, time[:, None]], dim=1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(hidden).unflatten(1, SHAPE)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The velocity-model protocol over `Net`; a prompt is a digit."""
+
+    prediction: Prediction = "velocity"
+    seed: int = 0
+    lora_targets: Sequence[str] = ("into", "inner", "out")
+    weights: Path | None = None
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """The net with random weights."""
+        return Net(self.seed)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Both."""
+        blocks = module.get_submodule("blocks")
+        return [*blocks.children()]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """The only one."""
+        return SHAPE
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Levels of noise that fall, or of signal that rise."""
+        if self.prediction == "velocity":
+            levels = shifted(steps, 3.0)
+            return Schedule(levels, 1000 * levels[:-1])
+        return Schedule(torch.linspace(0.02, 0.99, steps + 1), torch.linspace(900, 100, steps))
+
+    def check_prompt(self, prompt: str) -> None:
+        """A digit, or the empty one."""
+        if prompt not in ("", *PROMPTS, *HELDOUT):
+            raise ValueError(f"prompt {prompt!r} is no digit")
+
+    def encode(self, prompts: Sequence[str]) -> TinyCond:
+        """Digits one-hot, zeros for the empty prompt."""
+        return TinyCond(torch.stack([torch.eye(7)[int(prompt or "6")][:6] for prompt in prompts]))
+
+    def velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TinyCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """The net's output."""
+        return module(x, cond.rows, sigma)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Grey pictures."""
+        return (latents.float() / 2 + 0.5).clamp(0, 1)
+
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+        """Classifier-free."""
+        return classifier_free(v, v_uncond, scale)
+
+
+def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that every sample has another of."""
+    return pictures.mean((1, 2, 3)).cpu()
+
+
+def contrast(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Another one, of another size."""
+    return 100 * pictures.flatten(1).std(1).cpu()
+
+
+def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
+    """Clean samples for supervised training."""
+    return normal(key, (len(prompts), *SHAPE)).clamp(-1, 1)
+
+
+def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
+    """Make bright pictures; a folder named `teacher` holds other weights."""
+    made = Job(
+        Tiny(prediction), SHAPE, PROMPTS, HELDOUT, {"brightness": brightness, "contrast": contrast}, {"heldout": brightness},
+        load=lambda folder: Tiny(prediction, seed=1), data=drawn, encode=lambda pictures: pictures * 2 - 1,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    """A run of one rollout of two groups of two."""
+    values: dict[str, Any] = {
+        "out": out, "micro_batch": 2, "updates": 1, "lora": LoraConfig(rank=4),
+        "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, eta=0.5),
+    }  # fmt: skip
+    return TrainConfig(**{**values, **changes})
+
+
+class Run:
+    """A trainer in this process, a rollout at a time; `infos` are those of every update so far."""
+
+    def __init__(self, config: TrainConfig, world: World, job_of: Job | None = None) -> None:
+        self.trainer = Trainer(config, job() if job_of is None else job_of, world, console=None)
+        self.infos: list[UpdateInfo] = []
+        optimize = self.trainer.engine.update
+
+        def noted(*args: Any, **kwargs: Any) -> UpdateInfo:
+            self.infos.append(optimize(*args, **kwargs))
+            return self.infos[-1]
+
+        self.trainer.engine.update = noted  # type: ignore[method-assign]
+
+    def rollout(self) -> dict[str, Any]:
+        """Make a rollout and its updates; return their record."""
+        runner = Rewards(list(self.trainer.rewards.values()))
+        try:
+            return self.trainer.update(runner, StopRequest())[0]
+        finally:
+            runner.close()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained, and what an adapter that is not trained holds."""
+        return {name: tensor.clone() for name, tensor in self.trainer.engine.sharded.shards().items()}
+
+    def gradient(self) -> dict[str, Tensor]:
+        """The first moments of AdamW, which after one update are the gradient times 1 - beta."""
+        state = self.trainer.engine.state()
+        return {name: t.full_tensor().clone() for name, t in state.items() if name.startswith("exp_avg.")}  # type: ignore[attr-defined]
