@@ -100,7 +100,7 @@ def measure(config: ObjectivesConfig, folder: Path) -> Iterator[list[Point]]:
     last = [("distill", seed) for seed in config.seeds if "distill" in config.recipes]
     with ThreadPoolExecutor(config.parallel) as pool:
         for jobs in (first, last):
-            yield from pool.map(lambda job: list(_run(*job, config, folder)), jobs)
+            yield from pool.map(lambda job: list(_run(job[0], job[1], config, folder)), jobs)
 
 
 def read(path: Path) -> list[Point]:

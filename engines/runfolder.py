@@ -87,17 +87,25 @@ class RunFolder:
         return path
 
     def curves(self) -> Path:
-        """Draw reward, held-out accuracy and first-pass clip fraction against updates."""
-        updates = [record for record in self.records if "reward" in record]
+        """Draw reward, held-out accuracy, what tells of a gamed reward, and the gradient's norm against updates."""
+        updates = [record for record in self.records if "grad_norm" in record]
         evaluations = [record for record in self.records if "exact" in record]
         path = self.out / "curves.png"
         pictures.curves(
             path,
             {
-                "reward while training": {"mean reward": [(r["update"], r["reward"]["mean"]) for r in updates]},
+                "reward while training": {
+                    "mean reward": [(r["update"], r["reward"]["mean"]) for r in updates if "reward" in r]
+                },
                 "held-out prompts exactly right": {
                     f"by the {judge} judge": [(r["update"], r["exact"][judge]) for r in evaluations]
                     for judge in (evaluations[0]["exact"] if evaluations else ())
+                },
+                "distance between samples of a group": {
+                    "root mean square": [(r["update"], r["diversity"]) for r in updates if "diversity" in r]
+                },
+                "drift from the model at the start": {
+                    "of the velocity, relative": [(r["update"], r["drift"]) for r in evaluations]
                 },
                 "gradient norm": {
                     "before clipping": [(r["update"], r["grad_norm"]) for r in updates if r["grad_norm"] is not None]

@@ -30,6 +30,8 @@ def main(args: list[str]) -> int:
                 )  # fmt: skip
                 cond = {"tokens": (10.0 * rank + torch.arange(samples))[:, None].expand(-1, 4)}
                 moved, table = balanced(pairs, cond, counts, grouped)
+                assert moved.x_next is not None
+                assert moved.log_prob_old is not None
                 found = [
                     [int(a), float(b), float(c), int(d), float(e)]
                     for a, b, c, d, e in zip(
