@@ -37,8 +37,9 @@ class ObjectivesConfig:
     Args:
         recipes: which; distill takes the weights of grpo's first seed, which must then be among them.
         seeds: of each.
+        rollouts: of every run, in place of the recipe's own number, with five evaluations on the way.
+        label: added to the recipes' names in the table, to tell runs of another length apart.
         parallel: runs at a time, each with one thread.
-        flags: handed on to every run, e.g. --flags=--updates=10.
         keep: folder to keep the runs in; by default they go.
         out: folder of the table and the plot.
         plot: only draw the plot again, from the table.
@@ -46,8 +47,9 @@ class ObjectivesConfig:
 
     recipes: tuple[str, ...] = NAMES
     seeds: tuple[int, ...] = (0, 1, 2)
+    rollouts: int | None = None
+    label: str = ""
     parallel: int = 2
-    flags: tuple[str, ...] = ()
     keep: Path | None = None
     out: Path = harness.RESULTS
     plot: bool = False
@@ -55,8 +57,8 @@ class ObjectivesConfig:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.recipes if name not in NAMES]:
             raise UsageError(f"recipes: there is no {unknown[0]!r}, expected some of {', '.join(NAMES)}")
-        if not self.seeds or self.parallel < 1:
-            raise UsageError("seeds and parallel: expected at least one")
+        if not self.seeds or self.parallel < 1 or (self.rollouts is not None and self.rollouts < 5):
+            raise UsageError("seeds and parallel: expected at least one, and at least five rollouts")
         if "distill" in self.recipes and TEACHER not in self.recipes and not self.plot:
             raise UsageError(f"recipes: distill takes its teacher from {TEACHER}, which is not among them")
 
@@ -214,7 +216,10 @@ def draw(points: Sequence[Point], path: Path) -> None:
 def _run(recipe: str, seed: int, config: ObjectivesConfig, folder: Path) -> Iterator[Point]:
     """Train once, and yield its evaluations."""
     out = folder / f"{recipe.replace(', ', '-')}-{seed}"
-    flags = ["--out", str(out), "--seed", str(seed), *config.flags]
+    flags = ["--out", str(out), "--seed", str(seed)]
+    if config.rollouts is not None:
+        each = RECIPES[recipe.partition(",")[0]]().updates_a_rollout
+        flags += ["--updates", str(config.rollouts * each), "--eval-every", str(config.rollouts // 5 * each)]
     if recipe == "distill":
         flags += ["--objective.teacher", str(folder / f"{TEACHER}-{config.seeds[0]}" / "weights")]
     if recipe == OFFLINE:
@@ -222,7 +227,7 @@ def _run(recipe: str, seed: int, config: ObjectivesConfig, folder: Path) -> Iter
         _fluvial("preferences", "handwriting", "--out", str(pairs), "--seed", str(seed))
         flags += ["--objective.preferences", str(pairs)]
     _fluvial("train", recipe.partition(",")[0], *flags)
-    yield from points_of(out, recipe, seed)
+    yield from points_of(out, recipe + config.label, seed)
 
 
 def points_of(out: Path, recipe: str, seed: int) -> Iterator[Point]:
