@@ -91,6 +91,8 @@ def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
     """Run a command line and leave the process with its exit code."""
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
+    if not _holds_sources(os.getcwd()):
+        sys.path.append(os.getcwd())  # for a person's own rewards; last, so that nothing there hides a package
     code = run(args, command)
     # All is written, and the process group is gone. Left to itself the interpreter now and then aborts here, over a thread
     # of gloo's that is still running (torch 2.13: about one exit in ten of several processes under load, and seen with one),

@@ -22,6 +22,8 @@ from fluvial.engines.solvers import Solver
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig, Prediction
 
+BUILT_IN = ("handwriting", "handwriting-unet")  # the models that come with fluvial
+
 
 class SamplerRule(NamedTuple):
     """What a run must know of a sampler."""
@@ -221,12 +223,40 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """What a model from a folder or the Hub is asked for.
+
+    Args:
+        height, width: of the pictures, in pixels.
+        frames: of films; 1 for pictures.
+        heldout: text file of prompts to evaluate on, one a line; by default every tenth of the training ones is put aside.
+        text_cache: folder for encoded prompts. All are encoded before training, and the text encoders dropped; without it
+            they stay, and encode each batch anew.
+        frozen: dtype of text encoders and VAE; auto is bfloat16 on CUDA, else float32.
+        trust_remote_code: run code that the folder brings along.
+    """
+
+    height: int = 512
+    width: int = 512
+    frames: int = 1
+    heldout: Path | None = None
+    text_cache: Path | None = None
+    frozen: Literal["auto", "float32", "bfloat16"] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "frames"):
+            check_number("pipeline", name, getattr(self, name), low=1, high=2**20)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One run of post-training.
 
     Args:
         out: the run folder.
-        model: what is trained: handwriting (the built-in flow) or handwriting-unet (the built-in model of epsilon).
+        model: what is trained: handwriting (the built-in flow), handwriting-unet (the built-in model of epsilon), or a
+            pipeline of diffusers, by its folder or its id on the Hub (fluvial models lists which).
         seed: of everything random; the same seed gives the same bits on the same machine and number of processes.
         updates: optimizer updates.
         epochs: passes over a rollout's samples.
@@ -235,7 +265,8 @@ class TrainConfig:
         weights: folder of the weights to start from, as `fluvial pretrain` and a run's export write them; the shipped base
             by default.
         prompts: text file of prompts to train on, one a line; all training codes by default.
-        rewards: names of the job's rewards, each with a weight or without, e.g. characters neat=0.5; the first by default.
+        rewards: names of the job's rewards or functions of your own, reward(pictures, prompts) -> [B], each with a weight or
+            without, e.g. characters mymodule:neat=0.5; the job's first by default.
         micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
         init: "sharded" lets each rank read its own shards of the base weights, so that none holds the whole model; "whole"
             loads them on every rank and shards them then, as a model must that is not read from a folder.
@@ -290,6 +321,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -396,6 +428,10 @@ def meaningless(config: TrainConfig) -> Iterator[str]:
         )
     if config.kl.coef == 0 and config.kl.weight != "rate":
         yield "kl.weight is set and kl.coef is 0, so that there is no KL: use kl.coef > 0"
+    if config.model in BUILT_IN and config.pipeline != PipelineConfig():
+        yield f"pipeline is set, and {config.model} is built in: leave it as it is, or name another --model"
+    if config.model not in BUILT_IN and config.weights is not None:
+        yield "weights is set, and a pipeline has its own: name another folder with --model"
     if config.prompts is not None and isinstance(objective, Dpo) and not config.makes_samples:
         yield "prompts is set, and a file of preferences has its own: leave it as it is"
 

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
+from fluvial.engines.config import BUILT_IN, PipelineConfig
+from fluvial.engines.distributed import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards import Reward
 from fluvial.models import VelocityModel
@@ -40,10 +42,11 @@ class Job:
         shape: of one sample.
         train_prompts, heldout_prompts: trained on, evaluated on.
         rewards: by name; the first is used where a run names none.
-        judges: by name.
+        judges: by name; the rewards of the run where there are none.
         load: the model of another folder of weights, a teacher's say; None where there is none but the model's own.
         data: (key, prompts) -> clean samples `[B, *event]` for supervised training; None where there are none.
         encode: pictures `[B, C, H, W]` in [0, 1] -> clean samples; None where the model has no such way back.
+        prepare: what is done once, by all ranks, before training, given the prompts that are guided away from.
     """
 
     model: VelocityModel
@@ -55,6 +58,7 @@ class Job:
     load: Callable[[Path], VelocityModel] | None = None
     data: Callable[[Key, Sequence[str]], Tensor] | None = None
     encode: Callable[[Tensor], Tensor] | None = None
+    prepare: Callable[[World, Sequence[str]], None] | None = None
 
     def with_weights(self, weights: Path) -> "Job":
         """Return the job with the model of another folder of weights.
@@ -102,16 +106,65 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
     )  # fmt: skip
 
 
-def named(model: str, *, weights: Path | None = None, prompts: Path | None = None) -> Job:
-    """Return the job of a model's name.
+def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None) -> Job:
+    """Return the job of training a pipeline of diffusers on a person's prompts.
+
+    Args:
+        name: its folder, or its id on the Hub.
+        config: what it is asked for.
+        prompts: text file of prompts to train on, one a line.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there are no prompts, there is no adapter for the model, something is missing in its folder, or it makes
+            no pictures of that size.
     """
-    jobs = {"handwriting": False, "handwriting-unet": True}
-    if model not in jobs:
-        raise UsageError(f"--model {model}: there is no such model, expected {' or '.join(jobs)}")
-    return handwriting(weights=weights, prompts=prompts, unet=jobs[model])
+    from fluvial.engines.reward_functions import jpeg_compressibility
+    from fluvial.models.pipeline import open_model
+
+    if prompts is None:
+        raise UsageError(f"--model {name} needs prompts to train on: --prompts prompts.txt, one a line")
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if half else torch.float32
+    try:
+        model = open_model(name, dtype=dtype, cache=config.text_cache, trust_remote_code=config.trust_remote_code)
+        shape = model.latent_shape(config.height, config.width, config.frames)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--model {name}: {error}") from error
+    heldout = () if config.heldout is None else read_prompts(config.heldout, model, heldout=())
+    train = read_prompts(prompts, model, heldout=heldout)
+    if not heldout:  # a person with one prompt has no other to look at
+        heldout = train[::10]
+        train = tuple(prompt for prompt in train if prompt not in set(heldout)) or train
+    rewards: dict[str, Reward] = {"jpeg": jpeg_compressibility}
+
+    def prepare(world: World, negative: Sequence[str]) -> None:
+        if config.text_cache is not None:
+            everything = list(dict.fromkeys([*train, *heldout, *negative]))
+            for prompt in everything[world.rank :: world.size]:
+                model.encode([prompt])
+            world.gather(torch.zeros(1, device=world.device))  # until all have written theirs
+            model.release()
+
+    return Job(model, shape, train, heldout, rewards, judges={}, prepare=prepare)
+
+
+def named(
+    model: str, *, weights: Path | None = None, prompts: Path | None = None, options: PipelineConfig | None = None
+) -> Job:
+    """Return the job of a model's name.
+
+    Args:
+        model: a built-in model, or a pipeline's folder or id on the Hub.
+        weights: of a built-in model.
+        prompts: to train on.
+        options: of a pipeline.
+
+    Raises:
+        UsageError: there is no such model, or it cannot do what is asked.
+    """
+    if model in BUILT_IN:
+        return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
+    return pipeline(model, options or PipelineConfig(), prompts=prompts)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

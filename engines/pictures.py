@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -14,10 +15,13 @@ def as_image(picture: Tensor, *, width: int, colour: bool = True) -> Image.Image
     """Return a picture `[C, H, W]` in [0, 1] as an image enlarged to about `width` pixels, its pixels kept square.
 
     Args:
-        picture: of 1 or 3 channels.
+        picture: of 1 or 3 channels; of a film `[C, F, H, W]` its first, middle and last frame, side by side.
         width: in pixels.
         colour: make it an RGB image, which one of a single channel need not be.
     """
+    if picture.ndim == 4:
+        last = picture.shape[1] - 1
+        picture = torch.cat([picture[:, frame] for frame in sorted({0, last // 2, last})], dim=-1)
     array = (picture.clamp(0, 1) * 255).round().byte().cpu().numpy()
     image = Image.fromarray(array[0] if len(array) == 1 else np.moveaxis(array, 0, -1))
     image = image.convert("RGB") if colour else image

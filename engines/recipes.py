@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.config import (
+    BUILT_IN,
     AdvantageConfig,
     CorrectionConfig,
     KLConfig,
     NoisingConfig,
+    PipelineConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -34,7 +36,7 @@ from fluvial.engines.optimizer import OptimizerConfig
 from fluvial.engines.parallelize import EngineConfig
 from fluvial.models import LoraConfig
 
-HANDWRITING, UNET = "handwriting", "handwriting-unet"
+HANDWRITING, UNET = BUILT_IN
 # On the built-in models most recipes make two updates of a rollout of 128 samples, and these one; all make 50 rollouts.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
 
@@ -319,7 +321,7 @@ def _recipe(
         Path("runs") / "x",
         **{
             "model": model, "objective": objective, "rollout": rollout, "train": "lora",
-            "lora": LoraConfig(rank=32, alpha=64.0),
+            "lora": LoraConfig(rank=32, alpha=64.0), "micro_batch": 8, "eval_samples": 32, "final_samples": 64,
             "optimizer": OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), **published,
         },
     )  # fmt: skip
@@ -343,7 +345,8 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
     """Return the run that a run folder's config.json records."""
     parts = {
         "rollout": RolloutConfig, "advantage": AdvantageConfig, "noising": NoisingConfig, "kl": KLConfig,
-        "correction": CorrectionConfig, "optimizer": OptimizerConfig, "lora": LoraConfig, "engine": EngineConfig,
+        "correction": CorrectionConfig, "pipeline": PipelineConfig, "optimizer": OptimizerConfig, "lora": LoraConfig,
+        "engine": EngineConfig,
     }  # fmt: skip
     rollout, objective = record["rollout"], dict(record["objective"])
     kind = OBJECTIVES[objective.pop("name")]
@@ -353,7 +356,13 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
     record = {**record, "rollout": {**rollout, "guidance": Guidance(**rollout["guidance"])}}
     values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
     paths = {name: Path(values[name]) for name in ("out", "weights", "prompts") if values[name] is not None}
-    config = TrainConfig(**{**values, **paths, "objective": kind(**objective), "rewards": tuple(values["rewards"])})
+    pipeline = values["pipeline"]
+    for name in ("heldout", "text_cache"):
+        if getattr(pipeline, name) is not None:
+            pipeline = replace(pipeline, **{name: Path(getattr(pipeline, name))})
+    config = TrainConfig(
+        **{**values, **paths, "pipeline": pipeline, "objective": kind(**objective), "rewards": tuple(values["rewards"])}
+    )
     (low, high), targets = config.optimizer.betas, config.lora.targets
     return replace(
         config,

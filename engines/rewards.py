@@ -1,5 +1,6 @@
 """Rewards: any function from pictures and prompts to a number each. It runs on a thread beside the rollout."""
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -117,14 +118,18 @@ class Rewards:
 def chosen(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tuple[Reward, float]]:
     """Return the rewards that are asked for, `name` or `name=weight`, with their weights; the first where none is.
 
+    A name `module:callable` is any function of that module.
+
     Raises:
         UsageError: there is no such reward, it is named twice, or a weight is no number but 0.
     """
     found: dict[str, tuple[Reward, float]] = {}
     for text in names or [next(iter(rewards))]:
         name, _, weight = text.partition("=")
-        if name not in rewards:
-            raise UsageError(f"--rewards {text}: there is no reward {name!r}, expected some of {', '.join(rewards)}")
+        if name not in rewards and ":" not in name:
+            raise UsageError(
+                f"--rewards {text}: there is no reward {name!r}, expected some of {', '.join(rewards)}, or module:callable"
+            )
         if name in found:
             raise UsageError(f"--rewards {text}: {name} is named twice")
         try:
@@ -133,7 +138,27 @@ def chosen(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tup
             value = math.nan
         if not math.isfinite(value) or value == 0:
             raise UsageError(f"--rewards {text}: {weight!r} is no weight, expected a number that is not 0, e.g. {name}=0.5")
-        found[name] = rewards[name], value
+        found[name] = imported(name) if ":" in name else rewards[name], value
+    return found
+
+
+def imported(text: str) -> Reward:
+    """Return the function of `module:callable`, of a module that Python finds.
+
+    Raises:
+        UsageError: there is no such module, it fails, or it has no such function.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--rewards {text}: there is no module {error.name!r} here or among the installed ones") from error
+    except AttributeError as error:
+        raise UsageError(f"--rewards {text}: {module} has no {name!r}") from error
+    except Exception as error:
+        raise UsageError(f"--rewards {text}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"--rewards {text}: {name} is a {type(found).__name__}, expected a function")
     return found
 
 

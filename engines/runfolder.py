@@ -75,12 +75,13 @@ class RunFolder:
 
     def samples(self, name: str, evaluation: Evaluation) -> Path:
         """Write a captioned grid of an evaluation's pictures."""
-        right = evaluation.exact["heldout"]
+        judge, right = list(evaluation.exact.items())[-1]
+        shown = f"{right:.0%} of held-out prompts exactly right" if right else f"{evaluation.score[judge]:.3f} by {judge}"
         sheet = pictures.sheet_of(
             evaluation.pictures,
             evaluation.prompts,
             evaluation.pictures_score,
-            title=f"{name}: {right:.0%} of held-out prompts exactly right",
+            title=f"{name}: {shown}",
         )
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.save(path)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         config = restart.continued(config, processes, console=console)
         with processes.agreed():
             if job is None:
-                job = jobs.named(config.model, weights=config.weights, prompts=config.prompts)
+                job = jobs.named(config.model, weights=config.weights, prompts=config.prompts, options=config.pipeline)
             resume = config.resume or config.resume_from is not None
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
@@ -103,6 +104,8 @@ class Trainer:
             except ValueError as error:
                 raise UsageError(str(error)) from error
             self.rewards = chosen(job.rewards, config.rewards) if config.makes_samples else {}
+            if not job.judges:
+                job = self.job = replace(job, judges={name: judge for name, (judge, _) in self.rewards.items()})
             given = config.objective.preferences if isinstance(config.objective, Dpo) else None
             self.preferences = jobs.read_preferences(given, job) if given is not None else ()
             if not config.makes_samples and given is None and job.data is None:
@@ -118,6 +121,8 @@ class Trainer:
         self.learner = Learner(config, job, world, self.engine, others, self.grid)
         self.others = others
         self.probe: Probe | None = None
+        if job.prepare is not None:
+            job.prepare(world, [guidance.negative] if guidance.scale != 1 else [])
         self.key = key(config.seed)
         self.samples = 0
         self.seconds = {"rollout": 0.0, "reward": 0.0, "update": 0.0}
@@ -432,12 +437,10 @@ class Trainer:
         assert self.before is not None
         seconds = sum(self.seconds.values())
         summary = {
-            "heldout_exact_before": self.before["exact"]["heldout"],
-            "heldout_exact_after": after.exact["heldout"],
-            "heldout_score_before": self.before["score"]["heldout"],
-            "heldout_score_after": after.score["heldout"],
-            "reward_exact_before": self.before["exact"]["reward"],
-            "reward_exact_after": after.exact["reward"],
+            **{f"{judge}_exact_before": right for judge, right in self.before["exact"].items()},
+            **{f"{judge}_exact_after": right for judge, right in after.exact.items()},
+            **{f"{judge}_score_before": score for judge, score in self.before["score"].items()},
+            **{f"{judge}_score_after": score for judge, score in after.score.items()},
             "train_seconds": seconds,
             "train_seconds_by_phase": self.seconds,
             "train_samples": self.samples,
@@ -464,8 +467,9 @@ class Trainer:
                     f"{self.before[part][judge]:.3f}",
                     f"{getattr(after, part)[judge]:.3f}",
                 )
-                for part, what in (("exact", "exactly right"), ("score", "characters right"))
+                for part, what in (("exact", "exactly right"), ("score", "score"))
                 for judge in self.job.judges
+                if part == "score" or after.exact[judge] or self.before["exact"][judge]
             }
             self.console.print(
                 table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows), highlight=False
@@ -529,8 +533,10 @@ def _digest(module: nn.Module) -> str:
 
 
 def _line(when: str, evaluation: Evaluation) -> str:
-    parts = (f"{exact:.3f} by the {judge} judge" for judge, exact in evaluation.exact.items())
-    return f"{when}: exactly right on held-out prompts {', '.join(parts)}"
+    exactly = any(evaluation.exact.values())
+    numbers = evaluation.exact if exactly else evaluation.score
+    parts = (f"{number:.3f} by the {judge} judge" for judge, number in numbers.items())
+    return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts)}"
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class VelocityModel(Protocol):
 
     @property
     def prediction(self) -> Prediction:
-        """What the network predicts: the velocity of x = (1 - sigma) x0 + sigma eps, or eps of a variance-preserving path."""
+        """What the network predicts: the velocity of (1 - sigma) x0 + sigma eps, or eps of a variance-preserving path."""
         ...
 
     @property

@@ -35,6 +35,7 @@ class Row(NamedTuple):
     masks: bool = False  # whether the network leaves out the tokens that pad a prompt
     # Ends of the names of parameters that get no gradient, because what they compute is thrown away.
     idle: tuple[str, ...] = ()
+    variant: bool = False  # of an architecture that another row is of; together these rows are slow
     options: dict[str, Any] = {}  # noqa: RUF012  # of the adapter, besides
     latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise as diffusers' pipeline takes it
     asked: Callable[[Tensor], dict[str, Any]] = lambda x: {"max_sequence_length": TEXT}  # with what besides, by that noise
@@ -334,18 +335,18 @@ FILMS = Row(
 
 ROWS: dict[str, Row] = {
     "sd3": Row(SD3, sd3, classifier_free, idle=SD3_IDLE),
-    "sd3-without-t5": Row(SD3, sd3_without_t5, classifier_free, idle=SD3_IDLE),
+    "sd3-without-t5": Row(SD3, sd3_without_t5, classifier_free, idle=SD3_IDLE, variant=True),
     "flux": Row(Flux, flux, true_guidance, options={"embedded_guidance": 2.5}, latents=packed),
-    "flux-schnell": Row(Flux, lambda: flux(distilled=False), true_guidance, latents=packed),
+    "flux-schnell": Row(Flux, lambda: flux(distilled=False), true_guidance, latents=packed, variant=True),
     "qwen-image": Row(
         QwenImage, qwen_image, norm_keeping, masks=True, idle=QWEN_IDLE, latents=packed, asked=with_negatives, exact=False
     ),
     "z-image": Row(ZImage, z_image, counted_from_none, masks=True, **Z_IMAGE),
     "sd1": UNET,
-    "sd2-v": UNET._replace(make=lambda: stable_diffusion(predicts="v_prediction")),
+    "sd2-v": UNET._replace(make=lambda: stable_diffusion(predicts="v_prediction"), variant=True),
     "sdxl": UNET._replace(adapter=StableDiffusionXL, make=lambda: stable_diffusion(large=True)),
     "wan": FILMS,
-    "wan-experts": FILMS._replace(make=lambda: wan(experts=True), load_lora=load_both),
+    "wan-experts": FILMS._replace(make=lambda: wan(experts=True), load_lora=load_both, variant=True),
 }
 
 

@@ -34,7 +34,9 @@ from fluvial.models.sd3 import SD3
 
 STEPS = 3
 SCHEDULER = "scheduler/scheduler_config.json"
-each_row = pytest.mark.parametrize("name", ROWS)
+each_row = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if row.variant else name for name, row in ROWS.items()]
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,63 @@
+"""An update of two experts, here or by torchrun: the first half of the samples is one expert's, the second the other's."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pipelines import TEXT
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fluvial.engines.cli import exit_with
+from fluvial.engines.distributed import World, world
+from fluvial.engines.export import export
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+from fluvial.models.pipeline import open_model
+
+SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
+
+
+class Info(NamedTuple):
+    """What the update reports of each sample."""
+
+    error: Tensor
+
+
+def update(folder: Path, out: Path, processes: World) -> dict[str, Tensor]:
+    """Return the gradients' moving averages after an update, by parameter, and export what it made."""
+    model = open_model(folder, text_tokens=TEXT, device="cpu")
+    module = model.build(empty=True)
+    engine = Engine(
+        module, model.blocks(module), OptimizerConfig(lr=0.01), processes,
+        updates=1, sharding=EngineConfig(), weights=model.weights,
+    )  # fmt: skip
+    each = len(SIGMA) // processes.size
+    mine = slice(processes.rank * each, (processes.rank + 1) * each)
+    x = torch.randn(len(SIGMA), *model.latent_shape(16, 16, 3), generator=torch.Generator().manual_seed(0))
+    cond = model.encode(["a red fox"] * len(SIGMA))
+
+    def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        v = model.velocity(engine.module, items["x"], items["sigma"], type(cond)(items["tokens"]))
+        error = v.square().flatten(1).mean(1)
+        return error, Info(error.detach())
+
+    items = {"x": x[mine], "sigma": torch.tensor(SIGMA)[mine], "tokens": cond.tokens[mine]}
+    engine.update(items, torch.ones(each), loss, count=len(SIGMA), micro_batch=2, pad_to=each)
+    export(engine.module, out, world=processes)
+    state = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
+    return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]
+
+
+def main(args: list[str]) -> int:
+    """Write the gradients of the pipeline in the first folder to the second, with what is exported."""
+    folder, out = map(Path, args)
+    with world() as processes:
+        gradients = update(folder, out, processes)
+        if processes.is_main:
+            save_file(gradients, out / "gradients.safetensors")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])
