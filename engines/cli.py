@@ -20,9 +20,10 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   sample MODEL        draw pictures of prompts into a PNG
   preferences MODEL   draw samples, and write the better and the worse of each prompt to a folder, for dpo
   plan MODEL          work out the memory of training, and what to turn so that it fits
+  models              list the models that can be trained, and the memory of their weights
 
-MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet of epsilon that does).
-plan knows sd3.5-medium, flux.1-dev and qwen-image, too, and no UNet.
+MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet of epsilon that does);
+for sample a pipeline's folder or id on the Hub too. plan knows sd3.5-medium, flux.1-dev and qwen-image, and no UNet.
 fluvial COMMAND NAME --help lists its fields. With several processes: torchrun --nproc-per-node 2 -m fluvial.engines ...
 """
 MODELS = ("handwriting", "handwriting-unet")
@@ -50,36 +51,6 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         _at_least_one(samples=self.samples, steps=self.steps, micro_batch=self.micro_batch)
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """Draw pictures of prompts.
-
-    Args:
-        prompts: what to draw.
-        out: PNG to write.
-        weights: folder of the weights, e.g. the `weights` of a run folder; the shipped base by default.
-        each: pictures a prompt.
-        steps: of the schedule.
-        seed: of the noise.
-        micro_batch: samples a forward pass.
-    """
-
-    prompts: tuple[str, ...] = ("0427", "1999", "3141", "8650")
-    out: Path = Path("sample.png")
-    weights: Path | None = None
-    each: int = 4
-    steps: int = 10
-    seed: int = 0
-    micro_batch: int = 64
-
-    def __post_init__(self) -> None:
-        _at_least_one(each=self.each, steps=self.steps, micro_batch=self.micro_batch)
-        if not self.prompts:
-            raise UsageError("no prompt is given: --prompts 0427 1999")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -136,6 +107,9 @@ def _command(args: list[str]) -> int:
 
         print(f"fluvial {version('fluvial')}")
         return 0
+    if args == ["models"]:
+        _models()
+        return 0
     commands: dict[str, Callable[[str, str, list[str]], None]] = {
         "train": _train,
         "pretrain": _pretrain,
@@ -145,7 +119,7 @@ def _command(args: list[str]) -> int:
         "plan": _plan,
     }
     if args[0] not in commands:
-        raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(commands)} (fluvial --help)")
+        raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(commands)}, models (fluvial --help)")
     if len(args) > 1 and args[1] in ("-h", "--help"):
         print(_recipes() if args[0] == "train" else USAGE, end="")
         return 0
@@ -156,13 +130,35 @@ def _command(args: list[str]) -> int:
         what = "a recipe"
     else:
         names, what = (_planned() if args[0] == "plan" else MODELS), "a model"
-    if len(args) < 2 or args[1] not in names:
+    named = len(args) > 1 and (args[1] in names or (args[0] == "sample" and _is_pipeline(args[1])))
+    if not named:
         given = repr(args[1]) if len(args) > 1 else "nothing"
         raise UsageError(
             f"{args[0]} needs the name of {what}, got {given}, expected one of {', '.join(names)} (fluvial {args[0]} --help)"
         )
     commands[args[0]](args[1], f"fluvial {args[0]} {args[1]}", args[2:])
     return 0
+
+
+def _is_pipeline(name: str) -> bool:
+    """Whether a name is that of a folder, or may be that of a model on the Hub."""
+    return "/" in name or os.path.isdir(name)
+
+
+def _models() -> None:
+    """Print the models that can be trained, a line each."""
+    from fluvial.models.catalogue import KNOWN
+
+    print("--model                                          makes     predicts  network, its weights in bfloat16")
+    print("handwriting                                      codes     velocity  0.6 million parameters, built in")
+    print("handwriting-unet                                 codes     epsilon   0.7 million parameters, built in")
+    for known in KNOWN:
+        size = f"{known.billions:g} billion, {known.gibibytes:.0f} GiB ({known.pipeline})"
+        print(f"{known.example:<48} {known.makes:<9} {known.prediction:<9} {size}")
+    print()
+    print("A model is named by its id on the Hub or by its folder; others of the same pipelines serve as well. Models of")
+    print("epsilon take the sampler ddim (recipe ddpo), models of a velocity the others. Text encoders and VAE come on top;")
+    print("fluvial plan works out the rest. Flow pipelines without an adapter: fluvial.models.recorded.")
 
 
 def _planned() -> Sequence[str]:
@@ -270,38 +266,13 @@ def _eval(name: str, program: str, args: list[str]) -> None:
 
 
 def _sample(name: str, program: str, args: list[str]) -> None:
-    config = parsed(SampleConfig, SampleConfig, program, args)
-    import torch
+    from fluvial.engines.sample import PipelineSampleConfig, SampleConfig, sample, sample_pipeline
 
-    from fluvial.core.random import key
-    from fluvial.engines import jobs, pictures
-    from fluvial.engines.generate import generate, on_device
-
-    job = jobs.named(name, weights=config.weights)
-    prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
-    for prompt in config.prompts:
-        try:
-            job.model.check_prompt(prompt)
-        except ValueError as error:
-            raise UsageError(f"--prompts: {error}") from error
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chunks = generate(
-        job.model,
-        jobs.build(job).to(device).eval(),
-        prompts,
-        range(len(prompts)),
-        shape=job.shape,
-        grid=on_device(job.model.schedule(config.steps, job.shape), device),
-        key=key(config.seed),
-        micro_batch=config.micro_batch,
-    )
-    drawn = torch.cat([chunk.pictures.cpu() for chunk in chunks])
-    try:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        pictures.sheet_of(drawn, prompts, job.judges["heldout"](drawn, prompts), columns=config.each).save(config.out)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
-        raise UsageError(f"--out {config.out} cannot be written: {error}") from error
-    _console().print(f"picture: {config.out}", highlight=False, soft_wrap=True)
+    if name in MODELS:
+        said = sample(name, parsed(SampleConfig, SampleConfig, program, args))
+    else:
+        said = sample_pipeline(name, parsed(PipelineSampleConfig, PipelineSampleConfig, program, args))
+    _console().print(said, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,8 @@ class PipelineConfig:
     """What a model from a folder or the Hub is asked for.
 
     Args:
-        height, width: of the pictures, in pixels.
+        height: of the pictures, in pixels.
+        width: of the pictures, in pixels.
         frames: of films; 1 for pictures.
         heldout: text file of prompts to evaluate on, one a line; by default every tenth of the training ones is put aside.
         text_cache: folder for encoded prompts. All are encoded before training, and the text encoders dropped; without it

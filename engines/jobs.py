@@ -119,23 +119,16 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None) -> Job:
             no pictures of that size.
     """
     from fluvial.engines.reward_functions import jpeg_compressibility
-    from fluvial.models.pipeline import open_model
 
     if prompts is None:
         raise UsageError(f"--model {name} needs prompts to train on: --prompts prompts.txt, one a line")
-    half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
-    dtype = torch.bfloat16 if half else torch.float32
-    try:
-        model = open_model(name, dtype=dtype, cache=config.text_cache, trust_remote_code=config.trust_remote_code)
-        shape = model.latent_shape(config.height, config.width, config.frames)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--model {name}: {error}") from error
+    job = opened(name, config)
+    model: Any = job.model
     heldout = () if config.heldout is None else read_prompts(config.heldout, model, heldout=())
     train = read_prompts(prompts, model, heldout=heldout)
     if not heldout:  # a person with one prompt has no other to look at
         heldout = train[::10]
         train = tuple(prompt for prompt in train if prompt not in set(heldout)) or train
-    rewards: dict[str, Reward] = {"jpeg": jpeg_compressibility}
 
     def prepare(world: World, negative: Sequence[str]) -> None:
         if config.text_cache is not None:
@@ -145,7 +138,27 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None) -> Job:
             world.gather(torch.zeros(1, device=world.device))  # until all have written theirs
             model.release()
 
-    return Job(model, shape, train, heldout, rewards, judges={}, prepare=prepare)
+    return replace(
+        job, train_prompts=train, heldout_prompts=heldout, rewards={"jpeg": jpeg_compressibility}, prepare=prepare
+    )
+
+
+def opened(name: str, config: PipelineConfig) -> Job:
+    """Return the job of a pipeline without prompts, rewards and judges.
+
+    Raises:
+        UsageError: as `pipeline`.
+    """
+    from fluvial.models.pipeline import open_model
+
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if half else torch.float32
+    try:
+        model = open_model(name, dtype=dtype, cache=config.text_cache, trust_remote_code=config.trust_remote_code)
+        shape = model.latent_shape(config.height, config.width, config.frames)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--model {name}: {error}") from error
+    return Job(model, shape, (), (), rewards={}, judges={})
 
 
 def named(

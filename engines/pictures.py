@@ -70,13 +70,17 @@ def sheet_of(
 
 def join(path: Path, parts: Sequence[Path]) -> None:
     """Write a PNG of other PNGs, one above the other; one that is gone is left out."""
-    images = [Image.open(part) for part in parts if part.exists()]
+    stacked([Image.open(part) for part in parts if part.exists()]).save(path)
+
+
+def stacked(images: Sequence[Image.Image]) -> Image.Image:
+    """Return images one above the other."""
     sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), PAPER)
     top = 0
     for image in images:
         sheet.paste(image, (0, top))
         top += image.height
-    sheet.save(path)
+    return sheet
 
 
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, xlabel: str) -> None:

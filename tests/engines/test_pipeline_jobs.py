@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pipelines
 import pytest
 import small
+from PIL import Image
 from safetensors.torch import load_file
 
 from fluvial.engines import cli
+from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
 ROWS = {name: row for name, row in pipelines.ROWS.items() if not row.variant}
@@ -90,6 +93,32 @@ def test_wrong_input_is_one_line(
     """Before anything is computed."""
     assert cli.run([*flags(folder, "sd3", "grpo"), *typed.split(), "--out", str(tmp_path / "run")]) == 2
     assert says in small.one_line(capfd.readouterr().err)
+
+
+def test_pictures_before_and_after(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run's adapter, drawn below the model without it; the two differ once the adapter is made larger."""
+    typed = flags(folder, "sd3", "grpo")
+    assert cli.run([*typed, "--optimizer.lr", "0.5", "--out", str(tmp_path / "run")]) == 0
+    sheet = tmp_path / "sheet.png"
+    words = ["sample", str(folder / "sd3"), "--prompts", "a red fox", "--each", "1", "--steps", "3", "--out", str(sheet)]
+    words += ["--pipeline.height", "16", "--pipeline.width", "16"]
+    assert cli.run([*words, "--lora", str(tmp_path / "run" / "lora")]) == 0, capfd.readouterr().err
+    both = np.asarray(Image.open(sheet))
+    assert cli.run(words) == 0
+    alone = np.asarray(Image.open(sheet))
+    assert both.shape[0] == 2 * alone.shape[0]
+    assert (both[: len(alone)] == alone).all()
+    assert (both[len(alone) + 40 :] != alone[40:]).any()
+    assert cli.run([*words, "--lora", str(folder)]) == 2
+    assert "--lora" in small.one_line(capfd.readouterr().err)
+
+
+def test_the_models_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every pipeline that there is an adapter for."""
+    assert cli.run(["models"]) == 0
+    text = capfd.readouterr().out
+    assert all(known.example in text for known in KNOWN)
+    assert {known.pipeline for known in KNOWN} == {row.adapter.pipeline for row in ROWS.values()}  # type: ignore[attr-defined]
 
 
 def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

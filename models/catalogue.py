@@ -1,0 +1,37 @@
+"""The models that there is an adapter for, by example: what each is called, how large it is, what it predicts."""
+
+from typing import NamedTuple
+
+from fluvial.models.protocol import Prediction
+
+GIB = 2**30
+
+
+class Known(NamedTuple):
+    """A published model that an adapter serves."""
+
+    pipeline: str  # the class of diffusers that its model_index.json names
+    example: str  # its id on the Hub
+    billions: float  # parameters of the network that is trained, without text encoders and VAE
+    prediction: Prediction
+    makes: str
+
+    @property
+    def gibibytes(self) -> float:
+        """Memory of the network's weights in bfloat16."""
+        return self.billions * 1e9 * 2 / GIB
+
+
+# Sizes are those that the models' publishers state.
+KNOWN = (
+    Known("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "pictures"),
+    Known("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "pictures"),
+    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "pictures"),
+    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "pictures"),
+    Known("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "pictures"),
+    Known("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "pictures"),
+    Known("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "pictures"),
+    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "films"),
+    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "films"),
+    Known("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "films"),
+)
