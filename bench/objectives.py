@@ -27,7 +27,7 @@ from fluvial.engines.recipes import RECIPES
 
 OFFLINE = "dpo, offline"  # not a recipe of its own: dpo on a file of preferences of the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
-NAMES = (*RECIPES, OFFLINE)
+NAMES = (*(name for name in RECIPES if name != "handwriting"), OFFLINE)  # that one is grpo, longer
 
 
 @dataclass(frozen=True)

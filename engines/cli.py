@@ -126,7 +126,7 @@ def _command(args: list[str]) -> int:
     if args[0] == "train":
         from fluvial.engines.recipes import RECIPES
 
-        names: Sequence[str] = [*RECIPES, "handwriting"]
+        names: Sequence[str] = list(RECIPES)
         what = "a recipe"
     else:
         names, what = (_planned() if args[0] == "plan" else MODELS), "a model"
@@ -176,9 +176,8 @@ def _recipes() -> str:
 
     lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
     for name, recipe in RECIPES.items():
-        lines.append(f"  {name:<9} {inspect.getdoc(recipe).splitlines()[0]}")  # type: ignore[union-attr]
+        lines.append(f"  {name:<12} {inspect.getdoc(recipe).splitlines()[0]}")  # type: ignore[union-attr]
     lines += [
-        "  handwriting  the same as grpo",
         "",
         "Numbers are the published ones; for the built-in models (--model handwriting, the default, or handwriting-unet)",
         "those that were found on them. fluvial train RECIPE --help says which, and lists all fields.",
@@ -195,7 +194,7 @@ def _train(name: str, program: str, args: list[str]) -> None:
     from fluvial.engines.recipes import RECIPES
     from fluvial.engines.trainer import train
 
-    recipe = RECIPES["grpo" if name == "handwriting" else name]
+    recipe = RECIPES[name]
     # Which numbers are the defaults depends on the model, so it is looked for before all is parsed.
     given = [model for flag, model in pairwise(args) if flag == "--model"]
     given += [arg.partition("=")[2] for arg in args if arg.startswith("--model=")]

@@ -286,6 +286,11 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     )
 
 
+def handwriting(model: str = HANDWRITING) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) as `make train` runs it: 80 rollouts of 128 samples, one update of each."""
+    return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+
+
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "grpo": grpo,
     "dance": dance,
@@ -299,6 +304,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "raft": raft,
     "sft": sft,
     "distill": distill,
+    "handwriting": handwriting,
 }
 
 

@@ -50,6 +50,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
 }  # fmt: skip
 
+PUBLISHED["handwriting"] = PUBLISHED["grpo"] | {"minibatches": 1}
+
 
 def value(config: TrainConfig, name: str) -> Any:
     """A field by its dotted name."""
