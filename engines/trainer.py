@@ -271,7 +271,7 @@ class Trainer:
                 learnt = self.learner.learn(chunks, rewards, runner.weights, root)
             if (decay := old_decay(config, rollouts + 1)) is not None:
                 self.others.follow(self.engine, decay)
-        self.samples += config.rollout.batch
+        self.samples += 2 * config.rollout.prompts if self.preferences else config.rollout.batch
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
         self._watch_ratio(learnt.updates[0])
