@@ -35,7 +35,7 @@ class ObjectivesConfig:
     """Train with every objective, and compare them.
 
     Args:
-        recipes: which; distill takes the weights of grpo's first seed, which must then be among them.
+        recipes: which; distill takes the weights of grpo's first seed, which must then be among them, or kept already.
         seeds: of each.
         rollouts: of every run, in place of the recipe's own number, with five evaluations on the way.
         label: added to the recipes' names in the table, to tell runs of another length apart.
@@ -59,7 +59,8 @@ class ObjectivesConfig:
             raise UsageError(f"recipes: there is no {unknown[0]!r}, expected some of {', '.join(NAMES)}")
         if not self.seeds or self.parallel < 1 or (self.rollouts is not None and self.rollouts < 5):
             raise UsageError("seeds and parallel: expected at least one, and at least five rollouts")
-        if "distill" in self.recipes and TEACHER not in self.recipes and not self.plot:
+        taught = self.keep is not None and (self.keep / f"{TEACHER}-{self.seeds[0]}" / "weights").is_dir()
+        if "distill" in self.recipes and TEACHER not in self.recipes and not taught and not self.plot:
             raise UsageError(f"recipes: distill takes its teacher from {TEACHER}, which is not among them")
 
 
