@@ -1,6 +1,6 @@
 """The run folder: everything a run leaves behind, written by rank 0.
 
-config.json  metrics.jsonl  summary.json  curves.png  samples/*.png  tensorboard/  checkpoints/  weights/
+config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples/*.png  tensorboard/  checkpoints/  weights/
 """
 
 import json

@@ -46,7 +46,7 @@ def test_the_run_folder(run: Path) -> None:
     """Everything a person looks for is there."""
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "tensorboard" not in str(path)}
     assert names == {
-        *("config.json", "metrics.jsonl", "summary.json", "curves.png"),
+        *("config.json", "metrics.jsonl", "summary.json", "curves.png", "probe.safetensors"),
         *(f"samples/{name}.png" for name in ("before", "update-0001", "after", "before-after")),
         *("checkpoints/000002/manifest.json", "checkpoints/000002/shard-00001-model-00001-of-00001.safetensors"),
         *("weights/config.json", "weights/diffusion_pytorch_model.safetensors"),
