@@ -179,8 +179,8 @@ def named(
         return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
     if "/" not in model and not Path(model).is_dir():
         raise UsageError(
-            f"--model {model}: there is no such model, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub such as "
-            "owner/name (fluvial models)"
+            f"--model {model}: there is no such model, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub "
+            "such as owner/name (fluvial models)"
         )
     return pipeline(model, options or PipelineConfig(), prompts=prompts)
 
