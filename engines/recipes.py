@@ -335,6 +335,7 @@ def _recipe(
         return config
     found: dict[str, Any] = {
         "train": "lora", "lora": LoraConfig(), "updates": 100, "minibatches": 2, "micro_batch": 128, "eval_every": 20,
+        "eval_samples": 200, "final_samples": 1000,
         "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
     }  # fmt: skip
     return replace(config, **{**found, **(tuned or {})})

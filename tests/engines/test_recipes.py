@@ -79,6 +79,13 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_the_built_in_models_are_evaluated_on_a_thousand_samples(name: str) -> None:
+    """What the README says of them; a large model is looked at less."""
+    assert RECIPES[name]().final_samples == 1000
+    assert RECIPES[name](OTHER).final_samples < 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default."""
     config = RECIPES[name]()
