@@ -15,7 +15,7 @@ from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
 from fluvial.engines.generate import Guidance, deterministic_step
-from fluvial.engines.objectives import AnyObjective, Awm, Clipped, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft, name_of
+from fluvial.engines.objectives import AnyObjective, Clipped, Distill, Dpo, Dppo, Guard, Nft, name_of
 from fluvial.engines.optimizer import OptimizerConfig
 from fluvial.engines.parallelize import EngineConfig
 from fluvial.engines.solvers import Solver
@@ -352,14 +352,12 @@ class TrainConfig:
     @property
     def makes_samples(self) -> bool:
         """Whether there is a rollout: neither supervised fine-tuning nor a file of preferences has one."""
-        return not isinstance(self.objective, Sft) and not (
-            isinstance(self.objective, Dpo) and self.objective.preferences is not None
-        )
+        return not self.objective.is_given_samples
 
     @property
     def takes_ratios(self) -> bool:
         """Whether the objective compares log-probabilities of recorded steps."""
-        return isinstance(self.objective, (Clipped, Guard, Dppo))
+        return self.objective.has_ratio and self.objective.trains_on == "steps"
 
     @property
     def keeps_old(self) -> bool:
@@ -378,9 +376,7 @@ def meaningless(config: TrainConfig) -> Iterator[str]:
     objective, rollout, name = config.objective, config.rollout, name_of(config.objective)
     rule = SAMPLERS[rollout.sampler]
     on_steps = objective.trains_on == "steps"
-    compares = isinstance(objective, (Clipped, Guard, Dppo, Nft, Awm))  # samples, by their advantages
-    grouped = compares or isinstance(objective, Raft) or (isinstance(objective, Dpo) and config.makes_samples)
-    if grouped and rollout.group < 2:
+    if objective.rewards != "nothing" and config.makes_samples and rollout.group < 2:
         yield (
             f"rollout.group is {rollout.group}, expected at least 2: {name} judges a sample by the others of its group, and "
             "a group of one has nothing to be learnt from"
@@ -405,7 +401,7 @@ def meaningless(config: TrainConfig) -> Iterator[str]:
     if isinstance(objective, Dppo) and (rollout.form == "unscaled" or rollout.reduction != "mean"):
         yield "dppo takes log-probabilities of form density or no_const and reduction mean, as its KL is"
     yield from _of_steps(config, name) if on_steps else _of_samples(config, name)
-    if not compares and config.advantage != AdvantageConfig(combine=config.advantage.combine):
+    if objective.rewards != "advantages" and config.advantage != AdvantageConfig(combine=config.advantage.combine):
         yield f"advantage is set, and {name} takes no advantages: leave it as it is"
     if not config.takes_ratios and config.correction.mode != "none":
         yield f"correction weighs log-probabilities of recorded steps, and {name} takes none: use correction.mode none"
@@ -416,7 +412,7 @@ def meaningless(config: TrainConfig) -> Iterator[str]:
             "rollout.autocast makes the rollout another program than the update, so that ratios are wrong from the start: "
             "use --correction.mode truncate as well, or no autocast"
         )
-    if not isinstance(objective, (Clipped, Guard, Dppo, Awm)) and config.max_log_ratio != TrainConfig.max_log_ratio:
+    if not objective.has_ratio and config.max_log_ratio != TrainConfig.max_log_ratio:
         yield f"max_log_ratio is set, and {name} has no ratio: leave it as it is"
     if isinstance(objective, Distill) and objective.teacher is None:
         yield "distill needs a teacher: name the folder of its weights with --objective.teacher"
@@ -433,7 +429,7 @@ def meaningless(config: TrainConfig) -> Iterator[str]:
         yield f"pipeline is set, and {config.model} is built in: leave it as it is, or name another --model"
     if config.model not in BUILT_IN and config.weights is not None:
         yield "weights is set, and a pipeline has its own: name another folder with --model"
-    if config.prompts is not None and isinstance(objective, Dpo) and not config.makes_samples:
+    if config.prompts is not None and isinstance(objective, Dpo) and objective.is_given_samples:
         yield "prompts is set, and a file of preferences has its own: leave it as it is"
 
 
@@ -498,7 +494,7 @@ def check_model(config: TrainConfig, prediction: Prediction) -> None:
             f"train: sampler {config.rollout.sampler} is for models of {rule.prediction}, and {config.model} predicts "
             f"{prediction}: use {' or '.join(fitting)}"
         )
-    if prediction == "epsilon" and isinstance(config.objective, (Nft, Awm)):
+    if prediction == "epsilon" and config.objective.flows_only:
         raise ValueError(f"train: {name_of(config.objective)} is defined for flows, and {config.model} predicts epsilon")
     if prediction == "epsilon" and config.noising.levels != "schedule":
         raise ValueError(

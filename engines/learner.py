@@ -19,7 +19,7 @@ from fluvial.engines.fsdp import Engine, UpdateInfo
 from fluvial.engines.generate import Chunk
 from fluvial.engines.jobs import Job, Preference
 from fluvial.engines.noising import noised, preferred
-from fluvial.engines.objectives import Nft, Raft, Setting
+from fluvial.engines.objectives import Nft, Setting
 from fluvial.engines.others import Others, velocities
 from fluvial.engines.pairs import Pairs
 from fluvial.kernels import step_log_prob
@@ -119,8 +119,10 @@ class Learner:
                 trajectory.final, keys, own_signal, own_weight, self.schedule, config.noising, self.job.model.prediction
             )
         del trajectory  # one copy of what was stored is enough
-        adds = taken * ((signal != 0) | (config.kl.coef > 0) | (not objective.passes_over_zero)).to(taken.dtype)[:, None]
-        count = int((adds if isinstance(objective, Raft) else taken).sum())
+        # With a KL a pair adds something whatever its signal, unless it is none of those that are learnt from.
+        every = not objective.passes_over_zero or (config.kl.coef > 0 and not objective.counts_kept_alone)
+        adds = taken if every else taken * (signal != 0).to(taken.dtype)[:, None]
+        count = int((adds if objective.counts_kept_alone else taken).sum())
         return self._updates(flat, cond, adds, count, mine, key)._replace(correction=info)
 
     def learn_preferences(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Learnt:

@@ -27,6 +27,8 @@ TrainsOn = Literal["steps", "noised", "preferences"]
 # Whose velocity an objective compares with, besides the one that is trained: the policy before the update (old), the policy
 # that training began with (ref), another model (teacher).
 Other = Literal["old", "ref", "teacher"]
+# What rewards are to an objective: advantages, an order within the group, or nothing.
+Rewards = Literal["advantages", "order", "nothing"]
 
 
 class Setting(NamedTuple):
@@ -60,6 +62,16 @@ class Objective(Protocol):
     needs: ClassVar[tuple[Other, ...]]
     # Whether a sample whose signal is 0 adds nothing to the loss, and need not be computed.
     passes_over_zero: ClassVar[bool]
+    # Whether samples of signal 0 are left out of a KL, too, and of the count that the loss is divided by.
+    counts_kept_alone: ClassVar[bool]
+    rewards: ClassVar[Rewards]
+    has_ratio: ClassVar[bool]  # whether a log-probability is compared with an old one
+    flows_only: ClassVar[bool]  # whether it is defined for models of a velocity alone
+
+    @property
+    def is_given_samples(self) -> bool:
+        """Whether it learns from samples that are there already, and no rollout is made."""
+        ...
 
     def signal(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return what a sample's reward is to the loss, `[B]`: its advantage, a probability, whether it is learnt from."""
@@ -77,19 +89,35 @@ class Objective(Protocol):
         ...
 
 
-class _FromAdvantage:
-    """Objectives whose loss is proportional to the advantage."""
+class _Usual:
+    """What most objectives have in common."""
+
+    passes_over_zero: ClassVar[bool] = False
+    counts_kept_alone: ClassVar[bool] = False
+    has_ratio: ClassVar[bool] = False
+    flows_only: ClassVar[bool] = False
+
+    @property
+    def is_given_samples(self) -> bool:
+        """Whether it learns from samples that are there already, and no rollout is made."""
+        return False
+
+
+class _FromAdvantage(_Usual):
+    """Objectives whose loss is proportional to the advantage, by the ratio of two log-probabilities."""
 
     passes_over_zero: ClassVar[bool] = True
+    rewards: ClassVar[Rewards] = "advantages"
+    has_ratio: ClassVar[bool] = True
 
     def signal(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         return advantage
 
 
-class _FromAll:
+class _FromAll(_Usual):
     """Objectives that learn from every sample alike."""
 
-    passes_over_zero: ClassVar[bool] = False
+    rewards: ClassVar[Rewards] = "nothing"
 
     def signal(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         return torch.ones_like(reward)
@@ -198,7 +226,7 @@ class Distill(_FromAll):
 
 
 @dataclass(frozen=True)
-class Nft:
+class Nft(_Usual):
     """DiffusionNFT: on re-noised samples, towards the good ones and away from the bad ones (arXiv 2509.16117).
 
     The samples are drawn by the old policy, which follows the trained one after each rollout: old <- d old + (1 - d) policy,
@@ -227,8 +255,9 @@ class Nft:
     weight_min: float = 1e-5
     trains_on: ClassVar[TrainsOn] = "noised"
     needs: ClassVar[tuple[Other, ...]] = ("old",)
-    # At an even chance the loss still pulls towards the old policy.
-    passes_over_zero: ClassVar[bool] = False
+    # A signal of 0 is a bad sample, not none.
+    rewards: ClassVar[Rewards] = "advantages"
+    flows_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("objective", "old_cap", self.old_cap, low=0, high=1)
@@ -280,6 +309,7 @@ class Awm(_FromAdvantage):
     power: float = 0.25
     trains_on: ClassVar[TrainsOn] = "noised"
     needs: ClassVar[tuple[Other, ...]] = ("old",)
+    flows_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("objective", "clip_low", self.clip_low, low=0, high=1)
@@ -304,7 +334,7 @@ class Awm(_FromAdvantage):
 
 
 @dataclass(frozen=True)
-class Raft:
+class Raft(_Usual):
     """Reward-filtered flow matching: fit the best samples of each group (RAFT, arXiv 2304.06767).
 
     Args:
@@ -315,6 +345,8 @@ class Raft:
     trains_on: ClassVar[TrainsOn] = "noised"
     needs: ClassVar[tuple[Other, ...]] = ()
     passes_over_zero: ClassVar[bool] = True
+    counts_kept_alone: ClassVar[bool] = True
+    rewards: ClassVar[Rewards] = "order"
 
     def __post_init__(self) -> None:
         check_number("objective", "best", self.best, low=1e-9, high=1)
@@ -341,6 +373,11 @@ class Sft(_FromAll):
     trains_on: ClassVar[TrainsOn] = "noised"
     needs: ClassVar[tuple[Other, ...]] = ()
 
+    @property
+    def is_given_samples(self) -> bool:
+        """It is: the job's data."""
+        return True
+
     def loss(self, v: Tensor, batch: Pairs, transition: Transition | None, setting: Setting) -> tuple[Tensor, ErrorInfo]:
         """As `flow_matching.velocity_error`."""
         error = velocity_error(v, _given(batch.target))
@@ -363,6 +400,12 @@ class Dpo(_FromAll):
     preferences: Path | None = None
     trains_on: ClassVar[TrainsOn] = "preferences"
     needs: ClassVar[tuple[Other, ...]] = ("ref",)
+    rewards: ClassVar[Rewards] = "order"
+
+    @property
+    def is_given_samples(self) -> bool:
+        """Whether there is a file of them."""
+        return self.preferences is not None
 
     def __post_init__(self) -> None:
         check_number("objective", "beta", self.beta, low=1e-12)
