@@ -230,6 +230,8 @@ class PipelineConfig:
         height: of the pictures, in pixels.
         width: of the pictures, in pixels.
         frames: of films; 1 for pictures.
+        call: what a pipeline that there is no adapter for is called with besides, name=value each, e.g.
+            max_sequence_length=128; a value is JSON, or else text.
         heldout: text file of prompts to evaluate on, one a line; by default every tenth of the training ones is put aside.
         text_cache: folder for encoded prompts. All are encoded before training, and the text encoders dropped; without it
             they stay, and encode each batch anew.
@@ -240,6 +242,7 @@ class PipelineConfig:
     height: int = 512
     width: int = 512
     frames: int = 1
+    call: tuple[str, ...] = ()
     heldout: Path | None = None
     text_cache: Path | None = None
     frozen: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -248,6 +251,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         for name in ("height", "width", "frames"):
             check_number("pipeline", name, getattr(self, name), low=1, high=2**20)
+        if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
+            raise ValueError(f"pipeline: call holds {wrong[0]!r}, expected name=value")
 
 
 @dataclass(frozen=True)
@@ -485,8 +490,8 @@ def _of_samples(config: TrainConfig, name: str) -> Iterator[str]:
         yield f"rewards is set, and {name} makes no samples that could be judged: leave it as it is"
 
 
-def check_model(config: TrainConfig, prediction: Prediction) -> None:
-    """Raise ValueError if a run does not fit a model that predicts this."""
+def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool = False) -> None:
+    """Raise ValueError if a run does not fit a model that predicts this, or that is a recorded pipeline."""
     rule = SAMPLERS[config.rollout.sampler]
     if rule.prediction not in (prediction, None):
         fitting = [name for name, other in SAMPLERS.items() if other.prediction in (prediction, None)]
@@ -496,7 +501,7 @@ def check_model(config: TrainConfig, prediction: Prediction) -> None:
         )
     if prediction == "epsilon" and config.objective.flows_only:
         raise ValueError(f"train: {name_of(config.objective)} is defined for flows, and {config.model} predicts epsilon")
-    if prediction == "epsilon" and config.noising.levels != "schedule":
+    if (prediction == "epsilon" or recorded) and config.noising.levels != "schedule":
         raise ValueError(
             f"train: noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: "
             "use schedule"

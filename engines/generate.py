@@ -22,7 +22,7 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.distributed import World
 from fluvial.engines.solvers import Solver, solve
 from fluvial.kernels import Implementation, step_log_prob
-from fluvial.models import Cond, Prediction, Schedule, VelocityModel
+from fluvial.models import Cond, Prediction, Schedule, VelocityModel, is_recorded
 from fluvial.models.guided import Guided, guided_velocity
 
 # Initial noise and the noise of the steps are drawn from keys apart.
@@ -49,9 +49,12 @@ class Guidance:
         check_number("guidance", "scale", self.scale, low=0)
 
     def encode(self, model: VelocityModel, prompts: Sequence[str]) -> Cond:
-        """Return the conditioning of a batch of prompts, with what it is guided away from if there is guidance."""
+        """Return the conditioning of a batch of prompts, with what it is guided away from if there is guidance.
+
+        That of a recorded pipeline holds its guidance already.
+        """
         cond = model.encode(prompts)
-        if self.scale == 1:
+        if self.scale == 1 or is_recorded(model):
             return cond
         return Guided(cond, model.encode([self.negative] * len(prompts)), torch.full((len(prompts),), self.scale))
 

@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
-from fluvial.engines.config import BUILT_IN, PipelineConfig
+from fluvial.engines.config import BUILT_IN, PipelineConfig, TrainConfig
 from fluvial.engines.distributed import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.generate import Guidance
 from fluvial.engines.rewards import Reward
-from fluvial.models import VelocityModel
+from fluvial.models import VelocityModel, is_recorded
 
 PREFERENCES = "preferences.jsonl"
 
@@ -47,6 +48,8 @@ class Job:
         data: (key, prompts) -> clean samples `[B, *event]` for supervised training; None where there are none.
         encode: pictures `[B, C, H, W]` in [0, 1] -> clean samples; None where the model has no such way back.
         prepare: what is done once, by all ranks, before training, given the prompts that are guided away from.
+        check: what is tried with the network once, by all ranks, before the first update; it returns a line to show, or
+            raises ValueError.
     """
 
     model: VelocityModel
@@ -59,6 +62,7 @@ class Job:
     data: Callable[[Key, Sequence[str]], Tensor] | None = None
     encode: Callable[[Tensor], Tensor] | None = None
     prepare: Callable[[World, Sequence[str]], None] | None = None
+    check: Callable[[nn.Module], str] | None = None
 
     def with_weights(self, weights: Path) -> "Job":
         """Return the job with the model of another folder of weights.
@@ -106,23 +110,24 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
     )  # fmt: skip
 
 
-def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None) -> Job:
+def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: int, guidance: Guidance) -> Job:
     """Return the job of training a pipeline of diffusers on a person's prompts.
 
     Args:
         name: its folder, or its id on the Hub.
         config: what it is asked for.
         prompts: text file of prompts to train on, one a line.
+        steps, guidance: of its rollouts.
 
     Raises:
-        UsageError: there are no prompts, there is no adapter for the model, something is missing in its folder, or it makes
-            no pictures of that size.
+        UsageError: there are no prompts, there is no adapter for the model and it cannot do without, something is missing in
+            its folder, or it makes no pictures of that size.
     """
     from fluvial.engines.reward_functions import jpeg_compressibility
 
     if prompts is None:
         raise UsageError(f"--model {name} needs prompts to train on: --prompts prompts.txt, one a line")
-    job = opened(name, config)
+    job = opened(name, config, steps=steps, guidance=guidance)
     model: Any = job.model
     heldout = () if config.heldout is None else read_prompts(config.heldout, model, heldout=())
     train = read_prompts(prompts, model, heldout=heldout)
@@ -138,51 +143,83 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None) -> Job:
             world.gather(torch.zeros(1, device=world.device))  # until all have written theirs
             model.release()
 
+    def check(module: nn.Module) -> str:
+        error = model.check(module, (train * 2)[:2])
+        return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
+
     return replace(
-        job, train_prompts=train, heldout_prompts=heldout, rewards={"jpeg": jpeg_compressibility}, prepare=prepare
+        job,
+        train_prompts=train,
+        heldout_prompts=heldout,
+        rewards={"jpeg": jpeg_compressibility},
+        prepare=prepare,
+        check=check if is_recorded(model) else None,
     )
 
 
-def opened(name: str, config: PipelineConfig) -> Job:
+def opened(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance) -> Job:
     """Return the job of a pipeline without prompts, rewards and judges.
+
+    Args:
+        name, config: as `pipeline`.
+        steps, guidance: which a pipeline without an adapter is opened with.
 
     Raises:
         UsageError: as `pipeline`.
     """
-    from fluvial.models.pipeline import open_model
+    from fluvial.models.any_pipeline import AnyPipeline
+    from fluvial.models.folder import local_folder
+    from fluvial.models.pipeline import has_adapter, open_model
 
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
     dtype = torch.bfloat16 if half else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
+    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
     try:
-        model = open_model(name, dtype=dtype, cache=config.text_cache, trust_remote_code=config.trust_remote_code)
-        shape = model.latent_shape(config.height, config.width, config.frames)
+        folder = local_folder(name, trust_remote_code=config.trust_remote_code)
+        model: Any
+        if not has_adapter(folder):
+            options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative}
+            model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
+        elif config.call:
+            raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
+        else:
+            model = open_model(folder, **options)
+        shape = model.latent_shape(**size)
     except (ValueError, OSError) as error:
         raise UsageError(f"--model {name}: {error}") from error
     return Job(model, shape, (), (), rewards={}, judges={})
 
 
-def named(
-    model: str, *, weights: Path | None = None, prompts: Path | None = None, options: PipelineConfig | None = None
-) -> Job:
-    """Return the job of a model's name.
+def named(model: str, *, weights: Path | None = None, prompts: Path | None = None) -> Job:
+    """Return the job of a built-in model.
 
     Args:
-        model: a built-in model, or a pipeline's folder or id on the Hub.
-        weights: of a built-in model.
+        model: its name.
+        weights: folder of its weights; the shipped base by default.
         prompts: to train on.
-        options: of a pipeline.
 
     Raises:
-        UsageError: there is no such model, or it cannot do what is asked.
+        UsageError: there is no such model, or a prompt is none for it.
     """
-    if model in BUILT_IN:
-        return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
-    if "/" not in model and not Path(model).is_dir():
+    if model not in BUILT_IN:
         raise UsageError(
             f"--model {model}: there is no such model, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub "
             "such as owner/name (fluvial models)"
         )
-    return pipeline(model, options or PipelineConfig(), prompts=prompts)
+    return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
+
+
+def of_run(config: TrainConfig) -> Job:
+    """Return the job of a run: of a built-in model, or of a pipeline by its folder or its id on the Hub.
+
+    Raises:
+        UsageError: there is no such model, or it cannot do what is asked.
+    """
+    if config.model in BUILT_IN or ("/" not in config.model and not Path(config.model).is_dir()):
+        return named(config.model, weights=config.weights, prompts=config.prompts)
+    rollout = config.rollout
+    return pipeline(config.model, config.pipeline, prompts=config.prompts, steps=rollout.steps, guidance=rollout.guidance)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:
@@ -289,6 +326,15 @@ def read_preferences(folder: Path, job: Job) -> tuple[Preference, ...]:
     if not found:
         raise UsageError(f"preferences {path} is empty, expected one preference a line")
     return tuple(found)
+
+
+def _named_value(word: str) -> tuple[str, Any]:
+    """Return what name=value says; the value is JSON, or else text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _picture(path: Path) -> Tensor:

@@ -153,8 +153,8 @@ def ddpo(model: str = UNET) -> TrainConfig:
     """DDPO (arXiv 2305.13301): the clipped policy gradient over DDIM steps of epsilon; with kl.coef DPOK (2305.16381).
 
     Published (SD 1.5): 50 steps at eta 1, guidance 5, clip range 1e-4, advantages by prompt clipped at 5, LoRA at 3e-4. On
-    handwriting-unet 10 steps, of which the noisier ones are stochastic, and a rate of 2e-3: at 5e-4 it moves a tenth as far
-    from the base as the transformer does.
+    handwriting-unet 10 steps, of which the noisier ones are stochastic, and a rate of 2e-3: at 5e-4 50 updates end at
+    0.93, at 2e-3 above 0.99.
     """
     return _recipe(
         model,

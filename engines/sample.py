@@ -102,7 +102,7 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
     Raises:
         UsageError: as `sample`, or the adapter cannot be loaded.
     """
-    job = jobs.opened(name, config.pipeline)
+    job = jobs.opened(name, config.pipeline, steps=config.steps, guidance=config.guidance)
     _check(job.model, config.prompts)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
     module = jobs.build(job).to(_device()).eval()

@@ -5,7 +5,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +42,7 @@ from fluvial.engines.rewards import Rewards, chosen
 from fluvial.engines.runfolder import RunFolder
 from fluvial.engines.signals import StopRequest, stop_request
 from fluvial.engines.watch import Probe, diversity, pooled
+from fluvial.models import is_recorded
 from fluvial.models.lora import add_lora
 
 # Streams of a rollout's randomness, folded into the key of (seed, update at which it is made).
@@ -71,7 +72,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
         config = restart.continued(config, processes, console=console)
         with processes.agreed():
             if job is None:
-                job = jobs.named(config.model, weights=config.weights, prompts=config.prompts, options=config.pipeline)
+                job = jobs.of_run(config)
             resume = config.resume or config.resume_from is not None
             if processes.is_main:
                 runfolder.claim(config.out, resume=resume)
@@ -100,7 +101,7 @@ class Trainer:
         )  # fmt: skip
         with world.agreed():
             try:
-                check_model(config, job.model.prediction)
+                check_model(config, job.model.prediction, recorded=is_recorded(job.model))
             except ValueError as error:
                 raise UsageError(str(error)) from error
             self.rewards = chosen(job.rewards, config.rewards) if config.makes_samples else {}
@@ -139,6 +140,8 @@ class Trainer:
         runner = Rewards(list(self.rewards.values()))
         try:
             with RunProgress(self.console, total=config.updates, done=self.engine.updates) as progress:
+                if self.job.check is not None:
+                    self._check(self.job.check, progress)
                 if self.before is None:
                     evaluation = self._evaluate(folder, "before", config.final_samples)
                     self.before = {"score": evaluation.score, "exact": evaluation.exact}
@@ -170,6 +173,14 @@ class Trainer:
                 folder.close()
             if self.saving is not None:  # something else went wrong: what was being saved is still worth having
                 wait([self.saving])
+
+    def _check(self, check: Callable[[nn.Module], str], progress: RunProgress) -> None:
+        """Try whether the job's model can be trained at all."""
+        with self.engine.inference() as module, self.world.agreed():
+            try:
+                progress.say(check(module))
+            except ValueError as error:
+                raise UsageError(f"--model {self.config.model}: {error}") from error
 
     def _due(self, every: int) -> bool:
         """Whether the last rollout's updates reached a multiple of `every`; 0 is never."""

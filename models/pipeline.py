@@ -43,6 +43,11 @@ def open_model(name_or_path: str | Path, *, trust_remote_code: bool = False, **o
     return known[kind](folder, trust_remote_code=trust_remote_code, **options)
 
 
+def has_adapter(folder: Path) -> bool:
+    """Return whether `open_model` opens the pipeline of a folder; ValueError if it holds none."""
+    return read_index(folder).get("_class_name") in _adapters()
+
+
 class Pipeline(ABC):
     """The velocity-model protocol over a folder of diffusers; an architecture adds what is its own.
 
@@ -59,11 +64,11 @@ class Pipeline(ABC):
         ValueError: the folder holds another pipeline or lacks a part, or a number is out of range.
     """
 
-    pipeline: ClassVar[str]  # the class of diffusers that model_index.json names
-    network: ClassVar[str]  # the class of diffusers that is trained
+    pipeline: str  # the class of diffusers that model_index.json names
+    network: str  # the class of diffusers that is trained
     part: ClassVar[str] = "transformer"  # its folder
     block_lists: ClassVar[tuple[str, ...]]  # names of the lists of its repeated blocks, in the order they run
-    text_lengths: ClassVar[tuple[int, int]]  # tokens that a prompt is padded to by default, and at most
+    text_lengths: tuple[int, int]  # tokens that a prompt is padded to by default, and at most
     lora_targets: ClassVar[tuple[str, ...]]
     prediction: Prediction = "velocity"
 

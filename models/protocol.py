@@ -26,6 +26,14 @@ class Schedule(NamedTuple):
     timesteps: Tensor  # [T] what the model is given for the first T of them
 
 
+def is_recorded(model: "VelocityModel") -> bool:
+    """Return whether a model is a pipeline without an adapter, whose velocity is replayed (`models.any_pipeline`).
+
+    Such a model's conditioning holds its guidance, and it knows no noise levels but those of its schedule.
+    """
+    return bool(getattr(model, "recorded", False))
+
+
 class VelocityModel(Protocol):
     """A model of a flow's velocity v = eps - x0, or of eps, and the way from prompts to pictures around it.
 

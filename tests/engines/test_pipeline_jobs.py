@@ -1,7 +1,9 @@
-"""Every pipeline of diffusers that there is an adapter for, trained from its folder as a person would."""
+"""Pipelines of diffusers, with an adapter and without, trained from their folders as a person would."""
 
+import json
 from pathlib import Path
 
+import anypipe
 import numpy as np
 import pipelines
 import pytest
@@ -14,6 +16,7 @@ from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
 ROWS = {name: row for name, row in pipelines.ROWS.items() if not row.variant}
+WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow")
 REWARD = "def bright(pictures, prompts):\n    return pictures.flatten(1).mean(1)\n"
 
 
@@ -23,6 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines")
     for name, row in ROWS.items():
         pipelines.save(row, folder / name)
+    for name in WITHOUT_ADAPTER:
+        anypipe.load(name, folder / name)
     (folder / "prompts.txt").write_text(PROMPTS)
     (folder / "own_reward.py").write_text(REWARD)
     return folder
@@ -30,9 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(folder: Path, name: str, recipe: str) -> list[str]:
     """Two updates of the recipe, as small as it gets."""
-    height, width, *frames = ROWS[name].sizes[0]
-    size = ["--pipeline.height", str(height), "--pipeline.width", str(width)]
-    size += ["--pipeline.frames", str(frames[0])] if frames else []
+    if name in ROWS:
+        height, width, *frames = ROWS[name].sizes[0]
+        size = ["--pipeline.frames", str(frames[0])] if frames else []
+    else:
+        call = dict(anypipe.ROWS[name].options)
+        height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
+        size = ["--rollout.guidance.scale", str(scale), "--pipeline.call"]
+        size += [f"{option}={json.dumps(value)}" for option, value in call.items()]
+    size = ["--pipeline.height", str(height), "--pipeline.width", str(width), *size]
     rollout = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
     rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"
     own = {
@@ -46,10 +57,10 @@ def flags(folder: Path, name: str, recipe: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["on steps", "on samples"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*ROWS, *WITHOUT_ADAPTER])
 def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """GRPO (DDPO for models of epsilon) and NFT (RAFT): on policy to the bit, and the weights move."""
-    epsilon = ROWS[name].adapter.prediction == "epsilon"  # type: ignore[attr-defined]
+    epsilon = name in ROWS and ROWS[name].adapter.prediction == "epsilon"  # type: ignore[attr-defined]
     recipe = {("on steps", False): "grpo", ("on steps", True): "ddpo", ("on samples", False): "nft"}.get(
         (kind, epsilon), "raft"
     )

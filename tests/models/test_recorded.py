@@ -15,8 +15,9 @@ from fluvial.core import gaussian
 from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
+from fluvial.models.capture import Fixed, Latent, Row
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.recorded import Fixed, Latent, Recording, Row, check_replay, record, replay
+from fluvial.models.recorded import Recording, check_replay, record, replay
 from fluvial.models.schedulers import RecordingScheduler
 
 STEPS = 4
