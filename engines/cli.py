@@ -158,8 +158,10 @@ def _models() -> None:
     print()
     print("A model is named by its id on the Hub or by its folder; others of the same pipelines serve as well. Models of")
     print("epsilon take the sampler ddim (recipe ddpo), models of a velocity the others. Text encoders and VAE come on top;")
-    print("fluvial plan works out the rest. Any other flow pipeline of diffusers with a transformer can be named too: without an")
-    print("adapter its calls are recorded and replayed, and it is refused, in words, where that does not give the same velocity.")
+    print("fluvial plan works out the rest.")
+    print()
+    print("Any other flow pipeline of diffusers with a transformer can be named too: without an adapter its calls are")
+    print("recorded and replayed, and it is refused, in words, where that does not give the same velocity.")
 
 
 def _planned() -> Sequence[str]:

@@ -1,7 +1,7 @@
 """How a module lies on the processes, and what is done to its blocks before: one small function for each."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -211,25 +211,32 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
     except ValueError as error:  # an attention backend that cannot
         raise UsageError(f"engine: context_parallel is {degree}, but {name} cannot be split: {error}") from error
     module._parallel_config = parallel
-    plan = module._cp_plan
     dims = {
-        name: split.split_dim
-        for place, splits in plan.items()
+        name: (split.split_dim, split.expected_dims)
+        for place, splits in module._cp_plan.items()
         if isinstance(splits, dict)
         for name, split in splits.items()
         if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
     }
+    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
 
-    def check(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        for name, dim in dims.items():
-            value = kwargs.get(name)
-            if isinstance(value, Tensor) and value.shape[dim] % degree:
-                raise UsageError(
-                    f"engine: context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, which it does not "
-                    "divide: choose another resolution or length of prompts, or another degree"
-                )
 
-    module.register_forward_pre_hook(check, with_kwargs=True)
+def _with_whole_tokens(
+    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module's forward, or raise UsageError if its tokens cannot be split; `dims` tells where inputs have them."""
+    way_out = "which it does not divide: choose another resolution or length of prompts, or another degree"
+    for name, (dim, expected) in dims.items():
+        value = kwargs.get(name)
+        # Of other dimensions, e.g. a film that is not in patches yet, it is not this input that is split.
+        if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
+            raise UsageError(f"engine: context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, {way_out}")
+    try:
+        return forward(*args, **kwargs)
+    except AssertionError as error:  # what is split within the module, diffusers says by an assertion
+        if "divisible by mesh size" not in str(error):
+            raise
+        raise UsageError(f"engine: context_parallel is {degree}, but a sample has a number of tokens, {way_out}") from error
 
 
 def _processors(module: nn.Module) -> list[Any]:

@@ -1,0 +1,153 @@
+"""An update of every pipeline, here or by torchrun: ranks have samples of their own, or share each one."""
+
+import json
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anypipe
+import optree
+import pipelines
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fluvial.core.gaussian import log_prob
+from fluvial.core.transitions import Sampler, ddim, flow_sde
+from fluvial.engines.cli import exit_with
+from fluvial.engines.distributed import World, world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.generate import Guidance, on_device
+from fluvial.models.any_pipeline import AnyPipeline
+from fluvial.models.guided import guided_velocity
+from fluvial.models.pipeline import open_model
+from fluvial.models.protocol import Schedule, VelocityModel
+
+ITEMS, STEPS = 4, 4
+PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
+WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow")
+WITH_ADAPTER = tuple(name for name, row in pipelines.ROWS.items() if not row.variant)
+SPLIT = ("flux", "qwen-image", "wan")  # those whose tokens diffusers can split
+# Every pipeline, and how many ranks share a sample.
+RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
+
+
+class Info(NamedTuple):
+    """What the update reports of each sample."""
+
+    error: Tensor
+
+
+class Update(NamedTuple):
+    """What an update of a pipeline shows."""
+
+    velocity: Tensor  # [copies, B, *event], of every rank's samples, as every rank of a group has them
+    log_prob: Tensor  # [copies, B], of a step to a given next sample
+    loss: float
+    gradients: dict[str, Tensor]  # AdamW's first moments
+
+
+def save(root: Path) -> None:
+    """Save every pipeline below a folder."""
+    for name in WITH_ADAPTER:
+        pipelines.save(pipelines.ROWS[name], root / name)
+    for name in WITHOUT_ADAPTER:
+        anypipe.load(name, root / name)
+
+
+def opened(root: Path, name: str) -> tuple[VelocityModel, tuple[int, ...]]:
+    """Return a pipeline's model, and the shape of one sample."""
+    if name in WITH_ADAPTER:
+        row = pipelines.ROWS[name]
+        model: VelocityModel = open_model(root / name, text_tokens=pipelines.TEXT, device="cpu", **row.options)
+        return model, model.latent_shape(*row.sizes[0])
+    call = dict(anypipe.ROWS[name].options)
+    height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
+    model = AnyPipeline(root / name, height=height, width=width, steps=STEPS, scale=scale, call=call, device="cpu")
+    return model, model.latent_shape(height, width)
+
+
+def update(
+    root: Path, name: str, processes: World, *, context_parallel: int = 1, size: tuple[int, ...] | None = None
+) -> Update:
+    """Take one update of a pipeline's four samples, each at a step of its own, with guidance."""
+    model, shape = opened(root, name)
+    shape = shape if size is None else model.latent_shape(*size)
+    module = model.build(empty=True)
+    engine = Engine(
+        module, model.blocks(module), OptimizerConfig(lr=0.01, weight_decay=0.0), processes,
+        updates=1, sharding=EngineConfig(context_parallel=context_parallel), weights=model.weights,
+    )  # fmt: skip
+    split = engine.world
+    source = torch.Generator().manual_seed(0)
+    grid = on_device(model.schedule(STEPS, shape), torch.device("cpu"))
+    each = ITEMS // split.data_size
+    mine = slice(split.data_rank * each, (split.data_rank + 1) * each)
+    rows = torch.arange(ITEMS)[mine]
+    x, x_next = (torch.randn(ITEMS, *shape, generator=source)[mine] for _ in range(2))
+    cond = Guidance(scale=3.0).encode(model, PROMPTS)
+
+    def velocity(net: Any, items: dict[str, Tensor]) -> Tensor:
+        return guided_velocity(
+            model, net, items["x"], grid.levels[items["row"]], optree.tree_map(lambda table: table[items["row"]], cond),
+            timestep=grid.timesteps[items["row"]],
+        )  # fmt: skip
+
+    def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        error = velocity(engine.module, items).square().flatten(1).mean(1)
+        return error, Info(error.detach())
+
+    items = {"x": x, "row": rows}
+    with engine.inference() as net:
+        v = velocity(net, items)
+    sampler = _sampler(model, grid)
+    now, later = grid.levels[rows], grid.levels[rows + 1].clamp(max=0.999)  # the last step of a UNet has no noise
+    steps = log_prob(sampler(now, later), x, v, x_next)
+    info = engine.update(items, torch.ones(each), loss, count=ITEMS, micro_batch=2, pad_to=each)
+    state = {key: tensor for key, tensor in engine.state().items() if key.startswith("exp_avg.")}
+    gradients = {key: tensor.full_tensor().clone() for key, tensor in state.items()}  # type: ignore[attr-defined]
+    copies = (split.data_size, context_parallel, each)
+    everyone, probabilities = split.gather(v), split.gather(steps)
+    return Update(
+        everyone.reshape(*copies, *shape).transpose(0, 1).flatten(1, 2),
+        probabilities.reshape(copies).transpose(0, 1).flatten(1),
+        info.loss,
+        gradients,
+    )
+
+
+def _sampler(model: VelocityModel, grid: Schedule) -> Sampler:
+    if model.prediction == "velocity":
+        return partial(flow_sde, eta=0.7, sigma_max=grid.levels[1])
+    return partial(ddim, eta=1.0)
+
+
+def main(args: list[str]) -> int:
+    """Write what two ranks find of the pipelines in the first folder to the second."""
+    root, out = map(Path, args)
+    warnings.simplefilter("ignore")  # deprecations within diffusers
+    losses = {}
+    with world() as processes:
+        for name, shared in RUNS:
+            found = update(root, name, processes, context_parallel=shared)
+            losses[f"{name}-{shared}"] = found.loss
+            if processes.is_main:
+                tensors = {"velocity": found.velocity.contiguous(), "log_prob": found.log_prob.contiguous()}
+                save_file({**tensors, **found.gradients}, out / f"{name}-{shared}.safetensors")
+        refused = {}
+        for name in SPLIT:
+            try:
+                update(root, name, processes, context_parallel=2, size=(12, 4))
+            except UsageError as error:
+                refused[name] = str(error)
+        if processes.is_main:
+            (out / "losses.json").write_text(json.dumps(losses))
+            (out / "refused.json").write_text(json.dumps(refused))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

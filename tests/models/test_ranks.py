@@ -1,0 +1,58 @@
+"""Two ranks, with samples of their own or sharing each one, take the update of one process, whatever the model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranked
+import small
+import torch
+from safetensors.torch import load_file
+
+from fluvial.engines.distributed import World, world
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every pipeline, and below `two` what two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranked.save(folder)
+    (folder / "two").mkdir()
+    small.script(Path(ranked.__file__), str(folder), str(folder / "two"), ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
+
+
+@pytest.mark.parametrize(("name", "shared"), ranked.RUNS)
+def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name: str, shared: int) -> None:
+    """Velocities, log-probs, loss and every gradient; ranks that share a sample have the same log-prob of it, to the bit."""
+    expected = ranked.update(folder, name, one)
+    found = load_file(folder / "two" / f"{name}-{shared}.safetensors")
+    losses = json.loads((folder / "two" / "losses.json").read_text())
+    for what in ("velocity", "log_prob"):
+        copies = found.pop(what)
+        assert len(copies) == shared
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
+        torch.testing.assert_close(copies[0], getattr(expected, what)[0], rtol=1e-4, atol=1e-5)
+    assert losses[f"{name}-{shared}"] == pytest.approx(expected.loss, rel=1e-5)
+    assert set(found) == set(expected.gradients)
+    assert sum(bool(gradient.any()) for gradient in expected.gradients.values()) > 0.7 * len(found)
+    for parameter, gradient in expected.gradients.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ranked.SPLIT)
+def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
+    """Three tokens of a picture are none for two ranks, wherever in the network they are split."""
+    refused = json.loads((folder / "two" / "refused.json").read_text())
+    tokens = "a sample has a number of tokens" if name == "wan" else "hidden_states has 3 tokens"
+    assert f"context_parallel is 2, but {tokens}, which it does not divide" in refused[name]
