@@ -26,7 +26,7 @@ from fluvial.models.recorded import RecordedModel, check_replay, generators, rec
 # A prompt is encoded as that many samples, so that an input with a row for each is told from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
-TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
 
 class _Known(NamedTuple):

@@ -153,6 +153,8 @@ class Recorder:
         if recorded := step in self._plan.record:
             if step in self._steps:
                 raise ValueError(f"recording: step {step} is taken twice, expected one call of a pipeline a recording")
+            # Sums over a sample that is laid out otherwise round otherwise, and what is replayed is laid out in order.
+            x, v, x_next = x.contiguous(), v.contiguous(), x_next.contiguous()
             details = None
             if self.debug:
                 drawn = torch.zeros_like(transition.std.new_empty(x.shape)) if noise is None else noise

@@ -8,6 +8,7 @@ import numpy as np
 import pipelines
 import pytest
 import small
+from anypipe import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -16,7 +17,6 @@ from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
 ROWS = {name: row for name, row in pipelines.ROWS.items() if not row.variant}
-WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow")
 REWARD = "def bright(pictures, prompts):\n    return pictures.flatten(1).mean(1)\n"
 
 

