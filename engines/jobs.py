@@ -152,6 +152,7 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: 
         train_prompts=train,
         heldout_prompts=heldout,
         rewards={"jpeg": jpeg_compressibility},
+        load=model.with_weights,
         prepare=prepare,
         check=check if is_recorded(model) else None,
     )

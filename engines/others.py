@@ -50,7 +50,7 @@ class Others:
         if isinstance(objective, Distill):
             assert objective.teacher is not None
             taught = job.with_weights(objective.teacher)
-            self.teacher = _frozen(config, taught, world, build, None if weights is None else objective.teacher)
+            self.teacher = _frozen(config, taught, world, build, None if weights is None else taught.model.weights)
 
     @contextmanager
     def behaviour(self, engine: Engine) -> Iterator[nn.Module]:
@@ -112,7 +112,8 @@ def _frozen(
 ) -> Sharded:
     """Return a job's network for forward passes."""
     with world.agreed():
+        for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
+            if not (folder / "config.json").is_file():
+                raise UsageError(f"{folder} holds no model: config.json is missing (--objective.teacher names a teacher)")
         module = build(job).requires_grad_(False)
-        if isinstance(weights, Path) and not (weights / "config.json").is_file():
-            raise UsageError(f"{weights} holds no model: config.json is missing (--objective.teacher names a teacher)")
     return Sharded(module, job.model.blocks(module), world, config.engine, weights=weights)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +110,11 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
     numbers = (job.shape, config.steps, config.seed, config.micro_batch, config.guidance)
     sheets = [pictures.sheet_of(_draw(job.model, module, prompts, *numbers), prompts, title=name, columns=config.each)]
     if config.lora is not None:
+        parts = {name: config.lora / name for name in module} if isinstance(module, nn.ModuleDict) else {"": config.lora}
         try:
-            # Of one network; of several, as Wan 2.2 has, diffusers' own pipeline loads the adapter.
-            module.load_lora_adapter(str(config.lora), prefix=job.model.part, weight_name=LORA)  # type: ignore[attr-defined, operator]
+            for name, folder in parts.items():
+                network: Any = module.get_submodule(name)
+                network.load_lora_adapter(str(folder), prefix=job.model.part, weight_name=LORA)  # type: ignore[attr-defined]
         except (AttributeError, OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"--lora {config.lora} cannot be loaded: {str(error).splitlines()[0]}") from error
         after = _draw(job.model, module, prompts, *numbers)

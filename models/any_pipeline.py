@@ -92,8 +92,9 @@ class AnyPipeline(Pipeline):
 
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The projections of attention, by the names that diffusers gives them."""
-        return TARGETS
+        """The projections of attention, by those of the names that diffusers gives them that this network has."""
+        layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
+        return tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's lists, those alone that it says are its blocks if it says so."""

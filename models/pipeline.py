@@ -4,6 +4,7 @@ A pipeline is a folder of parts. The network is trained, so the engine builds, s
 the VAE stay frozen, and are loaded here when they are first used.
 """
 
+import copy
 import hashlib
 import os
 import secrets
@@ -141,6 +142,12 @@ class Pipeline(ABC):
         """
         return self.build_part(self.part, empty=empty)
 
+    def with_weights(self, folder: Path) -> "Pipeline":
+        """Return the model with the network of another folder, as a run's export writes it."""
+        other = copy.copy(self)
+        other.weights = folder if isinstance(self.weights, Path) else {part: folder / part for part in self.weights}
+        return other
+
     def build_part(self, part: str, *, empty: bool) -> nn.Module:
         """Return the network of one of the folder's parts, as `build` does."""
         import diffusers
@@ -151,11 +158,12 @@ class Pipeline(ABC):
 
             with init_empty_weights(include_buffers=False):
                 return kind.from_config(read_settings(self.folder / part / "config.json"))
+        folder = self.weights if isinstance(self.weights, Path) else self.weights[part]
         with quietly():
-            module = kind.from_pretrained(self.folder / part, use_safetensors=True, local_files_only=True)
+            module = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
         if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
             first, more = missing[0], len(missing) - 1
-            raise ValueError(f"{self.folder / part} is incomplete: {first} and {more} more tensors are missing")
+            raise ValueError(f"{folder} is incomplete: {first} and {more} more tensors are missing")
         return module
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:

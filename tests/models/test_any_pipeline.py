@@ -1,6 +1,8 @@
 """Pipelines without an adapter as models: they sample as diffusers does, train, and refuse what they cannot do."""
 
-from collections.abc import Callable
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.core.transitions import flow_sde
+from fluvial.engines.distributed import World, world
+from fluvial.engines.export import export, write_lora
 from fluvial.engines.generate import Guidance, generate, on_device
 from fluvial.models import is_recorded
 from fluvial.models.any_pipeline import AnyPipeline
@@ -43,11 +47,14 @@ def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
     return AnyPipeline(folder, **{**size, "call": call, **options})
 
 
-def theirs(name: str, folder: Path, noise: Tensor, *, output: str) -> Tensor:
-    """What diffusers' pipeline itself makes of some noise."""
+def theirs(name: str, folder: Path, noise: Tensor, *, output: str, lora: Path | None = None) -> Tensor:
+    """What diffusers' pipeline itself makes of some noise, with an adapter or without."""
     pipe = anypipe.load(name, folder)
+    if lora is not None:
+        pipe.load_lora_weights(lora)
     options = {**ROWS[name].options, "output_type": output, "return_dict": False}
-    made: Tensor = pipe(prompt=PROMPTS[: len(noise)], num_inference_steps=STEPS, latents=ROWS[name].latents(noise), **options)[0]
+    options |= {"prompt": PROMPTS[: len(noise)], "num_inference_steps": STEPS, "latents": ROWS[name].latents(noise)}
+    made: Tensor = pipe(**options)[0]
     return made
 
 
@@ -163,6 +170,39 @@ def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(folder: Call
     module.register_forward_hook(mix)
     with pytest.raises(ValueError, match=r"SanaPipeline cannot be trained without an adapter: its transformer, replayed"):
         model.check(module, PROMPTS[:2])
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with world() as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("name", WITHOUT_ADAPTER)
+def test_what_is_trained_opens_in_the_pipeline(name: str, folder: Callable[[str], Path], one: World, tmp_path: Path) -> None:
+    """An adapter by the pipeline's own load_lora_weights, all weights in the place of the transformer's folder."""
+    model = opened(name, folder(name))
+    module = model.build()
+    add_lora(module, LoraConfig(rank=2, alpha=3.0), model.lora_targets, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    write_lora(module, tmp_path / "lora", world=one)
+    shutil.copytree(folder(name), tmp_path / "whole")
+    export(module, tmp_path / "whole" / "transformer", merge=True, world=one)
+    noise = torch.randn(2, *model.known.shape, generator=generator)
+    before, whole = (theirs(name, place, noise, output="pt") for place in (folder(name), tmp_path / "whole"))
+    adapted = theirs(name, folder(name), noise, output="pt", lora=tmp_path / "lora")
+    x, cond, levels = noise, model.encode(PROMPTS[:2]), model.schedule(STEPS, model.known.shape).levels
+    with torch.no_grad():
+        for now, later in itertools.pairwise(levels):
+            x = x + (later - now) * model.velocity(module, x, now.expand(2), cond)
+    found = model.decode(x)
+    torch.testing.assert_close(found, adapted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
+    assert (found - before).abs().max() > 1e-2
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

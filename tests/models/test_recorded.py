@@ -224,7 +224,9 @@ def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
 def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> None:
     """LoRA, the core's clipped surrogate and AdamW: ratios of 1 at first, gradients everywhere, and a better policy."""
     pipe = load(name)
-    away = {} if name == "flux2" else {"negative_prompt": "bad"}  # FLUX.2 is guided away from the empty prompt alone
+    away: dict[str, Any] = (
+        {} if name == "flux2" else {"negative_prompt": "bad"}
+    )  # FLUX.2 is guided away from the empty prompt alone
     recording = recorded(pipe, name, prompts=["a red fox"] * 4, window=[0, 1], **away)
     module: nn.Module = pipe.transformer
     add_lora(module, LoraConfig(rank=2, alpha=4.0), ROWS[name].targets)
