@@ -39,6 +39,13 @@ from fluvial.models import LoraConfig
 HANDWRITING, UNET = BUILT_IN
 # On the built-in models most recipes make two updates of a rollout of 128 samples, and these one; all make 50 rollouts.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
+# What the policy gradients have in common: as yifan123/flow_grpo publishes it for SD3.5-M, and on handwriting a random
+# window of 5 stochastic steps within the six noisiest, which decide what is written.
+PUBLISHED = RolloutConfig(prompts=48, group=24, eta=0.7, guidance=Guidance(scale=4.5))
+NOISIEST = RolloutConfig(prompts=16, group=8, window=5, window_high=6)
+PUBLISHED_ADVANTAGE, BATCH = AdvantageConfig(scale="batch", clip=5.0), AdvantageConfig(scale="batch")
+# Without noise in the steps, for objectives that need no log-probabilities.
+ODE = RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -53,14 +60,14 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     return _recipe(
         model,
         Clipped(clip_low=1e-4, clip_high=1e-4),
-        RolloutConfig(prompts=48, group=24, eta=0.7, guidance=Guidance(scale=4.5)),
-        advantage=AdvantageConfig(scale="batch", clip=5.0),
+        PUBLISHED,
+        advantage=PUBLISHED_ADVANTAGE,
         kl=KLConfig(coef=0.04),
         minibatches=2,
         tuned={
             "objective": Clipped(),
-            "rollout": RolloutConfig(prompts=16, group=8, window=5, window_high=6),
-            "advantage": AdvantageConfig(scale="batch"),
+            "rollout": NOISIEST,
+            "advantage": BATCH,
             "kl": KLConfig(),
         },
     )
@@ -101,12 +108,12 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
         model,
         Clipped(clip_low=1e-5, clip_high=1e-5),
         RolloutConfig(prompts=48, group=24, sampler="cps", eta=0.8, window=3, window_high=5, form="unscaled"),
-        advantage=AdvantageConfig(scale="batch", clip=5.0),
+        advantage=PUBLISHED_ADVANTAGE,
         minibatches=2,
         tuned={
             "objective": Clipped(),
-            "rollout": RolloutConfig(prompts=16, group=8, sampler="cps", eta=0.8, window=5, window_high=6),
-            "advantage": AdvantageConfig(scale="batch"),
+            "rollout": replace(NOISIEST, sampler="cps", eta=0.8),
+            "advantage": BATCH,
         },
     )
 
@@ -119,13 +126,13 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     return _recipe(
         model,
         Guard(clip=2e-6),
-        RolloutConfig(prompts=48, group=24, eta=0.7, guidance=Guidance(scale=4.5)),
-        advantage=AdvantageConfig(scale="batch", clip=5.0),
+        PUBLISHED,
+        advantage=PUBLISHED_ADVANTAGE,
         minibatches=2,
         tuned={
             "objective": Guard(clip=1e-3),
-            "rollout": RolloutConfig(prompts=16, group=8, window=5, window_high=6),
-            "advantage": AdvantageConfig(scale="batch"),
+            "rollout": NOISIEST,
+            "advantage": BATCH,
         },
     )
 
@@ -138,13 +145,13 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
     return _recipe(
         model,
         Dppo(kl_threshold=1e-5),
-        RolloutConfig(prompts=48, group=24, eta=0.7, guidance=Guidance(scale=4.5)),
-        advantage=AdvantageConfig(scale="batch", clip=5.0),
+        PUBLISHED,
+        advantage=PUBLISHED_ADVANTAGE,
         minibatches=2,
         tuned={
             "objective": Dppo(kl_threshold=1e-4),
-            "rollout": RolloutConfig(prompts=16, group=8, window=5, window_high=6),
-            "advantage": AdvantageConfig(scale="batch"),
+            "rollout": NOISIEST,
+            "advantage": BATCH,
         },
     )
 
@@ -166,7 +173,7 @@ def ddpo(model: str = UNET) -> TrainConfig:
             **ONE_UPDATE,
             "objective": Clipped(),
             "rollout": RolloutConfig(prompts=16, group=8, sampler="ddim", eta=1.0, window=6, window_high=8),
-            "advantage": AdvantageConfig(scale="batch"),
+            "advantage": BATCH,
             "optimizer": OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
         },
     )
@@ -189,7 +196,7 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
         tuned={
             **ONE_UPDATE,
             "objective": Nft(beta=1.0),
-            "rollout": RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0, solver="dpm2"),
+            "rollout": replace(ODE, solver="dpm2"),
             "noising": NoisingConfig(each=4),
             "kl": KLConfig(),
         },
@@ -206,14 +213,14 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
         model,
         Awm(clip_low=1e-4, clip_high=1e-4),
         RolloutConfig(prompts=48, group=24, sampler="ode", eta=0.0),
-        advantage=AdvantageConfig(scale="batch", clip=5.0),
+        advantage=PUBLISHED_ADVANTAGE,
         noising=NoisingConfig(each=10),
         minibatches=2,
         tuned={
             **ONE_UPDATE,
             "objective": Awm(weighting="t"),
-            "rollout": RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0),
-            "advantage": AdvantageConfig(scale="batch"),
+            "rollout": ODE,
+            "advantage": BATCH,
             "noising": NoisingConfig(each=4),
         },
     )
@@ -233,7 +240,7 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
         tuned={
             **ONE_UPDATE,
             "objective": Dpo(beta=100.0),
-            "rollout": RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0),
+            "rollout": ODE,
             "noising": NoisingConfig(each=8),
         },
     )
@@ -253,7 +260,7 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
         noising=NoisingConfig(each=4),
         tuned={
             **ONE_UPDATE,
-            "rollout": RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0, solver="dpm2"),
+            "rollout": replace(ODE, solver="dpm2"),
             "kl": KLConfig(coef=1.0),
         },
     )
@@ -366,6 +373,7 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
     values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
     paths = {name: Path(values[name]) for name in ("out", "weights", "prompts") if values[name] is not None}
     pipeline = values["pipeline"]
+    pipeline = replace(pipeline, call=tuple(pipeline.call))
     for name in ("heldout", "text_cache"):
         if getattr(pipeline, name) is not None:
             pipeline = replace(pipeline, **{name: Path(getattr(pipeline, name))})

@@ -42,7 +42,8 @@ class AnyPipeline(Pipeline):
     """The velocity-model protocol over a flow pipeline that has no adapter, for one size, number of steps and guidance.
 
     Its conditioning holds its guidance, negative prompt and all, and is known at the noise levels of its schedule alone. The
-    text encoders stay loaded, since the pipeline takes part in decoding.
+    text encoders stay loaded, since the pipeline takes part in decoding. A folder's solver of higher order (as Sana has)
+    makes way for Euler's steps through the same flow.
 
     Args:
         folder: as diffusers saves a pipeline, or an id on the Hub; its transformer predicts a flow's velocity.
@@ -79,7 +80,12 @@ class AnyPipeline(Pipeline):
         kind = getattr(diffusers, self.pipeline, None)
         if kind is None:
             raise ValueError(f"{local} holds a {self.pipeline}, which diffusers {diffusers.__version__} does not have")
-        self.network = parts.get(COMPONENT) or ""
+        if parts.get(COMPONENT) is None:
+            raise ValueError(
+                f"{local} holds a {self.pipeline}, which there is no adapter for, and without one only flow pipelines with "
+                f"a {COMPONENT} can be trained (fluvial models)"
+            )
+        self.network = str(parts[COMPONENT])
         self.takes = inspect.signature(kind.__call__).parameters
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
@@ -223,7 +229,7 @@ class AnyPipeline(Pipeline):
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer, its other parts frozen and on the device."""
         if self._pipe is None:
-            from diffusers import DiffusionPipeline
+            from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
             stand_in = _stand_in(self.build(empty=True), self.device)
             with quietly():
@@ -234,6 +240,10 @@ class AnyPipeline(Pipeline):
             for part in self._pipe.components.values():
                 if isinstance(part, nn.Module):
                     part.requires_grad_(False).eval().to(self.device)
+            settings = self._pipe.scheduler.config
+            if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
+                # A solver of higher order on the levels of a flow, which have Euler's steps too.
+                self._pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
             self._pipe.transformer = stand_in
             self._pipe.set_progress_bar_config(disable=True)
         return self._pipe
@@ -253,7 +263,8 @@ class AnyPipeline(Pipeline):
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             asked.setdefault("max_sequence_length", self.text_tokens)
         capture = Capture(pipe, COMPONENT, asked)
-        scheduler = RecordingScheduler.from_config({**pipe.scheduler.config, "_class_name": self.parts["scheduler"]})
+        own = pipe.scheduler
+        scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
         try:
             with (
                 quietly(), capture.watching(pipe, scheduler),

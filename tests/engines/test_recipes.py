@@ -15,6 +15,7 @@ from fluvial.engines.config import (
     CorrectionConfig,
     KLConfig,
     NoisingConfig,
+    PipelineConfig,
     RolloutConfig,
     TrainConfig,
     check_model,
@@ -128,6 +129,12 @@ RUNS: list[TrainConfig] = [
         rollout=RolloutConfig(sampler="ode", eta=0.0, solver="dpm2"), noising=NoisingConfig(3, "logit_normal"),
     ),
     TrainConfig(Path("out"), objective=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(
+        Path("out"),
+        model="folder/of/one",
+        prompts=Path("prompts.txt"),
+        pipeline=PipelineConfig(heldout=Path("heldout.txt"), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
+    ),
     TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler="ode", eta=0.0)),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Pipelines without an adapter as models: they sample as diffusers does, train, and refuse what they cannot do."""
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +13,7 @@ import optree
 import pytest
 import torch
 from anypipe import PROMPTS, ROWS, WITHOUT_ADAPTER
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from fluvial.core.random import key
@@ -219,6 +220,47 @@ def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], says: str
     """In words, when it is opened or first run."""
     with pytest.raises(ValueError, match=says):
         _ = opened(name, folder(name), **options).known
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (
+            {"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]},
+            "there is no adapter for, and",
+        ),
+        (
+            {"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]},
+            "TomorrowsPipeline, which diffusers .* does",
+        ),
+        ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
+    ],
+)
+def test_folders_without_what_it_takes_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A UNet, a class that diffusers does not have, half a pipeline."""
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=says):
+        AnyPipeline(tmp_path, height=32, width=32, steps=STEPS)
+
+
+def test_a_solver_of_a_flow_makes_way_for_eulers_steps(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As published Sana has one: of the same shift."""
+    pipe = anypipe.load("sana", folder("sana"))
+    shift = pipe.scheduler.config.shift
+    pipe.scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
+    pipe.save_pretrained(tmp_path)
+    model, euler = opened("sana", tmp_path), opened("sana", folder("sana"))
+    assert torch.equal(model.known.schedule.levels, euler.known.schedule.levels)
+    assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
+
+
+def test_a_scheduler_that_is_none_of_a_flow_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """By its name, with what is expected."""
+    pipe = anypipe.load("sana", folder("sana"))
+    pipe.scheduler = DPMSolverMultistepScheduler()
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"DPMSolverMultistepScheduler, expected FlowMatchEulerDiscreteScheduler"):
+        _ = opened("sana", tmp_path).known
 
 
 def test_another_size_or_number_of_steps_is_refused(folder: Callable[[str], Path]) -> None:
