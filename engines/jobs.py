@@ -110,7 +110,9 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
     )  # fmt: skip
 
 
-def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: int, guidance: Guidance) -> Job:
+def pipeline(
+    name: str, config: PipelineConfig, *, prompts: Path | None, steps: int, guidance: Guidance, compute: torch.dtype
+) -> Job:
     """Return the job of training a pipeline of diffusers on a person's prompts.
 
     Args:
@@ -118,6 +120,7 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: 
         config: what it is asked for.
         prompts: text file of prompts to train on, one a line.
         steps, guidance: of its rollouts.
+        compute: dtype of its network.
 
     Raises:
         UsageError: there are no prompts, there is no adapter for the model and it cannot do without, something is missing in
@@ -127,7 +130,7 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: 
 
     if prompts is None:
         raise UsageError(f"--model {name} needs prompts to train on: --prompts prompts.txt, one a line")
-    job = opened(name, config, steps=steps, guidance=guidance)
+    job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
     heldout = () if config.heldout is None else read_prompts(config.heldout, model, heldout=())
     train = read_prompts(prompts, model, heldout=heldout)
@@ -158,12 +161,14 @@ def pipeline(name: str, config: PipelineConfig, *, prompts: Path | None, steps: 
     )
 
 
-def opened(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance) -> Job:
+def opened(
+    name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype = torch.float32
+) -> Job:
     """Return the job of a pipeline without prompts, rewards and judges.
 
     Args:
         name, config: as `pipeline`.
-        steps, guidance: which a pipeline without an adapter is opened with.
+        steps, guidance, compute: which a pipeline without an adapter is opened with.
 
     Raises:
         UsageError: as `pipeline`.
@@ -180,7 +185,7 @@ def opened(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance)
         folder = local_folder(name, trust_remote_code=config.trust_remote_code)
         model: Any
         if not has_adapter(folder):
-            options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative}
+            options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
             model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
         elif config.call:
             raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
@@ -219,8 +224,11 @@ def of_run(config: TrainConfig) -> Job:
     """
     if config.model in BUILT_IN or ("/" not in config.model and not Path(config.model).is_dir()):
         return named(config.model, weights=config.weights, prompts=config.prompts)
-    rollout = config.rollout
-    return pipeline(config.model, config.pipeline, prompts=config.prompts, steps=rollout.steps, guidance=rollout.guidance)
+    rollout, device = config.rollout, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return pipeline(
+        config.model, config.pipeline, prompts=config.prompts, steps=rollout.steps, guidance=rollout.guidance,
+        compute=config.engine.compute_dtype(device),
+    )  # fmt: skip
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

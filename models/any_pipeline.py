@@ -21,7 +21,7 @@ from fluvial.models.capture import SCALES, Capture, same_ways
 from fluvial.models.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipeline import Pipeline
 from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.recorded import RecordedModel, check_replay, generators, record
+from fluvial.models.recorded import RecordedModel, check_replay, generators, record, rounding
 
 # A prompt is encoded as that many samples, so that an input with a row for each is told from one that all share.
 COPIES = 3
@@ -33,6 +33,7 @@ class _Known(NamedTuple):
     """What does not depend on the prompt."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype  # of the samples that the pipeline ends with, and decodes
     schedule: Schedule
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with a row a sample
@@ -52,6 +53,7 @@ class AnyPipeline(Pipeline):
         scale: of its guidance; passed on as guidance_scale, or as true_cfg_scale where it knows no other.
         negative: prompt that is guided away from.
         call: what else the pipeline is called with.
+        compute: dtype that the transformer will work in, which pipelines round numbers of their own to.
         options: as any pipeline takes them.
 
     Raises:
@@ -71,6 +73,7 @@ class AnyPipeline(Pipeline):
         scale: float = 1.0,
         negative: str = "",
         call: Mapping[str, Any] | None = None,
+        compute: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
         import diffusers
@@ -92,7 +95,7 @@ class AnyPipeline(Pipeline):
         self.text_lengths = (most, 2**31)
         self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
         super().__init__(local, **options)
-        self.steps = steps
+        self.steps, self.compute = steps, compute
         self._pipe: Any = None
         self._once: _Known | None = None
 
@@ -186,9 +189,8 @@ class AnyPipeline(Pipeline):
             raise ValueError(f"{self.pipeline} cannot be trained without an adapter: its schedule differs from run to run")
         device = run.trajectory.final.device
         cond = tuple(tuple(row.to(device) for row in rows) for rows in self.encode(prompts))
-        return check_replay(
-            module, dataclasses.replace(run, model=self.known.model, cond=cond), micro_batch=max(len(prompts) - 1, 1)
-        )
+        ours = dataclasses.replace(run, model=self.known.model, cond=cond)
+        return check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(run.model))
 
     @property
     def known(self) -> _Known:
@@ -224,14 +226,14 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
-        return f"{super()._encoders()} {_shown(self.asked)}"
+        return f"{super()._encoders()} {self.compute} {_shown(self.asked)}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer, its other parts frozen and on the device."""
         if self._pipe is None:
             from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
-            stand_in = _stand_in(self.build(empty=True), self.device)
+            stand_in = _stand_in(self.build(empty=True), self.device, self.compute)
             with quietly():
                 self._pipe = DiffusionPipeline.from_pretrained(
                     self.folder, transformer=None, torch_dtype=self.dtype, local_files_only=True,
@@ -248,10 +250,12 @@ class AnyPipeline(Pipeline):
             self._pipe.set_progress_bar_config(disable=True)
         return self._pipe
 
-    def _copies(self, number: int) -> dict[str, Any]:
+    def _copies(self, prompt: str, number: int) -> dict[str, Any]:
         """Return how the pipeline is told to make several samples of a prompt."""
-        name = next(name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in self.takes)
-        return {name: number}
+        for name in ("num_images_per_prompt", "num_videos_per_prompt"):
+            if name in self.takes:
+                return {"prompt": prompt, name: number}
+        return {"prompt": [prompt] * number}
 
     @torch.no_grad()
     def _dry(self, pipe: Any, prompt: str) -> tuple[_Known, Cond]:
@@ -259,7 +263,7 @@ class AnyPipeline(Pipeline):
         from fluvial.models.schedulers import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
-        asked = {**self.asked, **self._copies(COPIES), "prompt": prompt, "generator": seeds}
+        asked = {**self.asked, **self._copies(prompt, COPIES), "generator": seeds}
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             asked.setdefault("max_sequence_length", self.text_tokens)
         capture = Capture(pipe, COMPONENT, asked)
@@ -285,16 +289,16 @@ class AnyPipeline(Pipeline):
         shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
         levels = recorder.sigmas
         model = RecordedModel(self.pipeline, levels[:-1], ways)
-        shape = tuple(recorder.trajectory().final.shape[1:])
+        last = recorder.trajectory().x_next
         own = tuple(tuple(row[:1] for row in rows) for rows in cond)
-        return _Known(shape, Schedule(levels, scheduler.timesteps), model, shapes), own
+        return _Known(tuple(last.shape[2:]), last.dtype, Schedule(levels, scheduler.timesteps), model, shapes), own
 
     def _decoded(self, latents: Tensor) -> Tensor:
         """Return what the pipeline makes of its last latents."""
         pipe = self._loaded()
         own = pipe.scheduler
-        pipe.scheduler = _answer(own, latents.to(self.device))
-        once = {**self._copies(len(latents)), "num_inference_steps": 1, "prompt": "", "output_type": "pt"}
+        pipe.scheduler = _answer(own, latents.to(self.device, self.known.dtype))
+        once = {**self._copies("", len(latents)), "num_inference_steps": 1, "output_type": "pt"}
         try:
             with quietly():
                 pictures: Tensor = pipe(**{**self.asked, **once})[0]
@@ -307,18 +311,18 @@ def _shown(asked: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in asked.items() if name not in ("output_type", "return_dict"))
 
 
-def _stand_in(network: Any, device: torch.device) -> Any:
-    """Return the empty network, made to look as if it were on the device and to answer with noise."""
+def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
+    """Return the empty network, made to look as if it were on a device and of a dtype, and to answer with noise."""
     kind, source = type(network), torch.Generator().manual_seed(0)
     doubled = network.config.get("out_channels") == 2 * network.config.get("in_channels", math.inf)  # a learned variance
 
     class StandIn(kind):  # type: ignore[misc, valid-type]
-        device = property(lambda self: device)
+        device, dtype = property(lambda self: on), property(lambda self: compute)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             shape = (len(sample), (2 if doubled else 1) * sample.shape[1], *sample.shape[2:])
-            return (torch.randn(shape, generator=source).to(sample),)
+            return (torch.randn(shape, generator=source).to(sample.device, compute),)
 
     network.__class__ = StandIn
     return network

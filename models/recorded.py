@@ -195,6 +195,11 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
     return recording.model.velocity(module, x, sigma, cond)
 
 
+def rounding(model: RecordedModel) -> float:
+    """Return the relative error that is taken for rounding, by the dtype that the transformer works in."""
+    return max((TOLERANCES[call.dtype] for way in model.ways for call in way.calls), default=0.0)
+
+
 def check_replay(
     module: nn.Module,
     recording: Recording,
@@ -232,7 +237,7 @@ def check_replay(
             errors.append((v.to(want.dtype) - want).norm() / want.norm())
     error = max(float(error) for error in errors) if errors else 0.0
     if tolerance is None:
-        tolerance = max((TOLERANCES[call.dtype] for way in model.ways for call in way.calls), default=0.0)
+        tolerance = rounding(model)
     if not error <= tolerance:
         raise ValueError(
             f"{model.pipeline} cannot be trained without an adapter: its transformer, replayed, misses the recorded "

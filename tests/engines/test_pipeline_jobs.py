@@ -78,6 +78,18 @@ def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str,
     assert list((tmp_path / "run" / "samples").glob("*.png"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "sana", "flux2"])
+def test_in_low_precision(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Frozen parts and the network in bfloat16, as on a GPU: on policy to the bit, with an adapter and without."""
+    low = ["--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16"]
+    code = cli.run([*flags(folder, name, "grpo"), *low, "--out", str(tmp_path / "run")])
+    assert code == 0, capfd.readouterr().err
+    first = next(record for record in small.records(tmp_path / "run") if "grad_norm" in record)
+    assert first["first_pass_max_abs_log_ratio"] == 0.0
+    assert first["grad_norm"] > 0
+
+
 def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`module:callable` with a weight, beside the built-in one; both are logged."""
     monkeypatch.syspath_prepend(str(folder))

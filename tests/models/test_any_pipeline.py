@@ -26,7 +26,7 @@ from fluvial.models.any_pipeline import AnyPipeline
 from fluvial.models.lora import LoraConfig, add_lora
 
 STEPS = 4
-each = pytest.mark.parametrize("name", ROWS)
+each = pytest.mark.parametrize("name", [*WITHOUT_ADAPTER, "flux-guided"])
 
 
 @pytest.fixture(scope="module")
