@@ -33,17 +33,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flags(folder: Path, name: str, recipe: str) -> list[str]:
-    """Two updates of the recipe, as small as it gets."""
+def size(name: str) -> list[str]:
+    """How a row is asked for its pictures."""
     if name in ROWS:
         height, width, *frames = ROWS[name].sizes[0]
-        size = ["--pipeline.frames", str(frames[0])] if frames else []
+        more = ["--pipeline.frames", str(frames[0])] if frames else []
     else:
         call = dict(anypipe.ROWS[name].options)
-        height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-        size = ["--rollout.guidance.scale", str(scale), "--pipeline.call"]
-        size += [f"{option}={json.dumps(value)}" for option, value in call.items()]
-    size = ["--pipeline.height", str(height), "--pipeline.width", str(width), *size]
+        height, width, _ = (call.pop(option) for option in ("height", "width", "guidance_scale"))
+        more = ["--pipeline.call", *(f"{option}={json.dumps(value)}" for option, value in call.items())]
+    return ["--pipeline.height", str(height), "--pipeline.width", str(width), *more]
+
+
+def flags(folder: Path, name: str, recipe: str) -> list[str]:
+    """Two updates of the recipe, as small as it gets."""
+    guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(anypipe.ROWS[name].options["guidance_scale"])]
     rollout = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
     rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"
     own = {
@@ -51,7 +55,7 @@ def flags(folder: Path, name: str, recipe: str) -> list[str]:
         "raft": ["--noising.each", "2"],
         "ddpo": ["--rollout.window", "1", "--rollout.window-high", "2"],
     }.get(recipe, [])
-    return ["train", recipe, "--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size,
+    return ["train", recipe, "--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size(name), *guidance,
             *rollout.split(), *rest.split(), "--pipeline.text-cache", str(folder / "texts"), *own]  # fmt: skip
 
 
@@ -135,14 +139,14 @@ def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: p
     assert "config.json is missing" in small.one_line(capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["sd3", pytest.param("wan-experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wan-experts", "sana"))])
 def test_pictures_before_and_after(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A run's adapter, drawn below the model without it; the two differ once the adapter is made larger."""
     typed = flags(folder, name, "grpo")
     assert cli.run([*typed, "--optimizer.lr", "0.5", "--out", str(tmp_path / "run")]) == 0
     sheet = tmp_path / "sheet.png"
     words = ["sample", str(folder / name), "--prompts", "a red fox", "--each", "1", "--steps", "3", "--out", str(sheet)]
-    words += ["--pipeline.height", "16", "--pipeline.width", "16"]
+    words += size(name)
     assert cli.run([*words, "--lora", str(tmp_path / "run" / "lora")]) == 0, capfd.readouterr().err
     both = np.asarray(Image.open(sheet))
     assert cli.run(words) == 0
