@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fluvial.core.checks import check_number, per_sample
-from fluvial.core.flow_matching import interpolate, velocity_error
+from fluvial.core.checks import check_number
+from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.engines import jobs
 from fluvial.engines.distributed import world
@@ -21,6 +21,7 @@ from fluvial.engines.evaluate import evaluate
 from fluvial.engines.export import export
 from fluvial.engines.fsdp import Engine
 from fluvial.engines.generate import on_device, slots
+from fluvial.engines.noising import noised_at
 from fluvial.engines.optimizer import OptimizerConfig
 from fluvial.engines.progress import RunProgress
 from fluvial.engines.runfolder import write_json
@@ -89,7 +90,7 @@ class ErrorInfo(NamedTuple):
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Train a handwriting model from random weights and write it to a folder, with a record of how it was made.
 
-    Loss: mean |prediction - target|^2 at levels as `levels` draws them, see `noised` for x and the target.
+    Loss: that of supervised fine-tuning (`objectives.Sft`), on samples that `noising.noised_at` puts at levels of `levels`.
 
     Raises:
         UsageError: the folder already holds a model.
@@ -109,7 +110,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         engine = Engine(module, model.blocks(module), config.optimizer, processes, updates=config.updates)
 
         def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
-            x, target = noised(batch, model.prediction)
+            x, target = noised_at(batch.x0, batch.noise, batch.level, prediction=model.prediction)
             error = velocity_error(model.velocity(module, x, batch.level, batch.cond), target)
             return error, ErrorInfo(error)
 
@@ -168,15 +169,3 @@ def levels(u: Tensor, prediction: Prediction) -> Tensor:
         return SHIFT * u / (1 + (SHIFT - 1) * u)
     powers = alphas_cumprod(u.device)
     return powers[(u * len(powers)).long()]
-
-
-def noised(batch: Noised, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """Return the noised pictures, and what is to be predicted for them.
-
-    x_t = (1 - sigma) x0 + sigma noise, target = noise - x0       of a flow (arXiv 2210.02747)
-    x_t = sqrt(ab) x0 + sqrt(1 - ab) noise, target = noise        of a model of epsilon (arXiv 2006.11239)
-    """
-    if prediction == "velocity":
-        return interpolate(batch.x0, batch.noise, batch.level), batch.noise - batch.x0
-    power = per_sample(batch.level, batch.x0)
-    return torch.sqrt(power) * batch.x0 + torch.sqrt(1 - power) * batch.noise, batch.noise
