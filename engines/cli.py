@@ -367,6 +367,7 @@ def parsed(kind: type, default: Callable[[], Any], program: str, args: list[str]
     import tyro
 
     base, boxed = default(), io.StringIO()
+    args = ["--rewards" if word == "--reward" else word for word in args]  # a person has one, mostly
     try:
         with contextlib.redirect_stderr(boxed):
             return tyro.cli(

@@ -272,7 +272,7 @@ class TrainConfig:
             by default.
         prompts: text file of prompts to train on, one a line; all training codes by default.
         rewards: names of the job's rewards or functions of your own, reward(pictures, prompts) -> [B], each with a weight or
-            without, e.g. characters mymodule:neat=0.5; the job's first by default.
+            without, e.g. characters mymodule:neat=0.5; the job's first by default. --reward is the same.
         micro_batch: samples a forward pass in rollout and update; decides the memory, and the result only by rounding.
         init: "sharded" lets each rank read its own shards of the base weights, so that none holds the whole model; "whole"
             loads them on every rank and shards them then, as a model must that is not read from a folder.
