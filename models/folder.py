@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "model_index.json"  # names a pipeline's parts
-# What lists the files of weights that are split: as diffusers names it, and as transformers does.
+# Files of weights, and what lists them where they are split: as diffusers names them, and as transformers does.
+WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
 
 
@@ -81,7 +82,10 @@ def _lacks(part: Path, *, weights: bool) -> str | None:
         if (part / name).is_file():
             files = {str(file) for file in read_settings(part / name).get("weight_map", {}).values()}
             return next((file for file in sorted(files) if not (part / file).is_file()), None)
-    return None if list(part.glob("*.safetensors")) else "file of weights (*.safetensors)"
+    if any((part / name).is_file() for name in WEIGHTS):
+        return None
+    others = ", ".join(sorted(file.name for file in part.glob("*.safetensors")))  # a variant in other precision
+    return f"{' or '.join(WEIGHTS)}" + (f", only {others}" if others else "")
 
 
 @contextmanager
