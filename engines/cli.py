@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -191,27 +192,30 @@ def _recipes() -> str:
 def _train(name: str, program: str, args: list[str]) -> None:
     import inspect
     from dataclasses import replace
-    from itertools import pairwise
 
     from fluvial.engines.config import TrainConfig
     from fluvial.engines.recipes import RECIPES
     from fluvial.engines.trainer import train
 
     recipe = RECIPES[name]
-    # Which numbers are the defaults depends on the model, so it is looked for before all is parsed.
-    given = [model for flag, model in pairwise(args) if flag == "--model"]
-    given += [arg.partition("=")[2] for arg in args if arg.startswith("--model=")]
-    default = replace(recipe(*given[-1:]), out=Path("runs") / name)
-    about = inspect.getdoc(recipe)
-    config = parsed(TrainConfig, lambda: default, program, args, about=about)
-    if config.resume or config.resume_from is not None:
-        # A run goes on with its own settings; what is typed now comes on top.
-        config = parsed(TrainConfig, lambda: _recorded(config.out), program, args, about=about)
+    # The defaults depend on the model, or on the run that goes on, so these are looked for before all is parsed.
+    default = replace(recipe(*_typed(args, "--model")[-1:]), out=Path("runs") / name)
+    resumes = "--resume" in args or _typed(args, "--resume-from")
+    if resumes and not {"-h", "--help"} & set(args):
+        default = _recorded(Path((_typed(args, "--out") or [default.out])[-1]))
+    config = parsed(TrainConfig, lambda: default, program, args, about=inspect.getdoc(recipe))
     try:
         train(config, console=_console())
     except LostProcessError as error:
         advice = f"earlier checkpoints are as they were, go on with --resume --out {config.out}"
         raise LostProcessError(f"{error}; {advice}") from error
+
+
+def _typed(args: list[str], flag: str) -> list[str]:
+    """Return the values that a flag is given, as `flag value` or `flag=value`."""
+    words = [arg.replace("_", "-") if arg.startswith("--") and "=" not in arg else arg for arg in args]
+    spaced = [value for word, value in itertools.pairwise(words) if word == flag]
+    return spaced + [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
 
 
 def _recorded(out: Path) -> Any:

@@ -227,3 +227,23 @@ def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, c
     assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 1
     line = small.one_line(capfd.readouterr().err)
     assert line.endswith("the plan does not agree with what was measured: moments, allocated at the peak")
+
+
+@pytest.mark.parametrize("resumes", ["--resume", "--resume-from=000002", "--resume_from 000002"])
+def test_what_is_typed_to_resume_goes_on_top_of_the_run(
+    resumes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
+    from fluvial.engines import recipes, trainer
+
+    out = tmp_path / "run"
+    begun = replace(recipes.grpo(), out=out, updates=1, minibatches=1, seed=5)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(recipes.as_record(begun)))
+    seen: list[Any] = []
+    monkeypatch.setattr(trainer, "train", lambda config, console: seen.append(config))
+    assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
+    (config,) = seen
+    assert replace(config, resume=False, resume_from=None) == replace(begun, updates=3)
+    assert config.resume != (config.resume_from is not None)
+    assert cli.run(["train", "grpo", "--resume", "--help"]) == 0  # where there is no run, too
