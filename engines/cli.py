@@ -202,7 +202,7 @@ def _train(name: str, program: str, args: list[str]) -> None:
     default = replace(recipe(*_typed(args, "--model")[-1:]), out=Path("runs") / name)
     resumes = "--resume" in args or _typed(args, "--resume-from")
     if resumes and not {"-h", "--help"} & set(args):
-        default = _recorded(Path((_typed(args, "--out") or [default.out])[-1]))
+        default = _recorded(Path((_typed(args, "--out") or [str(default.out)])[-1]))
     config = parsed(TrainConfig, lambda: default, program, args, about=inspect.getdoc(recipe))
     try:
         train(config, console=_console())
@@ -323,6 +323,7 @@ def _preferences(name: str, program: str, args: list[str]) -> None:
     from fluvial.engines.generate import generate, on_device
 
     job = jobs.named(name, weights=config.weights)
+    jobs.claim_preferences(config.out)
     weighted = rewards.chosen(job.rewards, config.rewards)
     root, batch = key(config.seed), config.prompts * config.group
     places = (uniform(fold_in(root, 0), (config.prompts,)) * len(job.train_prompts)).long().tolist()

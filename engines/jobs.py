@@ -274,6 +274,20 @@ def read_prompts(path: Path, model: VelocityModel, *, heldout: Sequence[str]) ->
     return tuple(prompts)
 
 
+def claim_preferences(folder: Path) -> None:
+    """Make a folder for preferences, before they are made.
+
+    Raises:
+        UsageError: it holds preferences already, or cannot be made.
+    """
+    if (folder / PREFERENCES).exists():
+        raise UsageError(f"{folder} holds preferences already: choose another folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"preferences cannot be written to {folder}: {error.strerror}") from error
+
+
 def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
     """Write preferences to a folder: preferences.jsonl, a line {"prompt", "win", "lose"} each, and the pictures it names.
 
@@ -286,10 +300,8 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
     """
     from fluvial.engines.pictures import as_image
 
-    if (folder / PREFERENCES).exists():
-        raise UsageError(f"{folder} holds preferences already: choose another folder with --out")
+    claim_preferences(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lines = []
         for number, (prompt, *both) in enumerate(chosen):
             names = [f"{number:06d}-{side}.png" for side in ("win", "lose")]

@@ -88,6 +88,7 @@ def sample(name: str, config: SampleConfig) -> str:
     Raises:
         UsageError: a prompt is none for the model, its weights cannot be loaded, or the picture cannot be written.
     """
+    _check_out(config.out)
     job = jobs.named(name, weights=config.weights)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
     module = jobs.build(job).to(_device()).eval()
@@ -103,6 +104,7 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
     Raises:
         UsageError: as `sample`, or the adapter cannot be loaded.
     """
+    _check_out(config.out)
     job = jobs.opened(name, config.pipeline, steps=config.steps, guidance=config.guidance)
     _check(job.model, config.prompts)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
@@ -125,6 +127,11 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix.lower() not in pictures.Image.registered_extensions():
+        raise UsageError(f"--out {out} cannot be written: {out.suffix or 'no ending'} is no kind of picture, expected .png")
 
 
 def _check(model: VelocityModel, prompts: tuple[str, ...]) -> None:
