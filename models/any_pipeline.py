@@ -95,6 +95,8 @@ class AnyPipeline(Pipeline):
         self.text_lengths = (most, 2**31)
         self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
         super().__init__(local, **options)
+        if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
+            self.asked["max_sequence_length"] = self.text_tokens
         self.steps, self.compute = steps, compute
         self._pipe: Any = None
         self._once: _Known | None = None
@@ -264,8 +266,6 @@ class AnyPipeline(Pipeline):
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
         asked = {**self.asked, **self._copies(prompt, COPIES), "generator": seeds}
-        if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
-            asked.setdefault("max_sequence_length", self.text_tokens)
         capture = Capture(pipe, COMPONENT, asked)
         own = pipe.scheduler
         scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
