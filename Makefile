@@ -4,9 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
-# Most tests wait for processes of one thread: two workers take half the time on two cores. Each test file stays on one, and
-# they are taken in order: by number of tests, files of one long test would come last and keep one worker alone.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Most tests wait for processes of one thread: two workers take half the time on two cores. Each test file stays on one.
+WORKERS ?= -n 2 --dist loadfile
 # Pinned versions. The package index's torch of that version is the CUDA build; a machine set up with a CPU file takes that.
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
