@@ -252,7 +252,7 @@ class AnyPipeline(Pipeline):
             self._pipe.set_progress_bar_config(disable=True)
         return self._pipe
 
-    def _copies(self, prompt: str, number: int) -> dict[str, Any]:
+    def _several(self, prompt: str, number: int) -> dict[str, Any]:
         """Return how the pipeline is told to make several samples of a prompt."""
         for name in ("num_images_per_prompt", "num_videos_per_prompt"):
             if name in self.takes:
@@ -265,7 +265,7 @@ class AnyPipeline(Pipeline):
         from fluvial.models.schedulers import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
-        asked = {**self.asked, **self._copies(prompt, COPIES), "generator": seeds}
+        asked = {**self.asked, **self._several(prompt, COPIES), "generator": seeds}
         capture = Capture(pipe, COMPONENT, asked)
         own = pipe.scheduler
         scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
@@ -298,7 +298,7 @@ class AnyPipeline(Pipeline):
         pipe = self._loaded()
         own = pipe.scheduler
         pipe.scheduler = _answer(own, latents.to(self.device, self.known.dtype))
-        once = {**self._copies("", len(latents)), "num_inference_steps": 1, "output_type": "pt"}
+        once = {**self._several("", len(latents)), "num_inference_steps": 1, "output_type": "pt"}
         try:
             with quietly():
                 pictures: Tensor = pipe(**{**self.asked, **once})[0]

@@ -40,7 +40,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 class RecordedModel:
     """The velocity of a recorded pipeline, with the arguments of `models.protocol.VelocityModel`, at the recorded steps.
 
-    It knows its inputs at those noise levels alone, so objectives that put noise on samples anew cannot use it.
+    It knows its inputs at those noise levels alone, so noise can be put on samples anew at those and no others.
     """
 
     pipeline: str  # its class, for messages
