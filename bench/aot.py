@@ -176,7 +176,7 @@ def _all_launches() -> list[Launch]:
 
 
 def _numbered(item: tuple[int, str]) -> AotRow:
-    """Compile launch number `item[0]`: kernels do not travel between processes, and are the same in each."""
+    """Compile launch number `item[0]`: kernels do not travel between world, and are the same in each."""
     return compiled(_all_launches()[item[0]], item[1])
 
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.distributed import World
-from fluvial.engines.fsdp import OptimizerConfig
-from fluvial.models import Cond, VelocityModel
+from fluvial.engines.fsdp.engine import OptimizerConfig
+from fluvial.engines.fsdp.world import World
+from fluvial.models import Cond, DiffusionModel
 
 
 class Stored(NamedTuple):
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
     scale: float  # of the guidance
 
 
-class Published:
+class PublishedLoop:
     """A sharded module, its optimizer, and the update.
 
     Args:
@@ -62,7 +62,7 @@ class Published:
 
     def __init__(
         self,
-        model: VelocityModel,
+        model: DiffusionModel,
         module: nn.Module,
         config: OptimizerConfig,
         world: World,
@@ -148,10 +148,10 @@ class Published:
         return log_prob.flatten(1).mean(1)
 
     def _velocity(self, batch: Stored, x: Tensor, sigma: Tensor, timestep: Tensor) -> Tensor:
-        v = self.model.velocity(self.module, x, sigma, batch.cond, timestep=timestep)
+        v = self.model.predict(self.module, x, sigma, batch.cond, timestep=timestep)
         if batch.uncond is None:
             return v
-        v_uncond = self.model.velocity(self.module, x, sigma, batch.uncond, timestep=timestep)
+        v_uncond = self.model.predict(self.module, x, sigma, batch.uncond, timestep=timestep)
         return v_uncond + batch.scale * (v - v_uncond)
 
     def _index(self, timestep: Tensor) -> int:

@@ -192,7 +192,7 @@ def _peak(function: Callable[[], object], device: str) -> int:
 
 
 def plot(rows: Sequence[Row], out: Path) -> list[Path]:
-    """Draw bandwidth and time against size, a picture an operation's pass."""
+    """Draw bandwidth and time against size, a image an operation's pass."""
     import matplotlib
 
     matplotlib.use("Agg")

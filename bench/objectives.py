@@ -23,7 +23,7 @@ from rich.table import Table
 
 from fluvial.bench import harness
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.recipes import RECIPES
+from fluvial.engines.train.recipes import RECIPES
 
 OFFLINE = "dpo, offline"  # not a recipe of its own: dpo on a file of preferences of the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
@@ -73,8 +73,8 @@ class Point:
     updates: int
     samples: int  # drawn and judged so far, or read from data
     seconds: float  # of training so far
-    heldout: float  # whole codes right by the reader that training never sees
-    reward: float  # by the reader that the reward is
+    heldout: float  # whole codes right by the recogniser that training never sees
+    reward: float  # by the recogniser that the reward is
     drift: float  # of the velocity from the base model's, relative
     diversity: float  # mean distance in a group of the last rollout; NaN where there are no groups
     evaluated: int  # samples of the evaluation
@@ -149,7 +149,7 @@ def table(points: Sequence[Point]) -> Table:
         "recipe",
         "before",
         "after",
-        "reward's reader",
+        "reward's recogniser",
         "seconds",
         "samples",
         "updates",
@@ -188,7 +188,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         ("seconds", "heldout", "whole held-out codes right"),
         ("samples", "heldout", "whole held-out codes right"),
         ("updates", "heldout", "whole held-out codes right"),
-        ("reward", "heldout", "unseen reader against the reward's"),
+        ("reward", "heldout", "unseen recogniser against the reward's"),
         ("updates", "drift", "drift from the base model"),
         ("updates", "diversity", "distance between samples of a group"),
     )
@@ -219,7 +219,7 @@ def _run(recipe: str, seed: int, config: ObjectivesConfig, folder: Path) -> Iter
     out = folder / f"{recipe.replace(', ', '-')}-{seed}"
     flags = ["--out", str(out), "--seed", str(seed)]
     if config.rollouts is not None:
-        each = RECIPES[recipe.partition(",")[0]]().updates_a_rollout
+        each = RECIPES[recipe.partition(",")[0]]().updates_per_rollout
         flags += ["--updates", str(config.rollouts * each), "--eval-every", str(config.rollouts // 5 * each)]
     if recipe == "distill":
         flags += ["--objective.teacher", str(folder / f"{TEACHER}-{config.seeds[0]}" / "weights")]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
-from fluvial.engines import jobs, recipes
-from fluvial.engines.distributed import world
-from fluvial.engines.rewards import Rewards, chosen
-from fluvial.engines.signals import StopRequest
-from fluvial.engines.trainer import Trainer
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.rewards.runner import Rewards, chosen
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train import recipes
+from fluvial.engines.train.stop import StopRequest
+from fluvial.engines.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class PhasesConfig:
 
 def measure(config: PhasesConfig) -> list[Row]:
     """Return a row for each phase of full fine-tuning and of LoRA."""
-    with tempfile.TemporaryDirectory() as folder, world() as processes:
+    with tempfile.TemporaryDirectory() as folder, init_world() as world:
         job = jobs.handwriting()
         defaults = replace(recipes.grpo(), out=Path(folder))
         runs = {"full": replace(defaults, train="full"), "lora": replace(defaults, train="lora")}
-        trainers = {name: Trainer(run, job, processes, console=None) for name, run in runs.items()}
+        trainers = {name: Trainer(run, job, world, console=None) for name, run in runs.items()}
         runner = Rewards(list(chosen(job.rewards, ()).values()))
         seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
 
@@ -55,7 +56,7 @@ def measure(config: PhasesConfig) -> list[Row]:
                 phase,
                 times[1:],  # the first is the warm-up
                 provider=name,
-                mode=f"{processes.size} rank(s)",
+                mode=f"{world.size} rank(s)",
                 shape=f"{batch}x1x8x32",
                 amount=batch,
                 unit="samples",

@@ -30,23 +30,24 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fluvial.bench import harness
-from fluvial.bench.baselines import Published, Stored
+from fluvial.bench.baselines import PublishedLoop, Stored
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.harness import Row
 from fluvial.core.checks import check_number
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.transitions import flow_sde
-from fluvial.engines import flops, pairs
-from fluvial.engines.cli import exit_with
-from fluvial.engines.distributed import World, world
+from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig, UpdateInfo
-from fluvial.engines.memory import LiveStorages
-from fluvial.engines.pairs import Pairs
+from fluvial.engines.fsdp import flops
+from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan.memory import LiveStorages
+from fluvial.engines.rollout import items
+from fluvial.engines.rollout.items import Items
 from fluvial.kernels import policy_loss
 from fluvial.models import Cond, LoraConfig, add_lora
-from fluvial.models.guided import Guided, guided_velocity
+from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.model import CONFIG, CodeCond
 
@@ -127,7 +128,7 @@ class UpdateConfig:
         steps: recorded steps of the updates that are timed.
         counted: recorded steps of the updates that are counted, of the first size, with the most processes: few, some and
             many. Each rank has one micro-batch of samples.
-        ranks: processes.
+        ranks: world.
         samples: of each rank.
         micro_batch: (sample, step) pairs a forward and backward pass.
         guidance: classifier-free guidance in the update.
@@ -182,7 +183,7 @@ class Case:
 class Rollout(NamedTuple):
     """A rank's stored samples, as the engine and as the published way take them."""
 
-    flat: Pairs
+    flat: Items
     cond: Cond  # `Guided` with guidance
     stored: Stored
     sigmas: Tensor  # [T + 1]
@@ -233,7 +234,7 @@ class Compared:
 
 
 class Measured(NamedTuple):
-    """What was measured with one number of processes."""
+    """What was measured with one number of world."""
 
     rows: list[Row]
     counts: list[CountRow]
@@ -267,14 +268,14 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
             chunks.append(
                 rollout(velocity, x, sigmas, transition=sampler, key=fold_in(root, 5 + first), record=range(case.steps))
             )
-    trajectory: Trajectory = pairs.concatenate(chunks)
+    trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
     stored = Stored(
         x=trajectory.x, x_next=trajectory.x_next, timesteps=timesteps.expand(case.samples, -1),
         log_prob=trajectory.log_prob, advantage=advantage,
         cond=given, uncond=negative if case.guidance else None, scale=SCALE,
     )  # fmt: skip
-    flat = pairs.flatten(trajectory, schedule, advantage, torch.ones_like(advantage))
+    flat = items.flatten(trajectory, schedule, advantage, torch.ones_like(advantage))
     return Rollout(flat, cond, stored, sigmas, timesteps)
 
 
@@ -286,14 +287,14 @@ def build_engine(case: Case, world: World, sharding: EngineConfig) -> Engine:
     return Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=1000, sharding=sharding)
 
 
-def build_published(case: Case, world: World) -> Published:
+def build_published(case: Case, world: World) -> PublishedLoop:
     """Return the published way over a fresh transformer."""
     dtype = EngineConfig().compute_dtype(world.device)
     module: Any = case.size.build(case.train, world.device)
     if case.checkpointing:
         module.enable_gradient_checkpointing()  # diffusers' own
     scheduler = MODEL.scheduler(case.steps)
-    return Published(MODEL, module, OPTIMIZER, world, scheduler=scheduler, eta=ETA, clip=CLIP, compute=dtype)
+    return PublishedLoop(MODEL, module, OPTIMIZER, world, scheduler=scheduler, eta=ETA, clip=CLIP, compute=dtype)
 
 
 def update_engine(
@@ -308,7 +309,7 @@ def update_engine(
     sigmas = rollout.sigmas
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
 
-    def loss(batch: Pairs) -> Any:
+    def loss(batch: Items) -> Any:
         assert batch.level_next is not None
         assert batch.x_next is not None
         assert batch.log_prob_old is not None
@@ -317,7 +318,7 @@ def update_engine(
             timestep=batch.timestep, forwards=forwards, gradient=gradient,
         )  # fmt: skip
         return policy_loss(
-            v, batch.x, batch.x_next, sampler(batch.level, batch.level_next), batch.log_prob_old, batch.signal,
+            v, batch.x, batch.x_next, sampler(batch.level, batch.level_next), batch.log_prob_old, batch.target_weight,
             clip_low=CLIP, clip_high=CLIP,
         )  # fmt: skip
 
@@ -327,17 +328,17 @@ def update_engine(
     )
 
 
-def counted(update: Callable[[], object], side: Engine | Published, rollout: Rollout) -> Counts:
+def counted(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> Counts:
     """Count one update. What is there before is no part of the peak: parameters, optimizer state, the rollout."""
     state = [value for values in side.optimizer.state.values() for value in values.values()]
     there = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
     memory = LiveStorages([leaf for leaf in there if isinstance(leaf, Tensor)])
     with Collectives() as collectives, HostReads() as reads, memory:
         update()
-    return Counts(collectives.all_gathers, collectives.reduce_scatters, collectives.others, reads.total, memory.peak)
+    return Counts(collectives.all_gathers, collectives.reduce_scatters, collectives.policies, reads.total, memory.peak)
 
 
-def gradient_distance(one: Engine | Published, other: Engine | Published, world: World) -> float:
+def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop, world: World) -> float:
     """Return |g - g'| / |g'| of the gradients of two sides' first updates, which AdamW's first moment holds."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name in one.trainable:
@@ -352,7 +353,7 @@ def gradient_distance(one: Engine | Published, other: Engine | Published, world:
 class Side(NamedTuple):
     """One way of making the update."""
 
-    trained: Engine | Published
+    trained: Engine | PublishedLoop
     update: Callable[[], object]
     passes: int  # forward and backward passes an update, of a rank
 
@@ -430,7 +431,7 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
 
 
 def measure(config: UpdateConfig, world: World) -> Measured:
-    """Count and time every case with this number of processes."""
+    """Count and time every case with this number of world."""
     measured, p = Measured([], [], []), config.micro_batch
     for train in config.train:
         for steps in config.counted if world.size == max(config.ranks) else ():
@@ -462,7 +463,7 @@ def measure(config: UpdateConfig, world: World) -> Measured:
 
 
 def run(config: UpdateConfig) -> dict[str, Any]:
-    """Measure with each number of processes, append to update.csv and update-counts.csv, print, and return the summary.
+    """Measure with each number of world, append to update.csv and update-counts.csv, print, and return the summary.
 
     Raises:
         RunError: the processes failed; what they said is on standard error.
@@ -552,9 +553,9 @@ def worker(args: list[str]) -> int:
     told = json.loads(Path(args[0]).read_text())
     fields_: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
     config = UpdateConfig(**fields_)
-    with world() as processes:
-        measured = measure(config, processes)
-        if processes.is_main:
+    with init_world() as world:
+        measured = measure(config, world)
+        if world.is_main:
             Path(args[1]).write_text(json.dumps({k: [asdict(row) for row in v] for k, v in measured._asdict().items()}))
     return 0
 

@@ -20,7 +20,7 @@ class DpoInfo(NamedTuple):
     accuracy: Tensor  # 1 where the margin is above 0, else 0
 
 
-class Pairs(NamedTuple):
+class BestWorst(NamedTuple):
     """The best and the worst sample of each sample's group, `[B]`; `win[valid]` and `lose[valid]` are the pairs."""
 
     win: Tensor  # [B] int64, place in the batch of the best of the group
@@ -56,7 +56,7 @@ def dpo_info(
     return DpoInfo(win, win - margin, margin, (margin > 0).to(margin.dtype))
 
 
-def best_and_worst(reward: PerSample, group: Ids) -> Pairs:
+def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
     """Return the best and the worst sample of each group, for pairs made of a policy's own samples.
 
     Of equal rewards the first in the batch counts; a group whose rewards are all equal, or a group of one, gives no pair.
@@ -76,7 +76,7 @@ def best_and_worst(reward: PerSample, group: Ids) -> Pairs:
     reward, group = reward.detach(), group.contiguous()
     win, lose = _first_of_group(reward, group, descending=True), _first_of_group(reward, group, descending=False)
     places = torch.arange(len(reward), device=reward.device)
-    return Pairs(win, lose, (win == places) & (reward[win] > reward[lose]))
+    return BestWorst(win, lose, (win == places) & (reward[win] > reward[lose]))
 
 
 def _rewards(

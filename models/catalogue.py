@@ -24,14 +24,14 @@ class Known(NamedTuple):
 
 # Sizes are those that the models' publishers state.
 KNOWN = (
-    Known("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "pictures"),
-    Known("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "pictures"),
-    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "pictures"),
-    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "pictures"),
-    Known("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "pictures"),
-    Known("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "pictures"),
-    Known("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "pictures"),
-    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "films"),
-    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "films"),
-    Known("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "films"),
+    Known("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),
+    Known("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "images"),
+    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "images"),
+    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "images"),
+    Known("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "images"),
+    Known("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "images"),
+    Known("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "images"),
+    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "videos"),
+    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "videos"),
+    Known("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "videos"),
 )

@@ -26,7 +26,7 @@ class Schedule(NamedTuple):
     timesteps: Tensor  # [T] what the model is given for the first T of them
 
 
-def is_recorded(model: "VelocityModel") -> bool:
+def is_recorded(model: "DiffusionModel") -> bool:
     """Return whether a model is a pipeline without an adapter, whose velocity is replayed (`models.any_pipeline`).
 
     Such a model's conditioning holds its guidance, and it knows no noise levels but those of its schedule.
@@ -34,8 +34,8 @@ def is_recorded(model: "VelocityModel") -> bool:
     return bool(getattr(model, "recorded", False))
 
 
-class VelocityModel(Protocol):
-    """A model of a flow's velocity v = eps - x0, or of eps, and the way from prompts to pictures around it.
+class DiffusionModel(Protocol):
+    """A model of a flow's velocity v = eps - x0, or of eps, and the way from prompts to images around it.
 
     Everything is pure in the module and the inputs: the engine may shard the module, wrap it in adapters or average
     it, and pass it back in.
@@ -65,7 +65,7 @@ class VelocityModel(Protocol):
         ...
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of one sample, without the batch, for pictures (films) of a size in pixels.
+        """Return the shape of one sample, without the batch, for images (videos) of a size in pixels.
 
         Raises:
             ValueError: the model makes none of that size; it says which it does.
@@ -84,7 +84,7 @@ class VelocityModel(Protocol):
         """Return the conditioning of a batch of prompts; the empty prompt is none, for guidance away from it."""
         ...
 
-    def velocity(
+    def predict(
         self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
     ) -> Samples:
         """Return the prediction `[B, *event]` for samples x at levels sigma `[B]` (alpha_bar for a model of eps).
@@ -95,7 +95,7 @@ class VelocityModel(Protocol):
         ...
 
     def decode(self, latents: Samples) -> Tensor:
-        """Return pictures `[B, C, H, W]`, float in [0, 1]."""
+        """Return images `[B, C, H, W]`, float in [0, 1]."""
         ...
 
     def guide(self, v: Samples, v_uncond: Samples, scale: PerSample) -> Samples:

@@ -67,7 +67,7 @@ def test_a_python_in_the_repository_is_not_fooled() -> None:
     sees = "import importlib.util as u; print(u.find_spec('kernels') is None)"
     assert python(sees, "-P") == "True"
     # Without -P our folder stands on the path; the command line takes it off before anything is imported.
-    run = f"import fluvial.engines.cli as cli\ncli.exit_with(lambda args: exec({sees!r}) or 0, [])"
+    run = f"import fluvial.engines.cli.main as cli\ncli.exit_with(lambda args: exec({sees!r}) or 0, [])"
     assert python(sees) == "False"
     assert python(run) == "True"
     answers = (
@@ -75,7 +75,8 @@ def test_a_python_in_the_repository_is_not_fooled() -> None:
         "print(d(), t())"
     )
     assert (
-        python(f"import fluvial.engines.cli as cli\ncli.exit_with(lambda args: exec({answers!r}) or 0, [])") == "False False"
+        python(f"import fluvial.engines.cli.main as cli\ncli.exit_with(lambda args: exec({answers!r}) or 0, [])")
+        == "False False"
     )
 
 
@@ -95,7 +96,7 @@ def test_torchvision_is_absent_and_not_needed() -> None:
 def test_the_command_is_quick_to_answer() -> None:
     """Help and version import neither torch nor diffusers."""
     code = (
-        "import sys, fluvial.engines.cli as cli\ncode = cli.run(['--help'])\n"
+        "import sys, fluvial.engines.cli.main as cli\ncode = cli.run(['--help'])\n"
         "print(code, {'torch', 'diffusers', 'peft'} & set(sys.modules))"
     )
     assert python(code, "-P").endswith("0 set()")

@@ -2,7 +2,7 @@
 
 from fluvial.models.handwriting.data import codes, digits, write
 from fluvial.models.handwriting.model import BASE, Handwriting
-from fluvial.models.handwriting.recognisers import Reader, evaluation_reader, reward_reader
+from fluvial.models.handwriting.recognisers import Recogniser, heldout_recogniser, reward_recogniser
 from fluvial.models.handwriting.unet import BASE_UNET, HandwritingUNet
 
 __all__ = [
@@ -10,10 +10,10 @@ __all__ = [
     "BASE_UNET",
     "Handwriting",
     "HandwritingUNet",
-    "Reader",
+    "Recogniser",
     "codes",
     "digits",
-    "evaluation_reader",
-    "reward_reader",
+    "heldout_recogniser",
+    "reward_recogniser",
     "write",
 ]

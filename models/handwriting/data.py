@@ -22,7 +22,7 @@ Half = Literal["training", "evaluation"]
 
 
 class Digits(NamedTuple):
-    """Pictures `[N, 8, 8]` in [-1, 1], sorted by label, and where the pictures of each label start `[11]`."""
+    """Images `[N, 8, 8]` in [-1, 1], sorted by label, and where the images of each label start `[11]`."""
 
     pixels: Tensor
     labels: Tensor
@@ -31,7 +31,7 @@ class Digits(NamedTuple):
 
 @cache
 def digits(half: Half) -> Digits:
-    """Return one half of the digits; the two halves share no picture."""
+    """Return one half of the digits; the two halves share no image."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2
@@ -67,7 +67,7 @@ def as_digits(prompts: Sequence[str]) -> Tensor:
 
 
 def write(key: Key, prompts: Sequence[str]) -> Tensor:
-    """Return one picture a prompt, `[B, 1, 8, 32]` in [-1, 1]: four training digits drawn at random, side by side."""
+    """Return one image a prompt, `[B, 1, 8, 32]` in [-1, 1]: four training digits drawn at random, side by side."""
     pixels, _, starts = digits("training")
     wanted = as_digits(prompts)
     keys = fold_in(key, torch.arange(len(prompts)))

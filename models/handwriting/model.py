@@ -1,4 +1,4 @@
-"""The handwriting model: a small SD3 transformer that writes 4-digit codes as 1x8x32 pictures, in pixel space."""
+"""The handwriting model: a small SD3 transformer that writes 4-digit codes as 1x8x32 images, in pixel space."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,7 +117,7 @@ class Handwriting:
         position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
 
-    def velocity(
+    def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return v `[B, 1, 8, 32]`."""
@@ -130,7 +130,7 @@ class Handwriting:
         )[0]
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in [0, 1]; the model works on pixels in [-1, 1]."""
+        """Return images in [0, 1]; the model works on pixels in [-1, 1]."""
         return ((latents.float() + 1) / 2).clamp(0, 1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The handwriting UNet: a small convolutional network that predicts the noise in 1x8x32 pictures of 4-digit codes."""
+"""The handwriting UNet: a small convolutional network that predicts the noise in 1x8x32 images of 4-digit codes."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -42,7 +42,7 @@ SCHEDULER = {
     "steps_offset": 1,
     "timestep_spacing": "trailing",
 }
-PIXELS = Handwriting(None)  # whose prompts and pictures the UNet's are too
+PIXELS = Handwriting(None)  # whose prompts and images the UNet's are too
 
 
 class HandwritingUNet:
@@ -120,7 +120,7 @@ class HandwritingUNet:
         """Return the codes one-hot, and zeros for the empty one; the UNet attends to the tokens alone."""
         return PIXELS.encode(prompts)
 
-    def velocity(
+    def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers sigma."""
@@ -136,7 +136,7 @@ class HandwritingUNet:
         return classifier_free(v, v_uncond, scale)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in [0, 1]; the model works on pixels in [-1, 1]."""
+        """Return images in [0, 1]; the model works on pixels in [-1, 1]."""
         return PIXELS.decode(latents)
 
 

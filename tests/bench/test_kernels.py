@@ -35,7 +35,7 @@ def test_eager_moves_several_times_as_much(operation: operations.Operation) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="a graph holds no run-time type checks")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_the_benchmark_writes_rows_and_pictures(tmp_path: Path) -> None:
+def test_the_benchmark_writes_rows_and_images(tmp_path: Path) -> None:
     """Every provider of a CPU, in every mode, beside a copy of the same bytes."""
     config = KernelsConfig(
         device="cpu", batches=(2,), shapes=("handwriting",), operations=("velocity_error", "sde_step"), runs=2, out=tmp_path

@@ -14,10 +14,10 @@ from torch import Tensor
 from fluvial.bench import update
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update import MODEL, SIZES, Compared, CountRow, UpdateConfig, summarize
-from fluvial.models.guided import Guided, guided_velocity
+from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 
-HERE = Path(__file__).parent
+WORKERS = Path(__file__).parents[1] / "workers"
 UNITS = 3  # two blocks, and the rest of the model
 
 pytestmark = pytest.mark.slow
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> int:
-    """The number of processes."""
+    """The number of world."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def result(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What updates.py found on that many processes."""
+    """What updates.py found on that many world."""
     out = tmp_path_factory.mktemp("updates") / "result.json"
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *(str(HERE / "updates.py"), str(out)),
+            *(str(WORKERS / "updates.py"), str(out)),
         ],
         env={**small.environment(), "PYTHONSAFEPATH": "1"},
         capture_output=True,
@@ -168,7 +168,7 @@ def test_counting_ends_with_its_context() -> None:
 
 
 def test_one_command_measures_and_ends_in_json(tmp_path: Path) -> None:
-    """From a plain shell: it starts its own processes, appends both tables and prints one line of JSON."""
+    """From a plain shell: it starts its own world, appends both tables and prints one line of JSON."""
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "fluvial.bench", "update", "--json", "--out", str(tmp_path)),

@@ -120,7 +120,7 @@ def flux2() -> Any:
 
 
 def unpacked(x: Tensor) -> Tensor:
-    """Samples `[B, H W, C]` of square pictures as `[B, C, H, W]`."""
+    """Samples `[B, H W, C]` of square images as `[B, C, H, W]`."""
     return rearrange(x, "b (h w) c -> b c h w", h=round(x.shape[1] ** 0.5))
 
 

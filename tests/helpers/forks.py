@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fluvial.engines.distributed import World, world
 from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.world import World, init_world
 
 
 class Ended(NamedTuple):
@@ -78,8 +78,8 @@ def on_ranks(count: int, function: Callable[[World], Any], *, catch: bool = Fals
 
     def run() -> Any:
         try:
-            with world(timeout=60) as processes:
-                return function(processes)
+            with init_world(timeout=60) as world:
+                return function(world)
         except RunError as error:
             if not catch:
                 raise
@@ -96,5 +96,5 @@ def alone(function: Callable[[World], Any]) -> Ended:
 
 def as_world(function: Callable[[World], Any]) -> Any:
     """Run a function in this process as a world by itself."""
-    with world() as processes:
-        return function(processes)
+    with init_world() as world:
+        return function(world)

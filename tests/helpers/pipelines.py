@@ -11,15 +11,15 @@ from einops import rearrange
 from qwen import qwen3_encoder, qwen_tokenizer, qwen_vl_encoder
 from torch import Tensor
 
-from fluvial.models.flux import Flux
-from fluvial.models.folder import quietly
-from fluvial.models.pipeline import Pipeline
-from fluvial.models.qwen_image import QwenImage
-from fluvial.models.sd3 import SD3
-from fluvial.models.sdxl import StableDiffusionXL
-from fluvial.models.unet import StableDiffusion
-from fluvial.models.wan import Wan
-from fluvial.models.z_image import ZImage
+from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.pipelines.flux import Flux
+from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.qwen_image import QwenImage
+from fluvial.models.pipelines.sd3 import SD3
+from fluvial.models.pipelines.sdxl import StableDiffusionXL
+from fluvial.models.pipelines.unet import StableDiffusion
+from fluvial.models.pipelines.wan import Wan
+from fluvial.models.pipelines.z_image import ZImage
 
 TEXT = 40  # tokens that a prompt is padded to
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     make: Callable[[], Any]  # the tiny pipeline of diffusers
     call: Callable[[float], dict[str, Any]]  # what diffusers' pipeline is called with for a scale of guidance
     prompts: tuple[str, ...] = ("a red fox", "two cats", "9 owls in 1 barn, at night")
-    sizes: tuple[tuple[int, ...], ...] = ((16, 16), (16, 24), (32, 8))  # height and width in pixels, and frames of a film
+    sizes: tuple[tuple[int, ...], ...] = ((16, 16), (16, 24), (32, 8))  # height and width in pixels, and frames of a video
     masks: bool = False  # whether the network leaves out the tokens that pad a prompt
     # Ends of the names of parameters that get no gradient, because what they compute is thrown away.
     idle: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012  # of the adapter, besides
     latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise as diffusers' pipeline takes it
     asked: Callable[[Tensor], dict[str, Any]] = lambda x: {"max_sequence_length": TEXT}  # with what besides, by that noise
-    pictures: Callable[[Any], Tensor] = attrgetter("images")  # of what it returns
+    images: Callable[[Any], Tensor] = attrgetter("images")  # of what it returns
     scheduler: Callable[[Any], Any] | None = None  # in place of the pipeline's own, which it gets the settings of
     load_lora: Callable[[Any, Path], None] = lambda pipeline, folder: pipeline.load_lora_weights(folder)
     exact: bool = True  # whether the pipeline takes its steps by the same operations
@@ -115,7 +115,7 @@ def sd3() -> Any:
 
 
 def sd3_without_t5() -> Any:
-    """SD3 as it is used without its largest encoder, on a schedule that the size of the picture moves."""
+    """SD3 as it is used without its largest encoder, on a schedule that the size of the image moves."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipeline = sd3()
@@ -161,7 +161,7 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=16 if large else 8, attention_head_dim=2, **(xl if large else {}),
     )  # fmt: skip
-    pictures = AutoencoderKL(
+    images = AutoencoderKL(
         block_out_channels=(4, 4, 8), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
         latent_channels=4, norm_num_groups=2, layers_per_block=1, scaling_factor=0.5,
     )  # fmt: skip
@@ -172,11 +172,11 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
     tokenizer, encoder = clip_tokenizer(TEXT), clip_encoder(projected=False)
     if large:
         return StableDiffusionXLPipeline(
-            unet=unet, scheduler=EulerDiscreteScheduler(**betas), vae=pictures, text_encoder=encoder, tokenizer=tokenizer,
+            unet=unet, scheduler=EulerDiscreteScheduler(**betas), vae=images, text_encoder=encoder, tokenizer=tokenizer,
             text_encoder_2=clip_encoder(), tokenizer_2=clip_tokenizer(TEXT), add_watermarker=False,
         )  # fmt: skip
     return StableDiffusionPipeline(
-        unet=unet, scheduler=PNDMScheduler(**betas, skip_prk_steps=True), vae=pictures, text_encoder=encoder,
+        unet=unet, scheduler=PNDMScheduler(**betas, skip_prk_steps=True), vae=images, text_encoder=encoder,
         tokenizer=tokenizer, safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
 
@@ -193,7 +193,7 @@ def wan(*, experts: bool = False, a_token: bool = False) -> Any:
     networks: dict[str, Any] = {"transformer": WanTransformer3DModel(**settings), "expand_timesteps": a_token}
     if experts:
         networks |= {"transformer_2": WanTransformer3DModel(**settings), "boundary_ratio": 0.8}
-    films = AutoencoderKLWan(
+    videos = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True],
         latents_mean=[-0.7, 0.1, 0.4, -0.2], latents_std=[2.8, 1.4, 0.8, 2.0], scale_factor_temporal=2,
         scale_factor_spatial=2,
@@ -203,7 +203,7 @@ def wan(*, experts: bool = False, a_token: bool = False) -> Any:
         feed_forward_proj="gated-gelu", tie_word_embeddings=False,
     )  # fmt: skip
     return WanPipeline(
-        **networks, vae=films, text_encoder=UMT5EncoderModel(text), tokenizer=t5_tokenizer(),
+        **networks, vae=videos, text_encoder=UMT5EncoderModel(text), tokenizer=t5_tokenizer(),
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     )  # fmt: skip
 
@@ -221,13 +221,13 @@ def qwen_image() -> Any:
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16,
         axes_dims_rope=(2, 2, 4),
     )  # fmt: skip
-    films = AutoencoderKLQwenImage(
+    videos = AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
         latents_mean=[-0.7, 0.1, 0.4, 0.9], latents_std=[2.8, 1.4, 0.6, 1.9],
     )  # fmt: skip
     moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99, "shift_terminal": 0.02}
     return QwenImagePipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(**moving), vae=films,
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(**moving), vae=videos,
         text_encoder=qwen_vl_encoder(), tokenizer=qwen_tokenizer(),
     )  # fmt: skip
 
@@ -295,8 +295,8 @@ def flow_euler(settings: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
 
 
-def film(x: Tensor) -> dict[str, Any]:
-    """How a pipeline is asked for films of as many frames as initial noise is of."""
+def video(x: Tensor) -> dict[str, Any]:
+    """How a pipeline is asked for videos of as many frames as initial noise is of."""
     return {"num_frames": 2 * x.shape[2] - 1, "max_sequence_length": TEXT}
 
 
@@ -329,8 +329,8 @@ Z_IMAGE: dict[str, Any] = {
 }
 
 FILMS = Row(
-    Wan, wan, classifier_free, sizes=((16, 16, 5), (16, 32), (32, 16, 3)), asked=film, scheduler=flow_euler,
-    pictures=lambda made: made.frames.transpose(1, 2),
+    Wan, wan, classifier_free, sizes=((16, 16, 5), (16, 32), (32, 16, 3)), asked=video, scheduler=flow_euler,
+    images=lambda made: made.frames.transpose(1, 2),
 )  # fmt: skip
 
 ROWS: dict[str, Row] = {

@@ -50,7 +50,7 @@ def settings(width: int) -> dict[str, Any]:
 
 
 def qwen_vl_encoder(*, width: int = 16) -> Any:
-    """Qwen2.5-VL of two layers, with one that would look at pictures."""
+    """Qwen2.5-VL of two layers, with one that would look at images."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     turns = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}

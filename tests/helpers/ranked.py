@@ -17,15 +17,15 @@ from torch import Tensor
 
 from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
-from fluvial.engines.cli import exit_with
-from fluvial.engines.distributed import World, world
+from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.generate import Guidance, on_device
-from fluvial.models.any_pipeline import AnyPipeline
-from fluvial.models.guided import guided_velocity
-from fluvial.models.pipeline import open_model
-from fluvial.models.protocol import Schedule, VelocityModel
+from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.rollout.generate import Guidance, on_device
+from fluvial.models.guidance import guided_velocity
+from fluvial.models.pipelines.base import open_model
+from fluvial.models.protocol import DiffusionModel, Schedule
+from fluvial.models.replay.any_pipeline import AnyPipeline
 
 ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
@@ -58,11 +58,11 @@ def save(root: Path) -> None:
         anypipe.load(name, root / name)
 
 
-def opened(root: Path, name: str) -> tuple[VelocityModel, tuple[int, ...]]:
+def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
     """Return a pipeline's model, and the shape of one sample."""
     if name in WITH_ADAPTER:
         row = pipelines.ROWS[name]
-        model: VelocityModel = open_model(root / name, text_tokens=pipelines.TEXT, device="cpu", **row.options)
+        model: DiffusionModel = open_model(root / name, text_tokens=pipelines.TEXT, device="cpu", **row.options)
         return model, model.latent_shape(*row.sizes[0])
     call = dict(anypipe.ROWS[name].options)
     height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
@@ -70,20 +70,18 @@ def opened(root: Path, name: str) -> tuple[VelocityModel, tuple[int, ...]]:
     return model, model.latent_shape(height, width)
 
 
-def update(
-    root: Path, name: str, processes: World, *, context_parallel: int = 1, size: tuple[int, ...] | None = None
-) -> Update:
+def update(root: Path, name: str, world: World, *, context_parallel: int = 1, size: tuple[int, ...] | None = None) -> Update:
     """Take one update of a pipeline's four samples, each at a step of its own, with guidance."""
     model, shape = opened(root, name)
     shape = shape if size is None else model.latent_shape(*size)
     module = model.build(empty=True)
     engine = Engine(
-        module, model.blocks(module), OptimizerConfig(lr=0.01, weight_decay=0.0), processes,
+        module, model.blocks(module), OptimizerConfig(lr=0.01, weight_decay=0.0), world,
         updates=1, sharding=EngineConfig(context_parallel=context_parallel), weights=model.weights,
     )  # fmt: skip
     split = engine.world
     source = torch.Generator().manual_seed(0)
-    grid = on_device(model.schedule(STEPS, shape), torch.device("cpu"))
+    schedule = on_device(model.schedule(STEPS, shape), torch.device("cpu"))
     each = ITEMS // split.data_size
     mine = slice(split.data_rank * each, (split.data_rank + 1) * each)
     rows = torch.arange(ITEMS)[mine]
@@ -92,8 +90,8 @@ def update(
 
     def velocity(net: Any, items: dict[str, Tensor]) -> Tensor:
         return guided_velocity(
-            model, net, items["x"], grid.levels[items["row"]], optree.tree_map(lambda table: table[items["row"]], cond),
-            timestep=grid.timesteps[items["row"]],
+            model, net, items["x"], schedule.levels[items["row"]], optree.tree_map(lambda table: table[items["row"]], cond),
+            timestep=schedule.timesteps[items["row"]],
         )  # fmt: skip
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
@@ -103,8 +101,8 @@ def update(
     items = {"x": x, "row": rows}
     with engine.inference() as net:
         v = velocity(net, items)
-    sampler = _sampler(model, grid)
-    now, later = grid.levels[rows], grid.levels[rows + 1].clamp(max=0.999)  # the last step of a UNet has no noise
+    sampler = _sampler(model, schedule)
+    now, later = schedule.levels[rows], schedule.levels[rows + 1].clamp(max=0.999)  # the last step of a UNet has no noise
     steps = log_prob(sampler(now, later), x, v, x_next)
     info = engine.update(items, torch.ones(each), loss, count=ITEMS, micro_batch=2, pad_to=each)
     state = {key: tensor for key, tensor in engine.state().items() if key.startswith("exp_avg.")}
@@ -119,9 +117,9 @@ def update(
     )
 
 
-def _sampler(model: VelocityModel, grid: Schedule) -> Sampler:
+def _sampler(model: DiffusionModel, schedule: Schedule) -> Sampler:
     if model.prediction == "velocity":
-        return partial(flow_sde, eta=0.7, sigma_max=grid.levels[1])
+        return partial(flow_sde, eta=0.7, sigma_max=schedule.levels[1])
     return partial(ddim, eta=1.0)
 
 
@@ -130,20 +128,20 @@ def main(args: list[str]) -> int:
     root, out = map(Path, args)
     warnings.simplefilter("ignore")  # deprecations within diffusers
     losses = {}
-    with world() as processes:
+    with init_world() as world:
         for name, shared in RUNS:
-            found = update(root, name, processes, context_parallel=shared)
+            found = update(root, name, world, context_parallel=shared)
             losses[f"{name}-{shared}"] = found.loss
-            if processes.is_main:
+            if world.is_main:
                 tensors = {"velocity": found.velocity.contiguous(), "log_prob": found.log_prob.contiguous()}
                 save_file({**tensors, **found.gradients}, out / f"{name}-{shared}.safetensors")
         refused = {}
         for name in SPLIT[:3]:
             try:
-                update(root, name, processes, context_parallel=2, size=(12, 4))
+                update(root, name, world, context_parallel=2, size=(12, 4))
             except UsageError as error:
                 refused[name] = str(error)
-        if processes.is_main:
+        if world.is_main:
             (out / "losses.json").write_text(json.dumps(losses))
             (out / "refused.json").write_text(json.dumps(refused))
     return 0

@@ -1,4 +1,4 @@
-"""Runs of the built-in job in this process, small and with a reward that needs no reader."""
+"""Runs of the built-in job in this process, small and with a reward that needs no recogniser."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.engines import jobs
-from fluvial.engines.config import RolloutConfig, TrainConfig
-from fluvial.engines.rewards import Reward
+from fluvial.engines.rewards.runner import Reward
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import RolloutConfig, TrainConfig
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -22,7 +22,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     return replace(run, **changes)
 
 
-def alternating(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """A reward that differs within every group."""
     return torch.arange(len(prompts)).float() % 2
 

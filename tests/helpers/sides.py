@@ -9,11 +9,11 @@ from pipelines import TEXT
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluvial.engines.cli import exit_with
-from fluvial.engines.distributed import World, world
-from fluvial.engines.export import export
-from fluvial.engines.fsdp import Engine, EngineConfig, OptimizerConfig
-from fluvial.models.pipeline import open_model
+from fluvial.engines.cli.main import exit_with
+from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.export import export
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.models.pipelines.base import open_model
 
 SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
 
@@ -24,27 +24,27 @@ class Info(NamedTuple):
     error: Tensor
 
 
-def update(folder: Path, out: Path, processes: World) -> dict[str, Tensor]:
+def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
     """Return the gradients' moving averages after an update, by parameter, and export what it made."""
     model = open_model(folder, text_tokens=TEXT, device="cpu")
     module = model.build(empty=True)
     engine = Engine(
-        module, model.blocks(module), OptimizerConfig(lr=0.01), processes,
+        module, model.blocks(module), OptimizerConfig(lr=0.01), world,
         updates=1, sharding=EngineConfig(), weights=model.weights,
     )  # fmt: skip
-    each = len(SIGMA) // processes.size
-    mine = slice(processes.rank * each, (processes.rank + 1) * each)
+    each = len(SIGMA) // world.size
+    mine = slice(world.rank * each, (world.rank + 1) * each)
     x = torch.randn(len(SIGMA), *model.latent_shape(16, 16, 3), generator=torch.Generator().manual_seed(0))
     cond = model.encode(["a red fox"] * len(SIGMA))
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
-        v = model.velocity(engine.module, items["x"], items["sigma"], type(cond)(items["tokens"]))
+        v = model.predict(engine.module, items["x"], items["sigma"], type(cond)(items["tokens"]))
         error = v.square().flatten(1).mean(1)
         return error, Info(error.detach())
 
     items = {"x": x[mine], "sigma": torch.tensor(SIGMA)[mine], "tokens": cond.tokens[mine]}
     engine.update(items, torch.ones(each), loss, count=len(SIGMA), micro_batch=2, pad_to=each)
-    export(engine.module, out, world=processes)
+    export(engine.module, out, world=world)
     state = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
     return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]
 
@@ -52,9 +52,9 @@ def update(folder: Path, out: Path, processes: World) -> dict[str, Tensor]:
 def main(args: list[str]) -> int:
     """Write the gradients of the pipeline in the first folder to the second, with what is exported."""
     folder, out = map(Path, args)
-    with world() as processes:
-        gradients = update(folder, out, processes)
-        if processes.is_main:
+    with init_world() as world:
+        gradients = update(folder, out, world)
+        if world.is_main:
             save_file(gradients, out / "gradients.safetensors")
     return 0
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
-from fluvial.engines.config import RolloutConfig, TrainConfig
-from fluvial.engines.distributed import World
-from fluvial.engines.fsdp import UpdateInfo
-from fluvial.engines.jobs import Job
-from fluvial.engines.rewards import Rewards
-from fluvial.engines.signals import StopRequest
-from fluvial.engines.trainer import Trainer
+from fluvial.engines.fsdp.engine import UpdateInfo
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.runner import Rewards
+from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.stop import StopRequest
+from fluvial.engines.train.trainer import Trainer
 from fluvial.models import LoraConfig, Prediction, Schedule
 
 SHAPE, STEPS = (1, 4, 4), 4
@@ -82,7 +82,7 @@ class Tiny:
         return SHAPE
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Levels of noise that fall, or of signal that rise."""
+        """Levels of noise that fall, or of target_weight that rise."""
         if self.prediction == "velocity":
             levels = shifted(steps, 3.0)
             return Schedule(levels, 1000 * levels[:-1])
@@ -97,14 +97,14 @@ class Tiny:
         """Digits one-hot, zeros for the empty prompt."""
         return TinyCond(torch.stack([torch.eye(7)[int(prompt or "6")][:6] for prompt in prompts]))
 
-    def velocity(
+    def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TinyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """The net's output."""
         return module(x, cond.rows, sigma)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Grey pictures."""
+        """Grey images."""
         return (latents.float() / 2 + 0.5).clamp(0, 1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
@@ -112,14 +112,14 @@ class Tiny:
         return classifier_free(v, v_uncond, scale)
 
 
-def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """A reward that every sample has another of."""
-    return pictures.mean((1, 2, 3)).cpu()
+    return images.mean((1, 2, 3)).cpu()
 
 
-def contrast(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Another one, of another size."""
-    return 100 * pictures.flatten(1).std(1).cpu()
+    return 100 * images.flatten(1).std(1).cpu()
 
 
 def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
@@ -128,10 +128,10 @@ def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
 
 
 def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
-    """Make bright pictures; a folder named `teacher` holds other weights."""
+    """Make bright images; a folder named `teacher` holds other weights."""
     made = Job(
         Tiny(prediction), SHAPE, PROMPTS, HELDOUT, {"brightness": brightness, "contrast": contrast}, {"heldout": brightness},
-        load=lambda folder: Tiny(prediction, seed=1), data=drawn, encode=lambda pictures: pictures * 2 - 1,
+        load=lambda folder: Tiny(prediction, seed=1), data=drawn, encode=lambda images: images * 2 - 1,
     )  # fmt: skip
     return replace(made, **changes)
 

@@ -1,4 +1,4 @@
-"""A job over the small FLUX transformer, whose tokens can be split over ranks; its pictures are its latents."""
+"""A job over the small FLUX transformer, whose tokens can be split over ranks; its images are its latents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
-from fluvial.engines.jobs import Job
+from fluvial.engines.train.job import Job
 from fluvial.models import Prediction, Schedule
 from fluvial.models.handwriting import Handwriting
 
@@ -55,14 +55,14 @@ class Toy:
         rows = torch.stack(drawn)
         return ToyCond(rows[:, :24].unflatten(1, (4, 6)), rows[:, 24:])
 
-    def velocity(
+    def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """The transformer's output."""
         return tokens.flux_velocity(module, {"x": x, "text": cond.text, "pooled": cond.pooled, "time": sigma})
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The latents as grey pictures."""
+        """The latents as grey images."""
         return latents.float().sigmoid()[:, None].expand(-1, 3, -1, -1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ class Toy:
         return classifier_free(v, v_uncond, scale)
 
 
-def brightness(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """A reward that every sample has another of."""
-    return pictures.mean((1, 2, 3)).cpu()
+    return images.mean((1, 2, 3)).cpu()
 
 
 def job() -> Job:
-    """Make bright pictures."""
+    """Make bright images."""
     prompts = ("a", "bb", "ccc")
     return Job(Toy(), (TOKENS, tokens.WIDTH), prompts, prompts, {"brightness": brightness}, {"heldout": brightness})

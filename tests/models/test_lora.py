@@ -11,10 +11,10 @@ from adapted import LORA, MODEL, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.distributed import World, world
-from fluvial.engines.fsdp import Engine
-from fluvial.engines.optimizer import OptimizerConfig
-from fluvial.engines.parallelize import EngineConfig
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
     adapter_names,
@@ -33,8 +33,8 @@ ALL = ("default", "old", "ref")
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
     """The world of this process."""
-    with world() as processes:
-        yield processes
+    with init_world() as world:
+        yield world
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ def test_a_wrong_setting_is_refused(wrong: dict) -> None:
         LoraConfig(**wrong)
 
 
-# Sharded.
+# ShardedModule.
 
 SHARDINGS: list[dict[str, Any]] = [
     {},

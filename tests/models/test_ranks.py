@@ -10,7 +10,7 @@ import small
 import torch
 from safetensors.torch import load_file
 
-from fluvial.engines.distributed import World, world
+from fluvial.engines.fsdp.world import World, init_world
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
     """The world of this process."""
-    with world() as processes:
-        yield processes
+    with init_world() as world:
+        yield world
 
 
 @pytest.mark.parametrize(("name", "shared"), ranked.RUNS)
@@ -52,7 +52,7 @@ def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name
 
 @pytest.mark.parametrize("name", ranked.SPLIT[:3])
 def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
-    """Three tokens of a picture are none for two ranks, wherever in the network they are split."""
+    """Three tokens of a image are none for two ranks, wherever in the network they are split."""
     refused = json.loads((folder / "two" / "refused.json").read_text())
     tokens = "a sample has a number of tokens" if name == "wan" else "hidden_states has 3 tokens"
     assert f"context_parallel is 2, but {tokens}, which it does not divide" in refused[name]

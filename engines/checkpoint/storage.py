@@ -1,0 +1,314 @@
+"""Places that hold checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
+
+Both keep the same promise: a save that is killed, at whatever moment, leaves every checkpoint that `names` listed before
+it whole, and lists a new one only when that is whole too. A disk has an atomic rename, so there a checkpoint is written
+under another name. A bucket has none, so there its files are named by nothing until its manifest is, and that is put in
+place last and at once.
+"""
+
+import io
+import os
+import re
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from fluvial.engines.errors import UsageError
+
+MANIFEST = "manifest.json"
+NAME = re.compile(r"\d{6,}")
+
+
+class Draft(NamedTuple):
+    """Files that are written but belong to no checkpoint yet."""
+
+    folder: str  # within the place
+    prefix: str  # what goes before their names in the checkpoint: nothing, or a folder and a slash
+
+
+@dataclass(frozen=True)
+class CheckpointStore(ABC):
+    """A folder of checkpoints.
+
+    Methods take names of checkpoints and of files in them, and raise OSError where the disk or the service fails.
+    """
+
+    fs: AbstractFileSystem
+    path: str  # as `fs` spells it
+    spelling: str  # as the person spells it, up to a checkpoint's name
+
+    def spelled(self, name: str) -> str:
+        """Return a checkpoint's path or URL, for the person."""
+        return self.spelling + name
+
+    def kind(self, name: str) -> str | None:
+        """Return what has this name: a "directory", a "file", or nothing."""
+        try:
+            return self._ask(self.fs.info, self._at(name))["type"]
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the files of a checkpoint or a draft, at any depth, and their bytes."""
+        start = self._at(folder)
+        found = self._ask(self.fs.find, start, detail=True)
+        return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in found.items()}
+
+    def open(self, name: str, file: str) -> io.BufferedIOBase:
+        """Open a file of a checkpoint for reading."""
+        return self._ask(self.fs.open, self._at(name, file), "rb")
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the finished checkpoints, oldest first."""
+
+    @abstractmethod
+    def holds_only_its_own(self) -> bool:
+        """Return whether a checkpoint's folder with files that are not its own cannot have come from a killed save."""
+
+    @abstractmethod
+    def draft(self, name: str) -> Draft:
+        """Return where to write a checkpoint's files, after removing what killed saves left. Rank 0 calls it."""
+
+    @abstractmethod
+    def create(self, draft: Draft, file: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a new file of a draft for writing; it is stored for good when the context ends."""
+
+    @abstractmethod
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        """Make a draft the checkpoint of a name, in place of one that has it. Rank 0 calls it."""
+
+    @abstractmethod
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft that comes to nothing, as far as that works."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, as far as that works; it is no longer listed before its first file goes."""
+
+    @abstractmethod
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        """Return a local path at which the safetensors header of a file of `size` bytes can be read."""
+
+    @abstractmethod
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        """Bring the rest of the file to the path that `head` returned."""
+
+    def _at(self, *names: str) -> str:
+        return "/".join((self.path.rstrip("/"), *names))
+
+    @abstractmethod
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make a call of the filesystem, whose failures come out as OSError."""
+
+
+class LocalStore(CheckpointStore):
+    """A folder on a disk: checkpoints are written beside, brought to disk and renamed."""
+
+    def names(self) -> list[str]:
+        self._recover()
+        found = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
+        return sorted((name for name in found if NAME.fullmatch(name)), key=int)
+
+    def holds_only_its_own(self) -> bool:
+        return True
+
+    def draft(self, name: str) -> Draft:
+        root = Path(self.path)
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync(root.parent)
+        self._recover()
+        for leftover in (path for kind in ("partial", "removed", "replaced") for path in root.glob(f".{kind}-*")):
+            _delete(leftover)
+        draft = Draft(f".partial-{name}", "")
+        (root / draft.folder).mkdir()
+        return draft
+
+    @contextmanager
+    def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
+        folder = Path(self.path, draft.folder)
+        folder.mkdir(parents=True, exist_ok=True)  # as another machine may not see yet that rank 0 made it
+        with (folder / file).open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        with self.create(draft, MANIFEST) as stream:
+            stream.write(manifest)
+        partial, final, aside = (Path(self.path, part) for part in (draft.folder, name, f".replaced-{name}"))
+        sync(partial)
+        if os.path.lexists(final):
+            os.rename(final, aside)
+        try:
+            os.rename(partial, final)
+            sync(final.parent)
+        except OSError:
+            self._recover()
+            raise
+        _delete(aside)
+
+    def discard(self, draft: Draft) -> None:
+        _delete(Path(self.path, draft.folder))
+
+    def remove(self, name: str) -> None:
+        gone = Path(self.path, f".removed-{name}")
+        with suppress(OSError):
+            os.rename(Path(self.path, name), gone)
+            _delete(gone)
+
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        return self._at(name, file)
+
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        return
+
+    def _recover(self) -> None:
+        """Put back checkpoints that were moved aside for a replacement that never came: the process was killed."""
+        for aside in Path(self.path).glob(".replaced-*"):
+            final = aside.with_name(aside.name.removeprefix(".replaced-"))
+            if not os.path.lexists(final):
+                with suppress(FileNotFoundError):  # another rank was faster
+                    os.rename(aside, final)
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return call(*args, **options)
+
+
+class RemoteStore(CheckpointStore):
+    """A folder behind a URL: a checkpoint's files lie in a folder of their own below it, and are it once a manifest says so.
+
+    What services do at once, and nothing else, is relied on: to put a small file in the place of another.
+    """
+
+    def names(self) -> list[str]:
+        return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
+
+    def holds_only_its_own(self) -> bool:
+        return False  # a killed replacement leaves files of its own beside
+
+    def draft(self, name: str) -> Draft:
+        for unfinished in {*self._numbered()} - {*self.names()}:
+            self._delete(unfinished)
+        token = secrets.token_hex(4)
+        draft = Draft(f"{name}/{token}", f"{token}/")
+        self._ask(self.fs.makedirs, self._at(draft.folder), exist_ok=True)
+        return draft
+
+    @contextmanager
+    def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
+        stream = self._ask(self.fs.open, self._at(draft.folder, file), "wb")
+        try:
+            yield stream
+        finally:
+            self._ask(stream.close)
+
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        beside = self._at(draft.folder, MANIFEST)
+        self._ask(self.fs.pipe_file, beside, manifest)
+        # Not moved: if the removal of the other failed, this would count as failed, and a whole checkpoint be thrown away.
+        self._ask(self.fs.cp_file, beside, self._at(name, MANIFEST))
+        with suppress(OSError):
+            self._ask(self.fs.rm_file, beside)
+        with suppress(OSError):
+            for file in self.sizes(name):
+                if file != MANIFEST and not file.startswith(draft.prefix):
+                    self._delete(f"{name}/{file.split('/')[0]}")
+
+    def discard(self, draft: Draft) -> None:
+        name = draft.folder.split("/")[0]
+        with suppress(OSError):
+            self._delete(draft.folder if self.kind(f"{name}/{MANIFEST}") else name)
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            self._ask(self.fs.rm_file, self._at(name, MANIFEST))
+            self._delete(name)
+
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        with self.open(name, file) as stream, self._copy(file, scratch).open("wb") as copy:
+            length = self._ask(stream.read, 8)
+            copy.write(length + self._ask(stream.read, int.from_bytes(length, "little")))
+            copy.truncate(size)  # the tensors are a hole as yet
+        return copy.name
+
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        self._ask(self.fs.get_file, self._at(name, file), str(self._copy(file, scratch)))
+
+    def _copy(self, file: str, scratch: Path) -> Path:
+        return scratch / file.replace("/", "-")
+
+    def _numbered(self) -> list[str]:
+        try:
+            found = self._ask(self.fs.ls, self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = (info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory")
+        return [name for name in names if NAME.fullmatch(name)]
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._ask(self.fs.rm, self._at(name), recursive=True)
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.fs.invalidate_cache()  # what other ranks wrote must be seen
+        try:
+            return call(*args, **options)
+        except OSError:
+            raise
+        except Exception as error:  # services have exceptions of their own, say for missing credentials
+            raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
+
+
+def place(folder: Path | str) -> CheckpointStore:
+    """Return the place that a path or an fsspec URL means.
+
+    Raises:
+        UsageError: fsspec does not know the URL's protocol, or needs a package for it.
+    """
+    if isinstance(folder, Path) or "://" not in folder:
+        return LocalStore(LocalFileSystem(), str(Path(folder).absolute()), f"{Path(folder) / 'x'}"[:-1])
+    spelling = folder if folder.endswith("/") else f"{folder}/"
+    try:
+        fs, path = url_to_fs(spelling)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"{folder.rstrip('/')} cannot be used: {error}") from error
+    return (LocalStore if isinstance(fs, LocalFileSystem) else RemoteStore)(fs, path, spelling)
+
+
+def located(checkpoint: Path | str) -> tuple[CheckpointStore, str]:
+    """Return the place of a checkpoint and its name there."""
+    if isinstance(checkpoint, Path) or "://" not in checkpoint:
+        path = Path(checkpoint)
+        return place(path.parent), path.name
+    folder = checkpoint.rstrip("/")
+    name = folder.rpartition("/")[2]
+    return place(folder.removesuffix(name)), name
+
+
+def _delete(path: Path) -> None:
+    """Remove a file or a folder, as far as that works."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""Weights from files into a sharded module: each rank reads its own shards, so none ever holds the whole model."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.export import MODEL
+from fluvial.engines.fsdp.world import World
+from fluvial.models.protocol import Weights
+
+
+def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
+    """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
+
+    Adapters are left as they are: the folder holds the weights beneath them. Values are cast to the module's dtypes. Memory:
+    the shards themselves, and one tensor's shard while it is read.
+
+    Args:
+        module: as `parallelize` left it.
+        folder: as diffusers saves a model, in one file or in several with their index; or one for each of its models.
+        world: of the processes; every rank must take part.
+
+    Raises:
+        UsageError: a tensor is missing or has another shape, or a file cannot be read.
+    """
+    if isinstance(folder, Mapping):
+        for name, each in folder.items():
+            load_weights(module.get_submodule(name), each, world=world)
+        return
+    wanted = {plain_name(name): tensor for name, tensor in _tensors(module).items() if ".lora_" not in name}
+    with world.agreed():
+        held = shapes(folder)
+        if missing := sorted(set(wanted) - set(held)):
+            raise UsageError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        for name, tensor in wanted.items():
+            if held[name] != tuple(tensor.shape):
+                raise UsageError(
+                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(tensor.shape)} here"
+                )
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Only(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations within the library
+        dcp.load({**wanted}, storage_reader=reader)
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of a model folder's weights, as `from_pretrained` chooses them; other variants may lie beside them.
+
+    Raises:
+        UsageError: there are none, or one that the index names is missing.
+    """
+    index = folder / f"{MODEL}.safetensors.index.json"
+    if not index.is_file():
+        names = [f"{MODEL}.safetensors"]
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} cannot be read: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
+    return [folder / name for name in names]
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a model folder's safetensors, from their headers alone.
+
+    Raises:
+        UsageError: there are none, or one cannot be read.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def fingerprint(folder: Weights) -> str:
+    """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
+
+    Training moves every tensor, so two sets of weights differ there; the whole of a large model is not read.
+
+    Raises:
+        UsageError: there are none, or one cannot be read.
+    """
+    if isinstance(folder, Mapping):
+        prints = {name: fingerprint(each) for name, each in folder.items()}
+        return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
+    shapes(folder)
+    rows = {}
+    for file in files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                shape = tensors.get_slice(name).get_shape()
+                row = tensors.get_slice(name)[:1] if shape else tensors.get_tensor(name)
+                rows[name] = [shape, row.double().flatten().tolist()]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def plain_name(name: str) -> str:
+    """Return what a tensor is called in a model without adapters: PEFT puts `base_layer` between a layer and its weight."""
+    return name.replace(".base_layer.", ".")
+
+
+class _Only(FileSystem):
+    """A model folder as the library's reader lists it: the files of the weights alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ls(self, path: Any) -> list[str]:
+        """Return their paths."""
+        return [str(file) for file in files(self.folder)]
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, as tensors that share the module's storage."""
+    return {
+        name: tensor.detach() if isinstance(tensor, DTensor) else tensor.data for name, tensor in module.state_dict().items()
+    }

@@ -1,0 +1,282 @@
+"""How a module lies on the world, and what is done to its blocks before: one small function for each."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from fluvial.core.checks import check_number
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World
+from fluvial.models.lora import is_adapter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Results that selective checkpointing keeps: dear to compute, and a block has few of them. Of matrix products every second
+# is kept, since each costs as much memory as what it saves.
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_attention_math.default,
+}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the module lies on the world, and what is given up for memory.
+
+    Args:
+        comm: "keep" gathers parameters once an update and keeps them unsharded until its last backward pass; "reshard"
+            frees them after each use and gathers them again.
+        grad_sync: "last" reduces gradients once an update, and holds them unsharded until then; "every" reduces them after
+            each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
+        replicas: copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all ranks.
+        context_parallel: ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509, by
+            diffusers); 1 gives every rank samples of its own.
+        compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
+            CUDA). What is trained, and every adapter, has float32 masters; what is frozen is held in this dtype. Numbers a
+            sample (noise levels, timesteps) stay as they are.
+        reduce: dtype that gradients are reduced in.
+        checkpointing: what is kept for the backward pass, and computed again if not. "none" keeps all; "block" keeps each
+            block's inputs alone; "selective" keeps attention and every second matrix product as well.
+        offload: "always" keeps shards of parameters, gradients and optimizer state on the CPU, and moves what is used;
+            "phases" moves to the CPU what the present phase of training does not use, e.g. the optimizer state in a rollout.
+        compile: compile the repeated blocks (torch.compile, one region for all that are alike). Rollout and update are then
+            two programs, which may round differently.
+        attention: diffusers' attention backend, e.g. native, flash, _native_cudnn; by default the model's.
+        deterministic: let torch use deterministic algorithms only, and refuse operations that have none.
+    """
+
+    comm: Literal["keep", "reshard"] = "keep"
+    grad_sync: Literal["last", "every"] = "last"
+    replicas: int = 1
+    context_parallel: int = 1
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: Literal["none", "block", "selective"] = "none"
+    offload: Literal["none", "phases", "always"] = "none"
+    compile: bool = False
+    attention: str | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("engine", "replicas", self.replicas, low=1)
+        check_number("engine", "context_parallel", self.context_parallel, low=1)
+        if self.compile and self.checkpointing == "selective":
+            raise ValueError(
+                "engine: checkpointing is selective and compile is on, but a compiled block decides itself what it keeps: "
+                "use checkpointing none or block"
+            )
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype that is computed in on a device."""
+        if self.compute == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DTYPES[self.compute]
+
+
+def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
+    """Prepare the module's blocks as configured, make each a unit of communication, and return the module, on its device.
+
+    Parameters on the meta device stay there, sharded, until `loading.load_weights` gives them values.
+
+    Raises:
+        UsageError: the configuration does not fit the module or the ranks.
+    """
+    if config.attention is not None:
+        set_attention(module, config.attention)
+    if config.context_parallel > 1:
+        split_tokens(module, config.context_parallel, world)
+    dtype = config.compute_dtype(world.device)
+    cast_samples(module, dtype)
+    if config.compile:
+        compile_blocks(blocks)
+    if config.checkpointing != "none":
+        checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
+    _move(module, config, world.device, frozen=dtype)
+    # Some of diffusers' blocks return views. What FSDP2 warns of there, operations in place on them, their models do not do.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
+    for unit in [*blocks, module]:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=config.comm == "reshard",
+            # FSDP2 would cast all inputs: timesteps and rotary embeddings have more digits than bfloat16 holds. The module's
+            # own inputs are cast above, and what it hands on to its blocks is as in a module that was loaded in bfloat16.
+            mp_policy=MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
+        )
+    for unit in [*blocks, module]:
+        assert isinstance(unit, FSDPModule)
+        # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let a module take its floating-point inputs in the dtype that it computes in, except numbers a sample."""
+
+    def cast(value: Any) -> Any:
+        samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        return value.to(dtype) if samples else value
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
+
+    if dtype != torch.float32:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block's forward; blocks that are alike share one compiled region.
+
+    What shards and checkpoints a block stays outside of the region, in eager mode.
+    """
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
+    """Let each block keep its inputs alone for the backward pass, or `selective`ly what is dear to compute as well.
+
+    The forward itself is wrapped, inside of what shards the block: its recomputation gathers nothing again.
+    """
+    for block in blocks:
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            context_fn=_selective if selective else noop_context_fn,
+        )
+
+
+def set_attention(module: nn.Module, backend: str) -> None:
+    """Let the module's attention run on one of diffusers' backends.
+
+    Raises:
+        UsageError: there is no such backend here, or the module's attention does not ask diffusers for one.
+    """
+    from diffusers.models.modeling_utils import ModelMixin
+
+    try:
+        if isinstance(module, ModelMixin):
+            module.set_attention_backend(backend)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"engine: attention {backend} cannot be used: {error}") from error
+    # Models whose attention is older take no notice, and diffusers does not say so.
+    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
+        raise UsageError(
+            f"engine: attention is {backend}, but {type(module).__name__} does not choose its attention through diffusers' "
+            "backends: leave the option out"
+        )
+
+
+def split_tokens(module: nn.Module, degree: int, world: World) -> None:
+    """Let groups of `degree` neighbouring ranks compute each sample together (Ulysses, by diffusers).
+
+    Every rank of a group is given whole samples and returns whole velocities. A rank's gradient is its tokens' part, so the
+    sum over all ranks is the gradient of the samples.
+
+    Raises:
+        UsageError: the model has no plan for it, or its heads or the ranks do not divide.
+    """
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models.modeling_utils import ModelMixin
+
+    name = type(module).__name__
+    if not isinstance(module, ModelMixin) or module._cp_plan is None:
+        raise UsageError(f"engine: context_parallel is {degree}, but {name} has no plan for it in diffusers: use 1")
+    heads = module.config.get("num_attention_heads")
+    if heads is not None and heads % degree:
+        raise UsageError(f"engine: context_parallel is {degree}, expected a divisor of the {heads} heads of {name}")
+    mesh = world.new_mesh((world.size // degree, 1, degree), ("dp", "ring", "ulysses"))
+    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
+    parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
+    # Diffusers' own way to this configuration looks up the device modulo the number of accelerators, which on a CPU is 0.
+    module._resolve_parallel_config = lambda config: config
+    try:
+        module.enable_parallelism(config=parallel)
+    except ValueError as error:  # an attention backend that cannot
+        raise UsageError(f"engine: context_parallel is {degree}, but {name} cannot be split: {error}") from error
+    module._parallel_config = parallel
+    dims = {
+        name: (split.split_dim, split.expected_dims)
+        for place, splits in module._cp_plan.items()
+        if isinstance(splits, dict)
+        for name, split in splits.items()
+        if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
+    }
+    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
+
+
+def _with_whole_tokens(
+    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module's forward, or raise UsageError if its tokens cannot be split; `dims` tells where inputs have them."""
+    way_out = "which it does not divide: choose another resolution or length of prompts, or another degree"
+    for name, (dim, expected) in dims.items():
+        value = kwargs.get(name)
+        # Of other dimensions, e.g. a video that is not in patches yet, it is not this input that is split.
+        if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
+            raise UsageError(f"engine: context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, {way_out}")
+    try:
+        return forward(*args, **kwargs)
+    except AssertionError as error:  # what is split within the module, diffusers says by an assertion
+        if "divisible by mesh size" not in str(error):
+            raise
+        raise UsageError(f"engine: context_parallel is {degree}, but a sample has a number of tokens, {way_out}") from error
+
+
+def _processors(module: nn.Module) -> list[Any]:
+    """Return what computes attention in a model of diffusers."""
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+
+    layers = (Attention, MochiAttention, AttentionModuleMixin)
+    return [layer.processor for layer in module.modules() if isinstance(layer, layers)]
+
+
+def _selective() -> tuple[Any, Any]:
+    """Return the contexts of a block's first pass and of its recomputation."""
+    products = {True: 0, False: 0}  # counted apart in the recomputation, so that both passes keep the same ones
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
+    """Move what has values to the device, except parameters that wait on the CPU; what is not trained becomes `frozen`.
+
+    Adapters that follow the trained one keep float32: in bfloat16 a slow average would never move.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):
+            parameter.data = parameter.data.to(frozen)
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(submodule, name, buffer.to(device))
+    if config.offload != "always":
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)

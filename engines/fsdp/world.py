@@ -1,0 +1,249 @@
+"""The processes of a run: one, or as many as torchrun started. The code above sees no difference."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
+
+T = TypeVar("T")
+
+STORE = "fluvial/store"  # the key of rank 0's port in torchrun's store
+# Seconds that a collective waits for the other world, unless a run says otherwise.
+TIMEOUT = 600.0
+# What gloo and nccl say when another process is gone or silent. Gloo has no exception of its own, and other faults of its
+# transport (tensors of unequal sizes, say) are the program's.
+GONE = re.compile(
+    r"closed by peer|connection (was (likely )?)?(reset|refused|closed)|broken pipe|remote process exit|network error"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others: its rank, their number, its device, and the mesh that parameters are sharded on.
+
+    Groups of `sequence` neighbouring ranks work on the same samples (context parallelism); `data_rank` of `data_size` is
+    this rank's group among the groups.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    sequence: int = 1
+    group: dist.ProcessGroup | None = None  # that the collectives below are made in; None: that of all of torch
+    timeout: float = TIMEOUT  # seconds that a collective waits for the other ranks
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and talks to the person."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The group of this rank: ranks of a group have the same samples."""
+        return self.rank // self.sequence
+
+    @property
+    def data_size(self) -> int:
+        """The number of groups."""
+        return self.size // self.sequence
+
+    def grouped(self, sequence: int) -> "World":
+        """Return this world with groups of `sequence` ranks.
+
+        Raises:
+            UsageError: the ranks are no multiple of it.
+        """
+        if self.size % sequence:
+            raise UsageError(f"engine: context_parallel is {sequence}, expected a divisor of the {self.size} ranks")
+        return replace(self, sequence=sequence)
+
+    def background(self) -> "World":
+        """Return this world with a group of its own on the CPU, for collectives of another thread; all ranks take part."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return replace(self, device=torch.device("cpu"), group=group)
+
+    def hybrid_mesh(self, replicas: int) -> DeviceMesh:
+        """Return the mesh of a number of copies of what is sharded, each on its share of the ranks.
+
+        Raises:
+            UsageError: the ranks are no multiple of the replicas.
+        """
+        if replicas == 1:
+            return self.mesh
+        if self.size % replicas:
+            raise UsageError(f"engine: replicas is {replicas}, expected a divisor of the {self.size} ranks")
+        return self.new_mesh((replicas, self.size // replicas), ("replicate", "shard"))
+
+    def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Return a mesh of all ranks whose collectives wait for each other no longer than this world's do."""
+        return _mesh(self.device, shape, names, self.timeout)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the ranks' equally shaped tensors, concatenated by rank along the first dimension, on every rank."""
+        if self.size == 1:
+            return local
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local.contiguous(), group=self.group)
+        return torch.cat(gathered)
+
+    def gather_items(self, item: T) -> list[T]:
+        """Return the ranks' items, by rank, on every rank; they may be anything small that can be pickled."""
+        gathered: list[Any] = [item] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, item, group=self.group)
+        return gathered
+
+    def gather_data(self, local: Tensor) -> Tensor:
+        """Return the groups' equally shaped tensors, concatenated along the first dimension, on every rank."""
+        return self.gather(local).unflatten(0, (self.size, len(local)))[:: self.sequence].flatten(0, 1)
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send each group its rows, and return what this one receives, by sender; within a group each rank does the same.
+
+        Args:
+            rows: `[sum(send), ...]`, ordered by receiver.
+            send, receive: numbers of rows to and from each group.
+        """
+        own = self.rank % self.sequence
+        counts = [torch.zeros(self.size, dtype=torch.int64) for _ in range(2)]
+        for count, groups in zip(counts, (send, receive), strict=True):
+            count[own :: self.sequence] = torch.tensor(groups)
+        received = rows.new_empty(sum(receive), *rows.shape[1:])
+        sizes = [count.tolist() for count in counts]
+        dist.all_to_all_single(
+            received, rows.contiguous(), output_split_sizes=sizes[1], input_split_sizes=sizes[0], group=self.group
+        )
+        return received
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let every rank fail if one does: the first to fail raises its FluvialError, the others ElsewhereError.
+
+        Without this the others would wait in their next collective for a rank that gave up.
+        """
+        problem: FluvialError | None = None
+        try:
+            yield
+        except FluvialError as error:
+            problem = error
+        except OSError as error:
+            problem = RunError(str(error))
+            problem.__cause__ = error
+        # On the CPU, and so by gloo: it says that a process is gone, and no device is waited for.
+        failed = self.gather(torch.tensor([float(problem is not None)])).nonzero().flatten().tolist()
+        if failed and failed[0] != self.rank:
+            raise ElsewhereError(f"rank {failed[0]} gave up; its own message says why") from problem
+        if problem is not None:
+            raise problem if self.is_main else RunError(f"rank {self.rank}: {problem}") from problem
+
+
+@contextmanager
+def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
+    """Join the process group that torchrun set up, or make one of a single process; leave it at the end.
+
+    Devices are CUDA with nccl where there is a GPU, else the CPU with gloo.
+
+    Args:
+        timeout: seconds that a collective waits for the other world, once all have joined.
+
+    Raises:
+        UsageError: torchrun started more processes on this machine than it has GPUs.
+        RunError: the processes did not find each other.
+        LostProcessError: another process died, or did not answer in time.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
+        raise UsageError(
+            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes were started on a machine with {torch.cuda.device_count()} "
+            "GPUs: start at most as many, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    # Joining may take longer than a collective: processes start at different speeds.
+    joining = timedelta(seconds=max(timeout, TIMEOUT))
+    try:
+        store = _store(rank, size, joining) if size > 1 else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
+    except RuntimeError as error:
+        raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
+    try:
+        yield World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
+        if size > 1:
+            dist.barrier()  # no rank takes the others' connections away while they still talk
+    except RuntimeError as error:
+        if (reason := _lost(error, timeout)) is None:
+            raise
+        raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a store that the processes find each other with, new for this attempt.
+
+    Torchrun keeps one for all its attempts, in which the addresses of the last attempt's processes still lie
+    (pytorch/pytorch#135712), and counts attempts on each machine for itself, so that no count can tell them apart. So rank 0
+    opens another, whose port it leaves in torchrun's; the port of an attempt that is over answers no more.
+
+    Raises:
+        RuntimeError: rank 0 did not appear in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+    shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    if rank == 0:
+        store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        shared.set(STORE, str(store.port))
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        port = int(shared.get(STORE))
+        try:
+            socket.create_connection((host, port), timeout=5).close()  # quietly: the store would complain
+            store = dist.TCPStore(host, port, size, timeout=timedelta(seconds=10), wait_for_workers=False)
+        except (OSError, dist.DistError):
+            time.sleep(0.1)
+        else:
+            store.set_timeout(timeout)
+            return store
+    raise RuntimeError(f"rank 0 has not answered on {host} within {timeout.total_seconds():g} s")
+
+
+def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: float) -> DeviceMesh:
+    """Return a mesh of all ranks, and let its groups and the one of all wait `timeout` seconds."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    for group in (everyone, *mesh.get_all_groups()):
+        group.set_timeout(timedelta(seconds=timeout))
+    return mesh
+
+
+def _lost(error: RuntimeError, timeout: float) -> str | None:
+    """Return why a collective failed if it is another process's doing, else None."""
+    text = str(error)
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
+        return None
+    if GONE.search(text):
+        return "its connection is closed"
+    return f"no answer within {timeout:g} s" if SILENT.search(text) else None

@@ -1,0 +1,1 @@
+"""Objectives: one file per objective, and the table of them."""

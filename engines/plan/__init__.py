@@ -1,0 +1,1 @@
+"""Planning: the memory of a training run, on paper and measured."""

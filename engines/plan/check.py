@@ -1,0 +1,152 @@
+"""`fluvial plan NAME --check`: the plan's bytes beside those of updates that run here."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine, LossFn
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan.memory import LiveStorages
+from fluvial.engines.plan.plan import PlanConfig, plan
+from fluvial.engines.report.progress import table
+from fluvial.models import add_lora
+from fluvial.models.shapes import MODELS, blocks
+
+# The plan takes the largest of everything to meet at one moment, so it may exceed what is measured, by as much at most.
+EXCESS = 0.2
+
+
+class Compared(NamedTuple):
+    """Bytes of one kind."""
+
+    kind: str
+    planned: int
+    measured: int
+    most: int  # what the plan may say
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the plan holds what was measured, and not much more."""
+        return self.measured <= self.planned <= self.most
+
+
+class Loss(NamedTuple):
+    """Diagnostics of the check's loss: none but itself."""
+
+    loss: Tensor
+
+
+def check(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Run updates of a transformer with random weights here, and print what the plan says beside what they held.
+
+    What is held between operations must agree to the byte. The peak of what an update allocates, activations and
+    unsharded tensors, must be within the plan, which may say up to a fifth more.
+
+    Raises:
+        UsageError: it is not the built-in transformer, or the ranks are not the plan's GPUs.
+        RunError: they do not agree.
+    """
+    if name != "handwriting":
+        raise UsageError(f"--check runs the transformer here, and {name} is too large for that: expected handwriting")
+    with init_world() as world:
+        if world.size != config.gpus:
+            raise UsageError(f"--check runs on {world.size} process(es), but the plan is for {config.gpus} GPUs")
+        compared = compare(name, config, world)
+        if world.is_main:
+            rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}
+            console.print(table(f"{name}, {config.train}: bytes", ("planned", "measured", "agrees"), rows), highlight=False)
+        if wrong := [row.kind for row in compared if not row.agrees]:
+            raise RunError(f"the plan does not agree with what was measured: {', '.join(wrong)}")
+
+
+def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
+    """Return planned and measured bytes of a transformer's updates, on this rank.
+
+    Args:
+        name: of a transformer that is small enough to run here.
+        config: of the plan.
+        world: process group.
+    """
+    model, device = MODELS[name], world.device
+    module = model.build()
+    if config.train == "lora":
+        add_lora(module, config.lora, model.lora_targets)
+    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
+    micro_batch = config.micro_batch or model.micro_batch
+    count = micro_batch * config.micro_batches
+    shapes = {key: tensor.shape for key, tensor in model.inputs(count, model.resolution or 0).items()}
+    items = {key: torch.rand(shape, device=device) for key, shape in shapes.items()}
+
+    def loss_fn(batch: dict[str, Tensor]) -> tuple[Tensor, Loss]:
+        loss = engine.module(**batch, return_dict=False)[0].float().square().flatten(1).sum(1)
+        return loss, Loss(loss.detach())
+
+    # Where something lies is not compared, so nothing is planned to be on the host.
+    anywhere = replace(config, engine=replace(config.engine, offload="none"))
+    planned = plan(name, anywhere, device=device).update
+    measured = measure(engine, items, torch.ones(count, device=device), loss_fn, micro_batch=micro_batch)
+    rows = [
+        Compared(kind, planned._asdict()[kind], size, most=size)
+        for kind, size in measured._asdict().items()
+        if kind != "peak"
+    ]
+    allocated = (
+        planned.gathered + planned.gradients + planned.unsharded_gradients + planned.communication + planned.activations
+    )
+    return [*rows, Compared("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
+
+
+class Measured(NamedTuple):
+    """Bytes of a rank's part of what an engine holds, and of what an update allocates on top at its peak."""
+
+    parameters: int
+    buffers: int
+    moments: int
+    average: int
+    gradients: int  # before the optimizer's step
+    peak: int
+
+
+def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> Measured:
+    """Take two updates, and return the bytes of the second: the first makes the optimizer's state.
+
+    Args:
+        engine: that has taken no update yet.
+        items, weight, loss_fn, micro_batch: as `engine.update` takes them; items as many on every rank.
+    """
+    gradients: list[int] = []
+
+    def before_step(*_: Any) -> None:
+        gradients.append(_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
+
+    def update() -> None:
+        count = weight.shape[0]
+        engine.update(items, weight, loss_fn, count=count, micro_batch=micro_batch, pad_to=count)
+
+    hook = engine.optimizer.register_step_pre_hook(before_step)
+    update()
+    hook.remove()
+    module = engine.module
+    moments = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
+    held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
+    with LiveStorages(held) as live:
+        update()
+    return Measured(
+        parameters=_bytes(module.parameters()),
+        buffers=_bytes(module.buffers()),
+        moments=_bytes(moments),
+        average=_bytes(engine.average.values()),
+        gradients=gradients[0],
+        peak=live.peak,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of this rank's part of tensors."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

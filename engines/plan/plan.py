@@ -1,0 +1,294 @@
+"""`fluvial plan`: memory of a training run on paper, from the engine's own accounting, and the knobs that make it fit."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fluvial.core.checks import check_number
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.plan import memory
+from fluvial.engines.plan.memory import Accounting, Phase
+from fluvial.engines.report.progress import table
+from fluvial.models import LoraConfig, add_lora
+from fluvial.models.shapes import CONDITIONING, MODELS, blocks
+
+GIB = 2**30
+GPU = torch.device("cuda")
+Train = Literal["full", "lora"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Work out the memory of training a transformer, on each GPU, without running it.
+
+    Args:
+        gpus: in all.
+        train: full (all weights) or lora.
+        resolution: of images, in pixels a side; by default the model's.
+        micro_batch: samples a forward pass; by default the model's.
+        micro_batches: of an update, on each GPU.
+        reference: keep a frozen copy for a KL term; LoRA needs none, its reference is the model without adapters.
+        guidance: put both halves of classifier-free guidance through each forward pass.
+        samples: that a rollout makes on each GPU.
+        steps: of each that are stored.
+        memory_gib: of a GPU.
+        reserve_gib: kept free for what is not counted: CUDA and NCCL, gaps in the allocator, decoder, text encoders, reward.
+        table: print what to turn on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
+        check: run an update here and compare its memory with the plan's; only the built-in model has weights for that.
+    """
+
+    gpus: int = 1
+    train: Train = "lora"
+    resolution: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int = 4
+    reference: bool = False
+    guidance: bool = False
+    samples: int = 16
+    steps: int = 3
+    memory_gib: float = 80.0
+    reserve_gib: float = 6.0
+    table: bool = False
+    check: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        check_number("plan", "gpus", self.gpus, low=1)
+        check_number("plan", "micro_batches", self.micro_batches, low=1)
+        check_number("plan", "samples", self.samples, low=1)
+        check_number("plan", "steps", self.steps, low=1)
+        if self.micro_batch is not None:
+            check_number("plan", "micro_batch", self.micro_batch, low=1)
+        check_number("plan", "memory_gib", self.memory_gib, low=0)
+        check_number("plan", "reserve_gib", self.reserve_gib, low=0)
+        if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
+            raise ValueError(f"plan: resolution is {self.resolution}, expected a multiple of 16")
+        for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
+            if self.gpus % degree:
+                raise UsageError(f"plan: engine.{name} is {degree}, expected a divisor of the {self.gpus} GPUs")
+        if self.table and self.check:
+            raise UsageError("plan: table and check are two questions, ask one")
+
+
+class Plan(NamedTuple):
+    """The memory of a configuration."""
+
+    config: PlanConfig
+    update: Accounting
+    rollout: Accounting
+
+    @property
+    def need(self) -> int:
+        """Bytes of the larger phase, on one GPU."""
+        return max(self.update.total, self.rollout.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for them, beside the reserve."""
+        return self.need <= (self.config.memory_gib - self.config.reserve_gib) * GIB
+
+
+Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # by the flags that turn them
+
+# What to turn for memory, in the order of what it costs: first a second forward pass, then more communication, then the
+# host's bandwidth, then what can be learned.
+ENGINE_KNOBS: Knobs = {
+    "--engine.checkpointing block": lambda config: replace(config, engine=replace(config.engine, checkpointing="block")),
+    "--engine.comm reshard": lambda config: replace(config, engine=replace(config.engine, comm="reshard")),
+    "--engine.grad-sync every": lambda config: replace(config, engine=replace(config.engine, grad_sync="every")),
+    "--engine.offload always": lambda config: replace(config, engine=replace(config.engine, offload="always")),
+}
+KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": lambda config: replace(config, train="lora")}
+
+
+def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
+    """Return the memory of training a transformer on each of a number of devices of a kind.
+
+    Raises:
+        UsageError: no such transformer is known, it has no other resolution, or its tokens cannot be split.
+    """
+    check_known(name)
+    model = MODELS[name]
+    if config.resolution is not None and model.resolution is None:
+        raise UsageError(f"resolution is {config.resolution}, but {name} has images of one size only: leave it out")
+    module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
+    if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
+        degree = config.engine.context_parallel
+        raise UsageError(f"engine: context_parallel is {degree}, but diffusers has no plan for the tokens of {name}")
+    halves = 2 if config.guidance else 1
+    inputs = model.inputs(1, resolution)
+    latent = inputs["hidden_states"].nbytes
+    conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+
+    def phase(kind: Phase) -> Accounting:
+        update = kind == "update"
+        return memory.account(
+            module,
+            blocks(model, module),
+            optimizer=config.optimizer,
+            engine=config.engine,
+            device=device,
+            ranks=config.gpus,
+            activations=_activations(
+                name,
+                config.train,
+                config.lora,
+                # Nothing else of the engine changes what is computed.
+                engine=EngineConfig(
+                    checkpointing=config.engine.checkpointing if update else "none",
+                    compute=config.engine.compute,
+                    context_parallel=config.engine.context_parallel,
+                ),
+                device=device,
+                samples=(config.micro_batch or model.micro_batch) * halves,
+                resolution=resolution,
+                grad=update,
+            ),
+            # The sample before and after each step, and once what it is conditioned on, in float32.
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
+            micro_batches=config.micro_batches,
+            reference=config.reference and config.train == "full",
+            phase=kind,
+        )
+
+    return Plan(config, phase("update"), phase("rollout"))
+
+
+def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
+    """Return the flags that make a configuration fit, and its plan with them; if nothing does, that with all of them.
+
+    Of the combinations that fit it is the one whose dearest knob is cheapest, then whose second dearest is, and so on.
+    """
+    left = [flags for flags, turn in knobs.items() if turn(config) != config]
+    for choice in product((False, True), repeat=len(left)):
+        # The product's first factor changes last, and that must be the dearest.
+        turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
+        candidate = config
+        for flags in turned:
+            candidate = knobs[flags](candidate)
+        found = plan(name, candidate)
+        if found.fits:
+            break
+    return " ".join(turned), found
+
+
+def show(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Print the plan of a configuration, and what to turn if it does not fit."""
+    found = plan(name, config)
+    unit = _unit(found.need)
+    rows = {
+        kind.replace("_", " "): (unit.of(update), unit.of(rollout))
+        for kind, update, rollout in zip(Accounting._fields, found.update, found.rollout, strict=True)
+        if (update or rollout) and kind != "host"
+    }
+    rows["all"] = (unit.of(found.update.total), unit.of(found.rollout.total))
+    if found.update.host or found.rollout.host:
+        rows["on the host instead"] = (unit.of(found.update.host), unit.of(found.rollout.host))
+    module = _module(name, "full", config.lora)
+    count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
+    console.print(table(f"{unit.name} on each GPU", ("update", "rollout"), rows), highlight=False)
+    room = f"{config.memory_gib:g} GiB with {config.reserve_gib:g} GiB kept free"
+    if found.fits:
+        line = f"It fits into {room}."
+    else:
+        flags, mended = first_to_fit(name, config)
+        need = f"{unit.of(mended.need)} {unit.name}"
+        line = f"It does not fit into {room}. "
+        line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Print the cheapest flags that fit for LoRA and full fine-tuning on 1, 8 and 64 GPUs, where the engine divides them."""
+    trains: tuple[Train, Train] = ("lora", "full")
+    degree = math.lcm(config.engine.replicas, config.engine.context_parallel)
+    sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
+    settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
+    found = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
+    unit = _unit(max(best.need for _, best in found))
+    rows = {}
+    for flags, best in found:
+        says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
+        phases = (best.update, best.rollout)
+        rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
+            says,
+            *(unit.of(phase.total) for phase in phases),
+            unit.of(max(phase.host for phase in phases)),
+        )
+    room = f"{config.memory_gib:g} GiB with {config.reserve_gib:g} GiB kept free"
+    console.print(f"{name}: what to turn so that it fits into {room}", highlight=False)
+    console.print(table(f"{unit.name} on each GPU", ("flags", "update", "rollout", "host"), rows), highlight=False)
+
+
+class Unit(NamedTuple):
+    """A unit of memory, in bytes."""
+
+    name: str
+    size: int
+
+    def of(self, size: int) -> str:
+        """Return a number of bytes in this unit."""
+        return f"{size / self.size:.2f}" if size else "-"
+
+
+def _unit(largest: int) -> Unit:
+    return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
+
+
+def check_known(name: str) -> None:
+    """Raise UsageError unless there is a transformer of a name to plan for."""
+    if name not in MODELS:
+        raise UsageError(f"plan knows no transformer {name!r}, expected one of {', '.join(MODELS)} (fluvial --help)")
+
+
+@cache
+def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
+    """Return the transformer on the meta device, with adapters if they are what is trained."""
+    with torch.device("meta"):
+        module = MODELS[name].build()
+    if train == "lora":
+        add_lora(module, lora, MODELS[name].lora_targets)
+    return nn.Module.to(module, "meta")
+
+
+@cache
+def _activations(
+    name: str,
+    train: Train,
+    lora: LoraConfig,
+    *,
+    engine: EngineConfig,
+    device: torch.device,
+    samples: int,
+    resolution: int,
+    grad: bool,
+) -> int:
+    """Return the peak bytes of the activations; each takes seconds to find for a large transformer."""
+    model, module = MODELS[name], _module(name, train, lora)
+    inputs = model.inputs(samples, resolution)
+
+    def forward(module: nn.Module) -> Tensor:
+        out: Tensor = module(**inputs, return_dict=False)[0]
+        return out
+
+    return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"

@@ -1,0 +1,1 @@
+"""Rewards: what a reward is, and the threads that run it beside the rollout."""

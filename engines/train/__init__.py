@@ -1,0 +1,1 @@
+"""Training runs: configuration, recipes, jobs, and the loop."""

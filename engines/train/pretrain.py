@@ -1,0 +1,171 @@
+"""Supervised training of the built-in models' base weights, on random handwriting: flow matching, or denoising."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fluvial.core.checks import check_number
+from fluvial.core.flow_matching import velocity_error
+from fluvial.core.random import fold_in, key, normal, uniform
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.export import export
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.rollout.generate import on_device, slots
+from fluvial.engines.rollout.noising import noised_at
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.evaluate import evaluate
+from fluvial.engines.train.run_folder import write_json
+from fluvial.models import Cond, Prediction
+from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
+from fluvial.models.handwriting.model import SHIFT
+from fluvial.models.handwriting.unet import alphas_cumprod
+
+PROMPTS, PICTURES, NOISE, LEVEL = range(4)  # streams of an update's randomness
+RECORD = "made-by.json"
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """The supervised training that makes a built-in model's base weights.
+
+    Args:
+        out: folder for the weights.
+        model: the transformer, by flow matching, or the UNet, by denoising.
+        seed: of everything random.
+        updates: AdamW steps; stopped early on purpose, so that there is something left to learn.
+        batch: images an update.
+        micro_batch: images a forward pass.
+        optimizer: AdamW and its schedule.
+    """
+
+    out: Path
+    model: Literal["handwriting", "handwriting-unet"] = "handwriting"
+    seed: int = 0
+    updates: int = 400
+    batch: int = 64
+    micro_batch: int = 64
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch", "micro_batch"):
+            check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
+        check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
+
+
+def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
+    """Flow matching on images of random training codes; makes the transformer's base weights that ship."""
+    return PretrainConfig(out=out)
+
+
+def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base")) -> PretrainConfig:
+    """Denoising images of random training codes; makes the UNet's base weights that ship."""
+    return PretrainConfig(out=out, model="handwriting-unet", updates=450)
+
+
+class Noised(NamedTuple):
+    """Clean images and what they are noised with, each field `[P, ...]`."""
+
+    x0: Tensor
+    noise: Tensor
+    level: Tensor  # sigma, or for a model of epsilon alpha_bar
+    cond: Cond
+
+
+class ErrorInfo(NamedTuple):
+    """Diagnostics of the training."""
+
+    error: Tensor
+
+
+def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Train a handwriting model from random weights and write it to a folder, with a record of how it was made.
+
+    Loss: that of supervised fine-tuning (`objectives.Sft`), on samples that `noising.noised_at` puts at levels of `levels`.
+
+    Raises:
+        UsageError: the folder already holds a model.
+    """
+    model = (Handwriting if config.model == "handwriting" else HandwritingUNet)(None, seed=config.seed)
+    prompts, root = codes("train"), key(config.seed)
+    with init_world() as world:
+        with world.agreed():
+            if (config.out / "config.json").exists():
+                raise UsageError(f"{config.out} already holds a model: choose another folder with --out")
+            try:
+                config.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--out {config.out} cannot be made: {error.strerror}") from error
+        console = console if world.is_main else None
+        module = model.build()
+        engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
+
+        def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
+            x, target = noised_at(batch.x0, batch.noise, batch.level, prediction=model.prediction)
+            error = velocity_error(model.predict(module, x, batch.level, batch.cond), target)
+            return error, ErrorInfo(error)
+
+        with RunProgress(console, total=config.updates, every=50) as progress:
+            for update in range(config.updates):
+                start = time.perf_counter()
+                keys = fold_in(root, update)
+                places = (uniform(fold_in(keys, PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
+                chosen = [prompts[place] for place in places]
+                x0 = write(fold_in(keys, PICTURES), chosen)
+                u = uniform(fold_in(keys, LEVEL), (config.batch,))
+                samples = fold_in(fold_in(keys, NOISE), torch.arange(config.batch))
+                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
+                ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
+                mine = torch.tensor(ids)
+                info = engine.update(
+                    optree.tree_map(lambda tensor, mine=mine: tensor[mine].to(world.device), items),
+                    torch.tensor(real, dtype=torch.float32, device=world.device),
+                    loss,
+                    count=config.batch,
+                    micro_batch=config.micro_batch,
+                    pad_to=len(ids),
+                )
+                progress.advance({"error": info.mean["error"]}, {"update": time.perf_counter() - start})
+        job = jobs.named(config.model)
+        with engine.inference(average=True) as sampled:
+            result = evaluate(
+                job,
+                sampled,
+                schedule=on_device(model.schedule(10, job.shape), world.device),
+                samples=1000,
+                micro_batch=config.micro_batch,
+                world=world,
+            )
+        export(engine.module, config.out, average=engine.averaged(), world=world)
+        record = {
+            "command": f"fluvial pretrain {config.model}",
+            "updates": config.updates,
+            "heldout_exact": result.exact,
+            "heldout_score": result.score,
+            "eval_samples": result.samples,
+        }
+        if world.is_main:
+            write_json(config.out / RECORD, record)
+        progress.say(f"held-out codes exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
+        return record
+
+
+def levels(u: Tensor, prediction: Prediction) -> Tensor:
+    """Return noise levels `[B]` for numbers u `[B]` in [0, 1).
+
+    Of a flow sigma, shifted as the sampling schedule is; of a model of epsilon alpha_bar of a timestep, all of which are
+    equally likely.
+    """
+    if prediction == "velocity":
+        return SHIFT * u / (1 + (SHIFT - 1) * u)
+    powers = alphas_cumprod(u.device)
+    return powers[(u * len(powers)).long()]

@@ -1,0 +1,1 @@
+"""Adapters over diffusers: one file per architecture."""

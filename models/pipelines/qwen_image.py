@@ -1,0 +1,108 @@
+"""Qwen-Image: packed latents beside the tokens of a vision-language model, masked, and guidance that keeps lengths."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from fluvial.core.guidance import classifier_free
+from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
+from fluvial.models.protocol import Schedule
+
+PATCH = 2  # pixels of the latents that a token holds, along each side
+
+
+class QwenCond(NamedTuple):
+    """A batch of prompts as Qwen-Image's transformer takes them."""
+
+    tokens: Tensor  # [B, L, D] of Qwen2.5-VL, zeros after a prompt's end
+    mask: Tensor  # [B, L] bool, which of them are the prompt's
+
+
+class QwenImage(Pipeline):
+    """The velocity-model protocol over a QwenImagePipeline (arXiv 2508.02324).
+
+    A prompt is padded to `text_tokens` and its padding masked. The pipeline pads it no further than the longest of its
+    batch, so images are the same up to rounding.
+    """
+
+    pipeline = "QwenImagePipeline"
+    network = "QwenImageTransformer2DModel"
+    block_lists = ("transformer_blocks",)
+    text_lengths = (512, 1024)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels that a value of the latents stands for, along each side."""
+        return 2 ** len(self.vae_config["temperal_downsample"])  # as the VAE spells it
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return (C, height / s, width / s), s being what the VAE scales by.
+
+        Raises:
+            ValueError: 2 s does not divide the size.
+        """
+        check_still(frames)
+        check_size(height, width, multiple=self.vae_scale * PATCH)
+        return (self.config["in_channels"] // PATCH**2, height // self.vae_scale, width // self.vae_scale)
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the pipeline's schedule: levels 1 to 1 / steps, moved by the number of tokens as the scheduler says."""
+        tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
+        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=np.linspace(1.0, 1 / steps, steps).tolist())
+
+    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+        """Return the tokenizer, and what the template leaves of `text_tokens`; its beginning is dropped once encoded."""
+        template = tokenizers.tokenizer(tokenizers.prompt_template_encode.format("")).input_ids
+        return tokenizers.tokenizer, self.text_tokens - (len(template) - tokenizers.prompt_template_encode_start_idx)
+
+    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+        """Return tokens `[1, L, D]` and mask `[1, L]`."""
+        tokens, _ = encoders.encode_prompt(prompt, device=self.device, max_sequence_length=self.text_tokens)
+        pad = self.text_tokens - tokens.shape[1]
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
+        return {"tokens": nn.functional.pad(tokens, (0, 0, 0, pad)), "mask": nn.functional.pad(mask, (0, pad))}
+
+    def cond(self, texts: Mapping[str, Tensor]) -> QwenCond:
+        """Return them together."""
+        return QwenCond(**texts)
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: QwenCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return v `[B, C, H, W]`; packing and positions are made from x's shape."""
+        height, width = x.shape[-2] // PATCH, x.shape[-1] // PATCH
+        v = module(
+            hidden_states=_packed(x),
+            encoder_hidden_states=cond.tokens.to(x.dtype),
+            encoder_hidden_states_mask=cond.mask,
+            timestep=(sigma * 1000 if timestep is None else timestep) / 1000,
+            img_shapes=[[(1, height, width)]] * len(x),
+            return_dict=False,
+        )[0]
+        return _unpacked(v, height)
+
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+        """Return the guided velocity, v_uncond + g (v - v_uncond), each of its tokens as long as that of v."""
+        guided = _packed(classifier_free(v, v_uncond, scale))
+        length = torch.linalg.vector_norm(_packed(v).to(guided.dtype), dim=-1, keepdim=True)
+        ratio = length / torch.linalg.vector_norm(guided, dim=-1, keepdim=True)
+        return _unpacked(guided * ratio, v.shape[-2] // PATCH)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images `[B, 3, height, width]`, float in [0, 1]; to the VAE each is a video of one frame."""
+        config = self.vae.config
+        mean, std = (latents.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
+        return self.decode_with_vae((latents * std + mean).unsqueeze(2)).squeeze(2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=PATCH, q=PATCH)
+
+
+def _unpacked(tokens: Tensor, height: int) -> Tensor:
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=height, p=PATCH, q=PATCH)

@@ -1,0 +1,84 @@
+"""Stable Diffusion 3 and 3.5: joint attention over text and image, two CLIP encoders and T5, classic guidance."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
+from fluvial.models.protocol import Schedule
+
+
+class TextCond(NamedTuple):
+    """A batch of prompts as SD3's transformer takes them."""
+
+    tokens: Tensor  # [B, 77 + L, D] of both CLIPs side by side, and then of T5
+    pooled: Tensor  # [B, P] of both CLIPs
+
+
+class SD3(Pipeline):
+    """The velocity-model protocol over a StableDiffusion3Pipeline (arXiv 2403.03206).
+
+    T5 may be left out of the folder; it is zeros then. The transformer knows no mask: it attends to the tokens that pad a
+    prompt too, so a prompt is encoded to `text_tokens` in training as later in use.
+    """
+
+    pipeline = "StableDiffusion3Pipeline"
+    network = "SD3Transformer2DModel"
+    block_lists = ("transformer_blocks",)
+    text_lengths = (256, 512)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return (C, height / s, width / s), s being what the VAE scales by.
+
+        Raises:
+            ValueError: s times the patch does not divide the size, or it has more patches than the model has positions for.
+        """
+        check_still(frames)
+        scale, patch = self.vae_scale, self.config["patch_size"]
+        check_size(height, width, multiple=scale * patch, most=scale * patch * self.config["pos_embed_max_size"])
+        return (self.config["in_channels"], height // scale, width // scale)
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the pipeline's schedule: that of the scheduler itself."""
+        patch = self.config["patch_size"]
+        return flow_schedule(self.scheduler(), steps, tokens=(shape[-2] // patch) * (shape[-1] // patch))
+
+    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+        """Return T5's tokenizer, or CLIP's if there is none."""
+        if tokenizers.tokenizer_3 is not None:
+            return tokenizers.tokenizer_3, self.text_tokens
+        return tokenizers.tokenizer, tokenizers.tokenizer.model_max_length
+
+    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+        """Return tokens `[1, 77 + L, D]` and pooled `[1, P]`."""
+        tokens, _, pooled, _ = encoders.encode_prompt(
+            prompt,
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.text_tokens,
+        )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def cond(self, texts: Mapping[str, Tensor]) -> TextCond:
+        """Return them together."""
+        return TextCond(**texts)
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TextCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return v `[B, C, H, W]`."""
+        return module(
+            hidden_states=x,
+            encoder_hidden_states=cond.tokens.to(x.dtype),
+            pooled_projections=cond.pooled.to(x.dtype),
+            timestep=sigma * 1000 if timestep is None else timestep,
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images `[B, 3, height, width]`, float in [0, 1]."""
+        return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)

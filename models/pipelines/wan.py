@@ -1,0 +1,119 @@
+"""Wan 2.1 and 2.2: videos from text, by one transformer, or by one for much noise and another for little."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.pipelines.base import Pipeline, check_size, flow_schedule
+from fluvial.models.pipelines.experts import EXPERTS, Experts
+from fluvial.models.pipelines.folder import read_index, read_settings
+from fluvial.models.protocol import Schedule
+
+
+class WanCond(NamedTuple):
+    """A batch of prompts as Wan's transformer takes them."""
+
+    tokens: Tensor  # [B, L, D] of UMT5, zeros after the prompt's end
+
+
+class Wan(Pipeline):
+    """The velocity-model protocol over a WanPipeline (arXiv 2503.20314), whose samples are videos.
+
+    The folder's scheduler is UniPC on the levels of a flow; the rollout walks the levels of FlowMatchEulerDiscreteScheduler
+    with the same shift. UMT5 leaves out what pads a prompt, and the transformer is given zeros there.
+
+    Args:
+        folder, options: as any pipeline takes them.
+    """
+
+    pipeline = "WanPipeline"
+    network = "WanTransformer3DModel"
+    text_lengths = (512, 512)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.boundary_ratio: float | None = read_index(self.folder).get("boundary_ratio")
+        if (self.boundary_ratio is None) != ("transformer_2" not in self.parts):
+            raise ValueError(f"{self.folder} has only one of transformer_2 and boundary_ratio, expected both or neither")
+        if self.boundary_ratio is not None:
+            self.weights = {part: self.folder / part for part in EXPERTS}
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the transformer, or both as `Experts`; see the protocol."""
+        if self.boundary_ratio is None:
+            return super().build(empty=empty)
+        networks = {part: self.build_part(part, empty=empty) for part in EXPERTS}
+        return Experts(networks, boundary=1000 * self.boundary_ratio)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the repeated blocks, in the order they run."""
+        lists = [f"{part}.blocks" for part in EXPERTS] if isinstance(module, Experts) else ["blocks"]
+        return [block for name in lists for block in module.get_submodule(name).children()]
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels that a value of the latents stands for, along each side."""
+        return int(self.vae_config.get("scale_factor_spatial", 8))
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return (C, 1 + (frames - 1) / r, height / s, width / s); the VAE scales sides by s, and frames by r but the first.
+
+        Raises:
+            ValueError: s times the patch does not divide the size, or r does not divide frames - 1.
+        """
+        rate = self.vae_config.get("scale_factor_temporal", 4)  # older folders do not say
+        if frames < 1 or (frames - 1) % rate:
+            raise ValueError(f"{frames} frames are asked for, expected 1 and a multiple of {rate}")
+        check_size(height, width, multiple=self.vae_scale * self.config["patch_size"][-1])
+        return (self.config["in_channels"], 1 + (frames - 1) // rate, height // self.vae_scale, width // self.vae_scale)
+
+    def scheduler(self) -> Any:
+        """Return diffusers' flow-matching scheduler with the folder's shift, or raise ValueError if that is of no flow."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        if self.parts["scheduler"] != "UniPCMultistepScheduler":
+            return super().scheduler()
+        settings = read_settings(self.folder / "scheduler" / "scheduler_config.json")
+        if not settings.get("use_flow_sigmas"):
+            raise ValueError(f"{self.folder} is scheduled by UniPCMultistepScheduler without use_flow_sigmas, expected with")
+        return FlowMatchEulerDiscreteScheduler(shift=settings.get("flow_shift", 1.0))
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the schedule of the scheduler, the same for all sizes."""
+        return flow_schedule(self.scheduler(), steps, tokens=0)
+
+    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+        """Return UMT5's tokenizer."""
+        return tokenizers.tokenizer, self.text_tokens
+
+    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+        """Return tokens `[1, L, D]`."""
+        options = {"max_sequence_length": self.text_tokens, "device": self.device}
+        return {"tokens": encoders.encode_prompt(prompt, do_classifier_free_guidance=False, **options)[0]}
+
+    def cond(self, texts: Mapping[str, Tensor]) -> WanCond:
+        """Return them."""
+        return WanCond(**texts)
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: WanCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return v `[B, C, F, H, W]`."""
+        return module(
+            hidden_states=x,
+            timestep=sigma * 1000 if timestep is None else timestep,
+            encoder_hidden_states=cond.tokens.to(x.dtype),
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return videos `[B, 3, frames, height, width]`, float in [0, 1]."""
+        mean, std = (
+            torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return self.decode_with_vae(latents / (1 / std) + mean)  # as diffusers' pipeline, for the same bits

@@ -1,0 +1,89 @@
+"""Z-Image: one stream of image and text, whose network takes lists, counts time the other way and predicts x0 - eps."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
+from fluvial.models.protocol import Schedule
+
+PATCH = 2  # pixels of the latents that a token holds, along each side
+
+
+class ZImageCond(NamedTuple):
+    """A batch of prompts as Z-Image's transformer takes them, once they are cut to their lengths."""
+
+    tokens: Tensor  # [B, L, D] of Qwen3, zeros after a prompt's end
+    lengths: Tensor  # [B] int64, how many of them are the prompt's
+
+
+class ZImage(Pipeline):
+    """The velocity-model protocol over a ZImagePipeline: Z-Image and Z-Image-Turbo (arXiv 2511.22699).
+
+    The scale of guidance g is that of all models, v_uncond + g (v - v_uncond): the pipeline's `guidance_scale` is g - 1.
+
+    The network takes each prompt at its own length, which also places the image, so a forward pass reads the lengths of
+    its batch back from the device; and it pads to the longest of them, so a sample's velocity depends on the others by
+    rounding.
+    """
+
+    pipeline = "ZImagePipeline"
+    network = "ZImageTransformer2DModel"
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+    text_lengths = (512, 512)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return (C, height / s, width / s), s being what the VAE scales by.
+
+        Raises:
+            ValueError: 2 s does not divide the size, or a side has more patches than the model has positions for.
+        """
+        check_still(frames)
+        multiple = self.vae_scale * PATCH
+        check_size(height, width, multiple=multiple, most=multiple * min(self.config["axes_lens"][1:]))
+        return (self.config["in_channels"], height // self.vae_scale, width // self.vae_scale)
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the pipeline's schedule: levels 1 to 1 / steps, moved as the scheduler says."""
+        tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
+        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=torch.linspace(1.0, 1 / steps, steps).tolist())
+
+    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+        """Return the tokenizer, and what its chat template leaves of `text_tokens`."""
+        tokenizer = tokenizers.tokenizer
+        # As the pipeline asks for it.
+        chat = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        template = tokenizer.apply_chat_template([{"role": "user", "content": ""}], **chat)
+        return tokenizer, self.text_tokens - len(tokenizer(template).input_ids)
+
+    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+        """Return tokens `[1, L, D]` and lengths `[1]`."""
+        (tokens,), _ = encoders.encode_prompt(
+            prompt, device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        padded = nn.functional.pad(tokens, (0, 0, 0, self.text_tokens - len(tokens)))
+        return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}
+
+    def cond(self, texts: Mapping[str, Tensor]) -> ZImageCond:
+        """Return them together."""
+        return ZImageCond(**texts)
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ZImageCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return v `[B, C, H, W]`: the network is given 1 - sigma, and its output is -v."""
+        texts = zip(cond.tokens.to(x.dtype), cond.lengths.tolist(), strict=True)
+        out = module(
+            list(x.unsqueeze(2)),  # videos of one frame
+            (1000 - (sigma * 1000 if timestep is None else timestep)) / 1000,
+            [tokens[:length] for tokens, length in texts],
+            return_dict=False,
+        )[0]
+        return -torch.stack(out).squeeze(2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images `[B, 3, height, width]`, float in [0, 1]."""
+        return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)

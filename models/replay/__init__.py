@@ -1,0 +1,1 @@
+"""Pipelines without an adapter: recorded, checked and replayed."""

@@ -1,0 +1,82 @@
+"""A save that dies, at whatever moment, leaves the newest checkpoint whole: the one before, or the new one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+
+WORKERS = Path(__file__).parents[2] / "workers"
+SCENES = {
+    "a new update": ["(1, 1.0)", "(2, 2.0)"],
+    "an update again": ["(2, 2.0)", "(2, 20.0)"],
+    "a branch": ["(8, 8.0)", "(7, 7.0)"],
+}
+
+
+def every(scene: str, *, url: bool, full: bool, background: bool) -> tuple[str, tuple[str, dict[str, Any]]]:
+    """A name and a case of kills.every_moment."""
+    name = f"{scene}, {'url' if url else 'disk'}, {'full' if full else 'killed'}{', background' if background else ''}"
+    return name, ("every", {"scene": scene, "url": url, "full": full, "background": background})
+
+
+KILLED = dict(
+    [every(scene, url=url, full=False, background=False) for scene in SCENES for url in (False, True)]
+    + [every("an update again", url=url, full=False, background=True) for url in (False, True)]
+)
+FULL = dict(
+    [every(scene, url=False, full=True, background=False) for scene in ("a new update", "an update again")]
+    + [every("an update again", url=True, full=True, background=True)]
+)
+RANDOM = {
+    name: ("any", {"rounds": 16, "url": "url" in name, "background": "background" in name})
+    for name in ("disk", "disk, background", "url")
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What kills.py found in all cases; one process imports torch, and hundreds are forked from it."""
+    command = [sys.executable, "-P", str(WORKERS / "kills.py"), str(tmp_path_factory.mktemp("kills"))]
+    done = subprocess.run(
+        [*command, json.dumps({**KILLED, **FULL, **RANDOM})],
+        env={**small.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return {"stderr": done.stderr, **json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_killed_at_every_operation(report: dict[str, Any], name: str) -> None:
+    """Both outcomes are met, no other, and the next save clears up what is left."""
+    found = report[name]
+    assert "error" not in found, found["error"] + report["stderr"]
+    assert {*found["outcomes"]} == {*SCENES[name.split(",")[0]]}
+    assert found["operations"] >= 10
+    assert sum(found["outcomes"].values()) == found["operations"] + 1
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_disk_full_at_every_operation(report: dict[str, Any], name: str) -> None:
+    """And full from then on: the message says so, and the one before is the newest, or the new one is there."""
+    found = report[name]
+    assert "error" not in found, found["error"] + report["stderr"]
+    assert {*found["outcomes"]} == {*SCENES[name.split(",")[0]]}
+    assert sum(found["outcomes"].values()) == found["operations"] + 1
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_killed_at_any_time(report: dict[str, Any], name: str) -> None:
+    """Some saves get through between the kills, and nothing is lost that was there."""
+    found = report[name]
+    assert "error" not in found, found["error"] + report["stderr"]
+    assert found["updates"] == sorted(found["updates"])
+    assert len(found["updates"]) == 17
+    assert found["updates"][-1] > 5

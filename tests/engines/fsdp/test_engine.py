@@ -1,0 +1,222 @@
+"""The engine against plain PyTorch, its collectives counted, and what it does when a gradient is not finite."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import Net, data, squared
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.models.handwriting import Handwriting
+from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
+    """An engine over a fresh net."""
+    net = Net()
+    lies = EngineConfig(**{"comm": comm, **(sharding or {})})
+    return Engine(net, list(net.blocks), OptimizerConfig(**{"lr": 0.01, **config}), one, updates=100, sharding=lies)
+
+
+def full(trained: Engine) -> dict[str, Tensor]:
+    """The weights, gathered."""
+    return dict(trained.weights(average=False))
+
+
+def gathered(trained: Engine) -> dict[str, Tensor]:
+    """The state, gathered and copied."""
+    tensors = {}
+    for name, tensor in trained.state().items():
+        assert isinstance(tensor, DTensor)
+        tensors[name] = tensor.full_tensor().clone()
+    return tensors
+
+
+def plain_step(items: dict[str, Tensor], weight: Tensor, *, count: int, max_grad_norm: float = 1.0) -> dict[str, Tensor]:
+    """The update written with torch alone."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    ((squared(net)(items)[0] * weight).sum() / count).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
+    optimizer.step()
+    return net.state_dict()
+
+
+@settings(max_examples=25)
+@given(
+    count=st.integers(1, 13), micro_batch=st.integers(1, 6), pad=st.integers(0, 9), comm=st.sampled_from(["keep", "reshard"])
+)
+def test_an_update_is_that_of_plain_torch(one: World, count: int, micro_batch: int, pad: int, comm: str) -> None:
+    """Whatever the micro-batch, the padding, the last chunk and the way of communicating."""
+    items, weight = data(count)
+    trained = engine(one, comm=comm)
+    info = trained.update(items, weight, squared(trained.module), count=7, micro_batch=micro_batch, pad_to=count + pad)
+    expected = plain_step(items, weight, count=7)
+    for name, tensor in full(trained).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    error = squared(Net())(items)[1].error
+    assert info.items == count
+    assert info.mean["error"] == pytest.approx(float(error.mean()), rel=1e-5)
+    assert info.max_abs["error"] == pytest.approx(float(error.max()), rel=1e-5)
+    assert info.loss == pytest.approx(float((error * weight).sum() / 7), rel=1e-5)
+
+
+def test_the_gradient_is_clipped_to_the_norm(one: World) -> None:
+    """Two updates from one state differ by the clip alone where momentum has no say: the clipped one is as plain torch's."""
+    items, weight = data(6)
+    trained = engine(one, max_grad_norm=1e-3)
+    info = trained.update(items, weight, squared(trained.module), count=1, micro_batch=6, pad_to=6)
+    assert info.grad_norm > 1e-3
+    moments = gathered(trained)
+    squares = sum(float((moments[f"exp_avg.{name}"] ** 2).sum()) for name in trained.trainable)
+    assert squares**0.5 == pytest.approx(0.1 * 1e-3, rel=1e-3)  # exp_avg = (1 - beta1) * clipped gradient
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(one: World, bad: float) -> None:
+    """Weights, moments and average stay; the skip is counted and reported; the next update goes on."""
+    items, weight = data(4)
+    trained = engine(one, ema_decay=0.5)
+    trained.update(items, weight, squared(trained.module), count=4, micro_batch=2, pad_to=4)
+    before = gathered(trained)
+    poisoned = {**items, "y": torch.tensor([0.0, bad, 0.0, 0.0])}
+    info = trained.update(poisoned, weight, squared(trained.module), count=4, micro_batch=2, pad_to=4)
+    assert info.skipped
+    assert trained.counters() == {"updates": 2, "skipped": 1, "skipped_in_a_row": 1}
+    for name, tensor in gathered(trained).items():
+        assert torch.equal(tensor, before[name]), name
+    info = trained.update(items, weight, squared(trained.module), count=4, micro_batch=2, pad_to=4)
+    assert not info.skipped
+    assert trained.skipped_in_a_row == 0
+
+
+def test_too_many_skips_in_a_row_end_the_run(one: World) -> None:
+    """The message says after which update and what to do."""
+    items, weight = data(2)
+    items["y"][0] = torch.nan
+    trained = engine(one, max_skipped=3)
+    for _ in range(2):
+        trained.update(items, weight, squared(trained.module), count=2, micro_batch=2, pad_to=2)
+    with pytest.raises(RunError, match=r"3 updates in a row \(up to update 3\)"):
+        trained.update(items, weight, squared(trained.module), count=2, micro_batch=2, pad_to=2)
+
+
+def test_a_restored_engine_goes_on_to_the_bit(one: World) -> None:
+    """Weights, moments, average, learning rate and counters are all there is."""
+    config: dict[str, Any] = {"ema_decay": 0.9, "schedule": "cosine", "warmup": 3}
+    items, weight = data(5)
+
+    def steps(trained: Engine, count: int) -> None:
+        for _ in range(count):
+            trained.update(items, weight, squared(trained.module), count=5, micro_batch=2, pad_to=5)
+
+    straight = engine(one, **config)
+    steps(straight, 5)
+    first = engine(one, **config)
+    steps(first, 3)
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    second = engine(one, **config)
+    second.restore(saved, first.counters())
+    steps(second, 2)
+    one_go, two_goes = gathered(straight), gathered(second)
+    assert set(one_go) == set(two_goes)
+    for name, tensor in one_go.items():
+        assert torch.equal(tensor, two_goes[name]), name
+
+
+def test_frozen_adapters_are_in_the_state(one: World) -> None:
+    """An old policy that follows the trained one is found again, to the bit, and the reference too."""
+
+    def adapted() -> Engine:
+        model = Handwriting()
+        net = model.build()
+        add_lora(net, LoraConfig(rank=2), model.lora_targets, adapters=("default", "old", "ref"))
+        return Engine(net, model.blocks(net), OptimizerConfig(lr=0.01), one, updates=9)
+
+    first = adapted()
+    with torch.no_grad():
+        for number, parameter in enumerate(first.trainable.values()):
+            parameter.add_(0.01 * number)
+    blend_adapter(first.module, "default", "old", 0.25)
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    second = adapted()
+    second.restore(saved, first.counters())
+    for name in ("default", "old", "ref"):
+        ours, theirs = (adapter_parameters(engine.module, name) for engine in (first, second))
+        assert all(torch.equal(_full(ours[key]), _full(theirs[key])) for key in ours)
+    old, ref = (adapter_parameters(second.module, name) for name in ("old", "ref"))
+    assert any(not torch.equal(_full(old[key]), _full(ref[key])) for key in old)
+
+
+def _full(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor()
+
+
+def test_the_average_is_swapped_in_and_out(one: World) -> None:
+    """Inference on the average sees it, and leaves the weights as they were."""
+    items, weight = data(5)
+    trained = engine(one, ema_decay=0.9)
+    start = {name: tensor.clone() for name, tensor in full(trained).items()}
+    trained.update(items, weight, squared(trained.module), count=5, micro_batch=5, pad_to=5)
+    stepped = full(trained)
+    with trained.inference() as module:
+        plain = module(items["x"])
+    with trained.inference(average=True) as module:
+        averaged = module(items["x"])
+    net = Net()
+    net.load_state_dict(stepped)
+    torch.testing.assert_close(plain, net(items["x"]).detach())
+    # After the first update the warmed decay is 1/10.
+    net.load_state_dict({name: 0.1 * start[name] + 0.9 * stepped[name] for name in start})
+    torch.testing.assert_close(averaged, net(items["x"]).detach())
+    for name, tensor in full(trained).items():
+        assert torch.equal(tensor, stepped[name])
+
+
+def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers leave the device once an update, however many micro-batches it has."""
+    reads: Counter[str] = Counter()
+
+    def spied(name: str) -> Any:
+        real = getattr(Tensor, name)
+
+        def spy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads[name] += 1
+            return real(self, *args, **kwargs)
+
+        return spy
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
+        monkeypatch.setattr(Tensor, name, spied(name))
+    items, weight = data(16)
+    trained = engine(one)
+    reads.clear()
+    trained.update(items, weight, squared(trained.module), count=5, micro_batch=2, pad_to=16)
+    assert reads == {"tolist": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"ema_decay": 1.5}, {"max_grad_norm": 0.0}, {"warmup": -1}],
+)
+def test_a_wrong_optimizer_setting_is_refused(wrong: dict[str, Any]) -> None:
+    """When the config is built, in one line."""
+    with pytest.raises(ValueError, match="optimizer: ") as error:
+        OptimizerConfig(**wrong)
+    assert "\n" not in str(error.value)

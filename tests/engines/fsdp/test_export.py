@@ -1,0 +1,418 @@
+"""What is exported opens in diffusers and computes the same: whole, sharded, merged, averaged, or an adapter alone."""
+
+import errno
+import gc
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import small
+import torch
+from adapted import MODEL, adapted, inputs, perturb, run, velocity
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors.torch import load_file, safe_open, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fluvial.engines.fsdp.export as exporting
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.export import export, layout, weights, write_lora, write_model
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.models.lora import merge_lora, use_adapter
+
+WORKERS = Path(__file__).parents[2] / "workers"
+SINGLE = "diffusion_pytorch_model.safetensors"
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What export_ranks.py wrote on two ranks."""
+    out = tmp_path_factory.mktemp("ranks")
+    small.script(WORKERS / "export_ranks.py", str(out), ranks=2)
+    return out
+
+
+def sharded(module: nn.Module, one: World, **sharding: Any) -> nn.Module:
+    """The module as an engine holds it."""
+    return Engine(module, MODEL.blocks(module), OptimizerConfig(), one, updates=1, sharding=EngineConfig(**sharding)).module
+
+
+def moved(*adapters: str) -> nn.Module:
+    """The adapted module, its adapters each moved elsewhere."""
+    module = adapted(*adapters)
+    for seed, adapter in enumerate(adapters or ("default",)):
+        perturb(module, adapter, seed=seed)
+    return module
+
+
+def opened(folder: Path) -> nn.Module:
+    """The exported model, as diffusers opens it; all of its weights are there."""
+    module, info = SD3Transformer2DModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    assert not any(info.values()), info
+    return module
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("offload", ["none", "always"])
+@pytest.mark.parametrize("size", ["5GB", "1MB"])
+def test_an_export_opens_and_computes_the_same(tmp_path: Path, one: World, size: str, offload: str) -> None:
+    """To the bit, from one file or several; the files are those that diffusers itself writes of the plain module."""
+    module = sharded(MODEL.build(), one, offload=offload)
+    export(module, tmp_path / "ours", max_shard_size=size, world=one)
+    assert torch.equal(run(opened(tmp_path / "ours")), run(MODEL.build()))
+    plain = MODEL.build()
+    assert isinstance(plain, SD3Transformer2DModel)
+    plain.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+    assert (INDEX in contents(tmp_path / "ours")) == (size == "1MB")
+
+
+def test_weights_are_copies(one: World) -> None:
+    """What was yielded stays as it is while training goes on."""
+    module = sharded(MODEL.build(), one)
+    first = dict(weights(module))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    want = MODEL.build().state_dict()
+    assert list(first) == list(want)
+    assert all(torch.equal(first[name], want[name]) for name in want)
+
+
+def test_merged_is_the_adapted_module(tmp_path: Path, one: World) -> None:
+    """In the names and order of the plain one; the module itself keeps its adapters."""
+    module = sharded(moved("default", "old"), one)
+    before = run(module)
+    export(module, tmp_path / "merged", merge=True, world=one)
+    torch.testing.assert_close(run(opened(tmp_path / "merged")), before, rtol=1e-5, atol=1e-5)
+    merged = moved()
+    merge_lora(merged)
+    found = dict(weights(module, merge=True))
+    assert list(found) == list(merged.state_dict())
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+    with use_adapter(module, "old"):
+        other = run(module)
+    export(module, tmp_path / "averaged", merge=True, average=as_default(module, "old"), world=one)
+    torch.testing.assert_close(run(opened(tmp_path / "averaged")), other, rtol=1e-5, atol=1e-5)
+    old = dict(weights(module, merge=True, adapter="old"))
+    averaged = dict(weights(module, merge=True, average=as_default(module, "old")))
+    assert all(torch.equal(old[name], averaged[name]) for name in merged.state_dict())
+    assert torch.equal(run(module), before)
+
+
+def as_default(module: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Another adapter's parameters, as an average of the trained one."""
+    state = module.state_dict().items()  # named_parameters would be what a forward pass gathered
+    return {name.replace(f".{adapter}.", ".default."): tensor for name, tensor in state if f".{adapter}." in name}
+
+
+def test_merging_is_in_float32_and_cast_at_the_end() -> None:
+    """Weights in bfloat16 take in what is smaller than their own steps, and are rounded once."""
+    layer = nn.Sequential(nn.Linear(4, 4, bias=False)).to(torch.bfloat16)
+    nn.init.ones_(layer.get_parameter("0.weight"))
+    peft.inject_adapter_in_model(peft.LoraConfig(r=1, lora_alpha=3, target_modules=["0"]), layer)
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.full_like(parameter, 0.01, dtype=torch.float32)
+    ((name, tensor),) = weights(layer, merge=True, dtype=torch.float32)
+    assert name == "0.weight"
+    torch.testing.assert_close(tensor, torch.full((4, 4), 1.0003), rtol=0, atol=1e-7)
+    assert [tensor.dtype for _, tensor in weights(layer, merge=True)] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_adapter_alone_is_loaded_by_a_pipeline(tmp_path: Path, one: World, dtype: torch.dtype | None) -> None:
+    """With its own alpha, which is not its rank: the transformer computes what ours does."""
+    module = sharded(moved("default", "old"), one)
+    write_lora(module, tmp_path / "lora", adapter="old", dtype=dtype, world=one)
+    assert list(contents(tmp_path / "lora")) == ["pytorch_lora_weights.safetensors"]
+    found = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    names = peft.get_peft_model_state_dict(moved("default", "old"), adapter_name="old")
+    assert set(found) == {f"transformer.{name}" for name in names}
+    assert {tensor.dtype for tensor in found.values()} == {dtype or torch.float32}
+    pipeline = StableDiffusion3Pipeline(
+        transformer=MODEL.build(), scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None,
+        tokenizer=None, text_encoder_2=None, tokenizer_2=None, text_encoder_3=None, tokenizer_3=None,
+    )  # fmt: skip
+    base = run(pipeline.transformer)
+    pipeline.load_lora_weights(tmp_path / "lora")
+    with use_adapter(module, "old"):
+        want = run(module)
+    tolerance = 1e-5 if dtype is None else 0.03
+    assert (base - want).abs().max() > 3 * tolerance
+    torch.testing.assert_close(run(pipeline.transformer), want, rtol=tolerance, atol=tolerance)
+
+
+def test_an_adapter_has_the_names_of_peft(one: World) -> None:
+    """And the values, to the bit."""
+    module = sharded(moved("default", "old"), one)
+    want = peft.get_peft_model_state_dict(moved("default", "old"), adapter_name="default")
+    found = dict(weights(module, adapter="default"))
+    assert list(found) == list(want)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": True}, {"adapter": "old"}])
+def test_the_layout_is_that_of_the_weights(options: dict[str, Any]) -> None:
+    """Names, order, shapes and dtypes, on meta; tensors of whole numbers keep theirs."""
+    module = adapted("default", "old") if options else MODEL.build()
+    module.register_buffer("count", torch.tensor(3))
+    for dtype in (None, torch.bfloat16):
+        found = layout(module, dtype=dtype, **options)
+        assert all(tensor.is_meta for tensor in found.values())
+        want = [(name, tensor.shape, tensor.dtype) for name, tensor in weights(module, dtype=dtype, **options)]
+        assert [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()] == want
+        assert {dtype for name, _, dtype in want if name == "count"} <= {torch.int64}
+
+
+def test_averages_are_written_in_place_of_weights(tmp_path: Path, one: World) -> None:
+    """Sharded or full; what has none is the module's own."""
+    module, want = sharded(MODEL.build(), one), MODEL.build()
+    average: dict[str, Tensor] = {}
+    for k, (name, parameter) in enumerate(module.named_parameters()):
+        assert isinstance(parameter, DTensor)
+        if k % 3:
+            average[name] = parameter.detach() * 2 if k % 3 == 1 else parameter.full_tensor().detach() * 2
+            want.get_parameter(name).data *= 2
+    export(module, tmp_path, average=average, world=one)
+    found = load_file(tmp_path / SINGLE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.state_dict().items())
+
+
+def test_a_cast_is_of_floating_point_alone(tmp_path: Path, one: World) -> None:
+    """The file opens in bfloat16."""
+    export(MODEL.build(), tmp_path, dtype=torch.bfloat16, world=one)
+    want = MODEL.build().to(torch.bfloat16).state_dict()
+    found = load_file(tmp_path / SINGLE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    module = SD3Transformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16, local_files_only=True)
+    items = {name: tensor.to(torch.bfloat16) for name, tensor in inputs(2).items()}
+    torch.testing.assert_close(velocity(module, items).float(), run(MODEL.build()), rtol=0.1, atol=0.1)
+
+
+def test_a_module_of_torch_is_written_without_config(tmp_path: Path, one: World) -> None:
+    """Tied weights are written under both names."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    export(net, tmp_path, world=one)
+    assert list(contents(tmp_path)) == [SINGLE]
+    found = load_file(tmp_path / SINGLE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "choose one of them or merge=True"),
+        ({"adapter": "ref"}, "there is no adapter ref: the module has default, old"),
+        ({"merge": True, "average": {"nowhere": torch.zeros(2)}}, r"nowhere has shape \[2\], the module has nothing there"),
+        ({"merge": True, "average": {"proj_out.weight": torch.zeros(2)}}, r"shape \[2\], the module has \[4, 64\]"),
+    ],
+)
+def test_what_cannot_be_exported_is_an_error(options: dict[str, Any], message: str) -> None:
+    """It is named."""
+    with pytest.raises(ValueError, match=message):
+        list(weights(adapted("default", "old"), **options))
+
+
+def test_a_module_without_adapters_has_none_to_export(one: World, tmp_path: Path) -> None:
+    """Merging is then nothing to do; one that is asked for by name is an error."""
+    want = MODEL.build().state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in weights(MODEL.build(), merge=True))
+    with pytest.raises(ValueError, match="the module has none"):
+        write_lora(MODEL.build(), tmp_path, world=one)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": True}, {"adapter": "old"}])
+def test_one_layer_is_gathered_at_a_time(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """When a tensor is gathered none of an earlier layer's is left: one at a time, three where two factors are merged."""
+    module = sharded(adapted("default", "old") if options else MODEL.build(), one)
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    gather = DTensor.full_tensor
+
+    def counting(tensor: DTensor, **kwargs: Any) -> Tensor:
+        nonlocal most
+        full = gather(tensor, **kwargs).clone()
+        alive.append(weakref.ref(full, alive.remove))
+        most = max(most, len(alive))
+        return full
+
+    monkeypatch.setattr(DTensor, "full_tensor", counting)
+    if options.get("adapter"):
+        for _ in weights(module, **options):
+            pass
+    else:
+        export(module, tmp_path, world=one, **options)
+    gc.collect()
+    assert most == (3 if options.get("merge") else 1)
+    assert not alive
+
+
+def test_a_shard_is_written_as_soon_as_it_is_whole(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no more than one file's tensors wait in memory, and what is larger than a file alone."""
+    tensors = {"a": 40, "large": 400, "b": 40, "c": 40, "d": 60}  # bytes; files of at most 100
+    like = {name: torch.empty(count // 4, device="meta") for name, count in tensors.items()}
+    events: list[str] = []
+
+    def saving(shard: dict[str, Tensor], path: Path, **kwargs: Any) -> None:
+        events.append("+".join(shard))
+        save_file(shard, path, **kwargs)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in like.items():
+            events.append(name)
+            yield name, torch.ones(tensor.shape)
+
+    monkeypatch.setattr(exporting, "save_file", saving)
+    write_model(stream(), tmp_path, like=like, config=None, max_shard_size=100, world=one)
+    assert events == ["a", "large", "large", "b", "a+b", "c", "d", "c+d"]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert set(index["weight_map"]) == set(tensors)
+
+
+def test_an_export_replaces_the_one_before(tmp_path: Path, one: World) -> None:
+    """Nothing of another split is left to be opened in its place; what belongs to others stays."""
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"")
+    (tmp_path / ".partial").mkdir()
+    (tmp_path / ".partial" / "left-by-a-crash.safetensors").write_bytes(b"1")
+    others = {"README.md", "diffusion_pytorch_model.fp16.safetensors", "config.json"}
+    other = MODEL.build()
+    nn.init.ones_(other.get_parameter("proj_out.weight"))
+    for module, size in ((MODEL.build(), "5GB"), (other, "1MB"), (MODEL.build(), "2MB"), (other, "5GB")):
+        export(module, tmp_path, max_shard_size=size, world=one)
+        files = set(contents(tmp_path)) - others
+        assert (files == {SINGLE}) == (size == "5GB")
+        if size != "5GB":
+            index = json.loads((tmp_path / INDEX).read_text())
+            assert files == {INDEX, *index["weight_map"].values()}
+        assert torch.equal(run(opened(tmp_path)), run(module))
+        assert others <= set(contents(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")]
+)
+def test_a_write_that_fails_leaves_the_older_export(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """One line says why; nothing half-written is left beside it."""
+    export(MODEL.build(), tmp_path, max_shard_size="1MB", world=one)
+    write_lora(adapted(), tmp_path, world=one)
+    before = contents(tmp_path)
+    written: list[str] = []
+
+    def failing(shard: dict[str, Tensor], path: Path, **kwargs: Any) -> None:
+        if written or "lora" in path.name:
+            path.write_bytes(b"half")
+            raise error
+        save_file(shard, path, **kwargs)
+        written.append(path.name)
+
+    monkeypatch.setattr(exporting, "save_file", failing)
+    reason = "the disk is full" if error.errno == errno.ENOSPC else r"\[Errno 5\] Input/output error"
+    with pytest.raises(RunError, match=rf"^weights cannot be written to {tmp_path}: {reason}$"):
+        export(moved(), tmp_path, merge=True, max_shard_size="1MB", world=one)
+    assert written
+    assert contents(tmp_path) == before
+    with pytest.raises(RunError, match=rf"^weights cannot be written to {tmp_path}: {reason}$"):
+        write_lora(moved(), tmp_path, world=one)
+    assert contents(tmp_path) == before
+
+
+def test_what_stops_between_two_files_leaves_no_mixture(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of some new and some old files does not open, whatever their names; the next export mends it."""
+    export(MODEL.build(), tmp_path, max_shard_size="1MB", world=one)
+    replace = os.replace
+    moved_files: list[str] = []
+
+    def failing(source: Path, target: Path) -> None:
+        if moved_files:
+            raise OSError(errno.EIO, "Input/output error")
+        moved_files.append(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(RunError, match="weights cannot be written"):
+        export(moved(), tmp_path, merge=True, max_shard_size="1MB", world=one)
+    assert re.fullmatch(r"diffusion_pytorch_model-00001-of-0000\d.safetensors", moved_files[0])
+    with pytest.raises(OSError, match="no file named"):
+        opened(tmp_path)
+    monkeypatch.undo()
+    export(MODEL.build(), tmp_path, max_shard_size="1MB", world=one)
+    assert torch.equal(run(opened(tmp_path)), run(MODEL.build()))
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path, one: World) -> None:
+    """Of one line."""
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(RunError, match=r"weights cannot be written to .*out"):
+        export(MODEL.build(), tmp_path / "out", world=one)
+
+
+def test_two_ranks_write_what_one_does(tmp_path: Path, one: World, two: Path) -> None:
+    """The same bytes from sharded modules as from a plain one: whole, in shards, merged from an average, and adapters."""
+    export(MODEL.build(), tmp_path / "plain", world=one)
+    export(MODEL.build(), tmp_path / "sharded", max_shard_size="1MB", world=one)
+    module = adapted("default", "old", "ref")
+    perturb(module, "default", seed=0)
+    perturb(module, "old", seed=1)
+    average = {name: parameter.detach() * 0.5 for name, parameter in module.named_parameters() if parameter.requires_grad}
+    export(module, tmp_path / "merged", average=average, merge=True, dtype=torch.bfloat16, world=one)
+    write_lora(module, tmp_path / "lora", adapter="old", world=one)
+    write_lora(module, tmp_path / "averaged", average=average, world=one)
+    for name in ("plain", "sharded", "merged"):
+        assert contents(two / name) == contents(tmp_path / name), name
+    for name in ("lora", "averaged"):  # the order of the two entries of metadata is safetensors' whim
+        left, right = (folder / name / "pytorch_lora_weights.safetensors" for folder in (two, tmp_path))
+        assert tensors_and_metadata(left) == tensors_and_metadata(right), name
+        assert json.loads(tensors_and_metadata(left)[1]["lora_adapter_metadata"])["transformer.lora_alpha"] == 3.0
+
+
+def tensors_and_metadata(path: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The bytes of each tensor, and the metadata, of a file."""
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+    with safe_open(path, framework="pt") as file:
+        return tensors, file.metadata()
+
+
+def test_adapters_on_two_ranks(two: Path) -> None:
+    """An update changes the trained one alone; copies and blends reach every rank's shards."""
+    result = json.loads((two / "result.json").read_text())["adapters"]
+    assert all(result.values()), result
+    assert len(result) == 6
+
+
+def test_a_full_disk_ends_both_ranks(two: Path) -> None:
+    """Its own line on the rank that writes, a pointer to it on the other; what was exported before is whole."""
+    messages = json.loads((two / "result.json").read_text())["full disk"]
+    assert messages == [
+        f"RunError: weights cannot be written to {two / 'plain'}: the disk is full",
+        "ElsewhereError: rank 0 gave up; its own message says why",
+    ]
+    assert torch.equal(run(opened(two / "plain")), run(MODEL.build()))

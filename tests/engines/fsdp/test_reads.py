@@ -1,0 +1,59 @@
+"""The trainer's own update: the host waits for the device as often whatever the number of micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, job
+
+from fluvial.bench.counting import HostReads
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import Clipped, Dppo, Guard
+from fluvial.engines.rewards.runner import Rewards
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import RolloutConfig
+from fluvial.engines.train.stop import StopRequest
+from fluvial.engines.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("sampler", "objective"), [("flow_sde", Clipped()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Clipped())]
+)
+def test_no_read_a_micro_batch(
+    tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch, 2 or 8: as many reads, one of which is the engine's read-back."""
+    reads = []
+    for micro_batch in (16, 8, 2):
+        rollout = RolloutConfig(
+            prompts=2, group=4, steps=4, window=2, sampler=sampler, guidance=Guidance(guidance), window_high=3
+        )
+        run = config(tmp_path, rollout=rollout, objective=objective)
+        trainer = Trainer(replace(run, micro_batch=micro_batch), job(), one, console=None)
+        counters: list[int] = []
+        optimize = trainer.engine.update
+
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
+            with HostReads() as counter:
+                info = optimize(*args, **kwargs)
+            counters.append(counter.total)
+            return info
+
+        monkeypatch.setattr(trainer.engine, "update", counted)
+        runner = Rewards(list(trainer.rewards.values()))
+        trainer.update(runner, StopRequest())
+        runner.close()
+        reads.append(counters)
+        assert torch.isfinite(next(iter(trainer.engine.sharded.shards().values()))).all()
+    assert reads == [[1], [1], [1]]

@@ -1,0 +1,140 @@
+"""However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from nets import SHARDINGS, Net, data, squared
+from torch import Tensor, nn
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+
+WORKERS = Path(__file__).parents[2] / "workers"
+UNITS = 3  # two blocks and the root
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """The number of ranks, and what ranks.py found."""
+    out = tmp_path_factory.mktemp("ranks") / "result.json"
+    small.script(WORKERS / "ranks.py", str(out), ranks=request.param)
+    return request.param, json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def plain() -> dict[str, Tensor]:
+    """The weights after the update written with torch alone."""
+    net, (items, weight) = Net(), data(7)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    ((squared(net)(items)[0] * weight).sum() / 7).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    return net.state_dict()
+
+
+def check(name: str, weights: dict[str, Tensor]) -> None:
+    """Compare with plain PyTorch; in bfloat16 a step of AdamW is as long, and nearly everywhere in the same direction."""
+    half = "bfloat16" in name
+    for parameter, want in plain().items():
+        error = (weights[parameter] - want).abs()
+        assert error.max() <= (0.02 if half else 1e-6 + 1e-5 * want.abs().max())
+        assert error.mean() <= (0.004 if half else 1e-6)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_an_update_on_ranks_is_that_of_plain_torch(ranks: tuple[int, dict[str, Any]], name: str) -> None:
+    _, result = ranks
+    check(name, {parameter: torch.tensor(values) for parameter, values in result[name]["weights"].items()})
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("name", [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]])
+def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) -> None:
+    net, (items, weight) = Net(), data(7)
+    sharding = EngineConfig(**SHARDINGS[name])
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=sharding)
+    engine.update(items, weight, squared(net), count=7, micro_batch=2, pad_to=7)
+    check(name, dict(engine.weights(average=False)))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_collectives(ranks: tuple[int, dict[str, Any]], name: str) -> None:
+    """Gradients are reduced once an update, or once a micro-batch where that was asked for; so are parameters gathered."""
+    size, result = ranks
+    counts, n = Counter(result[name]["counts"]), result[name]["micro_batches"]
+    assert n > 1
+    if size == SHARDINGS[name].get("replicas"):  # each rank has it all: there is nothing to gather or to scatter
+        assert set(counts) == {"allreduce_", "allgather_"}
+        return
+    assert counts["_reduce_scatter_base_"] == UNITS * (n if SHARDINGS[name].get("grad_sync") == "every" else 1)
+    if SHARDINGS[name].get("comm") == "reshard":
+        assert n * UNITS <= counts["_allgather_base_"] <= 2 * n * UNITS
+    else:
+        assert counts["_allgather_base_"] == UNITS
+
+
+def test_a_replica_has_its_share_of_the_ranks(ranks: tuple[int, dict[str, Any]]) -> None:
+    """Two replicas on 2 ranks hold all of it each, on 4 as much as 2 ranks do; they reduce gradients among themselves."""
+    size, result = ranks
+    everything, half = sum(p.numel() for p in Net().parameters()), 20  # of 28 in rows of 3, the first rank has 2 and 1
+    assert result["two replicas"]["shard"] == {2: everything, 4: half}[size]
+    assert result["keep"]["shard"] < result["two replicas"]["shard"]
+    assert result["two replicas"]["counts"]["allreduce_"] == UNITS
+    assert "allreduce_" not in result["keep"]["counts"]
+
+
+def test_ranks_that_replicas_do_not_divide_are_refused(one: World) -> None:
+    net = Net()
+    with pytest.raises(UsageError, match="replicas is 2, expected a divisor of the 1 ranks"):
+        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(replicas=2))
+
+
+def test_checkpointing_keeps_a_blocks_inputs_alone(one: World) -> None:
+    """Counted in tensors saved for the backward pass."""
+
+    def saved(checkpointing: bool) -> int:
+        net, (items, _) = Net(), data(7)
+        sharding = EngineConfig(checkpointing="block" if checkpointing else "none")
+        engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=sharding)
+        counted = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal counted
+            counted += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            squared(engine.module)(items)
+        return counted
+
+    assert saved(True) < saved(False)
+
+
+def test_numbers_a_sample_keep_their_digits(one: World) -> None:
+    """In bfloat16 987.5 is 988: samples are cast, timesteps are not, and results come in the computation's dtype."""
+    seen: dict[str, torch.dtype] = {}
+
+    class Timed(Net):
+        def forward(self, x: Tensor, *, timestep: Tensor) -> Tensor:  # type: ignore[override]
+            seen.update(x=x.dtype, timestep=timestep.dtype)
+            assert timestep.tolist() == [987.5, 3.25]
+            return super().forward(x)
+
+    net = Timed()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
+    assert engine.module(torch.zeros(2, 3), timestep=torch.tensor([987.5, 3.25])).dtype == torch.bfloat16
+    assert seen == {"x": torch.bfloat16, "timestep": torch.float32}
+    assert all(parameter.dtype == torch.float32 for parameter in engine.trainable.values())

@@ -1,0 +1,327 @@
+"""The whole product of options: every combination trains, or is refused in words before anything is loaded."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tiny
+import torch
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import (
+    OBJECTIVES,
+    AnyObjective,
+    Awm,
+    Clipped,
+    Distill,
+    Dpo,
+    Dppo,
+    Guard,
+    Nft,
+    Raft,
+    Sft,
+    name_of,
+)
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import (
+    SAMPLERS,
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    NoisingConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_model,
+)
+from fluvial.models import Prediction
+
+TEACHER, GIVEN = Path("teacher"), Path("given")
+ANSWERS: dict[str, AnyObjective] = {
+    "clipped": Clipped(),
+    "guard": Guard(),
+    "dppo": Dppo(),
+    "distill, mean_kl": Distill(teacher=TEACHER),
+    "distill, velocity_mse": Distill(teacher=TEACHER, match="velocity_mse"),
+    "nft, none": Nft(old="none"),
+    "nft, linear": Nft(old="linear"),
+    "nft, delayed": Nft(old="delayed", old_delay=1),
+    "awm": Awm(),
+    "raft": Raft(),
+    "sft": Sft(),
+    "dpo, online": Dpo(),
+    "dpo, offline": Dpo(preferences=GIVEN),
+}
+ROLLOUT: dict[str, Sequence[Any]] = {
+    "sampler": tuple(SAMPLERS),
+    "solver": ("euler", "dpmpp_2m"),
+    "form": ("density", "no_const", "unscaled"),
+    "reduction": ("mean", "sum"),
+    "eta": (0.0, 0.5),
+    "group": (1, 2),
+    "window": (None, 1),
+}
+RUN: dict[str, Sequence[Any]] = {
+    "objective": tuple(ANSWERS),
+    "train": ("full", "lora"),
+    "kl.coef": (0.0, 0.1),
+    "kl.weight": ("rate", "exact"),
+    "correction": ("none", "truncate"),
+    "minibatches": (1, 2),
+}
+Options = tuple[Any, ...]  # a value of each of ROLLOUT, then of each of RUN
+
+
+def build(options: Options, base: TrainConfig, rollout: RolloutConfig) -> TrainConfig:
+    """Return the run of a combination of options."""
+    objective, train, coef, weight, correction, minibatches = options
+    return replace(
+        base, objective=ANSWERS[objective], train=train, kl=KLConfig(coef, weight),
+        correction=CorrectionConfig(correction), minibatches=minibatches, updates=minibatches, rollout=rollout,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[dict[Options, TrainConfig], set[str]]:
+    """The combinations that are runs, and what is said of the others."""
+    base, rollouts, runs, refusals = tiny.config(Path("out")), {}, {}, set()
+    with pytest.MonkeyPatch.context() as patch:
+        # Of single numbers, which are all fine here; the tests' own type checks would make a minute of them.
+        patch.setattr("fluvial.engines.train.config.check_number", lambda *args, **kwargs: None)
+        for options in product(*ROLLOUT.values()):
+            try:
+                rollouts[options] = RolloutConfig(prompts=2, steps=tiny.STEPS, **dict(zip(ROLLOUT, options, strict=True)))
+            except ValueError as error:
+                refusals.add(str(error))
+        for (first, rollout), rest in product(rollouts.items(), product(*RUN.values())):
+            try:
+                runs[(*first, *rest)] = build(rest, base, rollout)
+            except ValueError as error:
+                refusals.add(str(error))
+    return runs, refusals
+
+
+def test_every_objective_is_in_the_product() -> None:
+    """The table's are all there."""
+    assert {name_of(objective) for objective in ANSWERS.values()} == set(OBJECTIVES)
+
+
+def test_refusals_say_what_to_use(built: tuple[dict[Options, TrainConfig], set[str]]) -> None:
+    """Each is one line that names a way out."""
+    runs, refusals = built
+    assert len(runs) > 1000
+    assert len(refusals) > 20
+    for refusal in refusals:
+        assert re.fullmatch(r"(rollout|train): .+", refusal), refusal  # `.` is no line break
+        assert re.search(r"\b(use|leave|expected|takes)\b", refusal), refusal
+
+
+def test_every_value_is_in_a_run(built: tuple[dict[Options, TrainConfig], set[str]]) -> None:
+    """No option is refused wherever it is used, and every objective trains both ways, but what has to be LoRA."""
+    runs, _ = built
+    names = [*ROLLOUT, *RUN]
+    for place, values in enumerate([*ROLLOUT.values(), *RUN.values()]):
+        assert {options[place] for options in runs} == set(values), names[place]
+    both = {(options[names.index("objective")], options[names.index("train")]) for options in runs}
+    assert set(product(ANSWERS, ("full", "lora"))) - both == {("nft, linear", "full"), ("nft, delayed", "full")}
+
+
+def cover(candidates: Sequence[Options]) -> list[Options]:
+    """Return some of the candidates that hold each pair of two options' values which any of them holds; greedily."""
+    columns = [torch.tensor([sorted(set(map(repr, column))).index(repr(value)) for value in column])
+               for column in zip(*candidates, strict=True)]  # fmt: skip
+    size = 1 + max(int(column.max()) for column in columns)
+    places = torch.stack(
+        [(number * size + a) * size + b for number, (a, b) in enumerate(combinations(columns, 2))], dim=1
+    )  # [N, pairs of options], each a number of its own
+    missing = torch.zeros(int(places.max()) + 1, dtype=torch.bool)
+    missing[places] = True
+    chosen = []
+    while missing.any():
+        best = int(missing[places].sum(1).argmax())
+        chosen.append(candidates[best])
+        missing[places[best]] = False
+    return chosen
+
+
+def test_the_cover_is_one() -> None:
+    """Of a product of 3 x 3 x 2 with a hole: every pair that there is, in fewer rows than the product has."""
+    candidates = [row for row in product(range(3), "abc", (False, True)) if row[:2] != (0, "a")]
+    chosen = cover(candidates)
+    for first, second in combinations(range(3), 2):
+        assert {(row[first], row[second]) for row in chosen} == {(row[first], row[second]) for row in candidates}
+    assert 8 <= len(chosen) < 12
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of preferences."""
+    folder = tmp_path_factory.mktemp("preferences") / "given"
+    drawn = torch.rand(6, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
+    jobs.write_preferences(folder, [(prompt, drawn[i], drawn[i + 3]) for i, prompt in enumerate(tiny.PROMPTS[:3])])
+    return folder
+
+
+@pytest.mark.slow
+def test_what_is_built_trains(
+    built: tuple[dict[Options, TrainConfig], set[str]], one: World, given: Path, tmp_path: Path
+) -> None:
+    """Each pair of options' values that any run has, on a model of each kind: finite losses, and a gradient."""
+    runs, predictions = built[0], get_args(Prediction)
+    candidates: list[Options] = []
+    for (options, run), prediction in product(runs.items(), predictions):
+        try:
+            check_model(run, prediction)
+        except ValueError:
+            continue
+        candidates.append((*options, prediction))
+    chosen = cover(candidates)
+    assert len(chosen) < 200
+    for *values, prediction in chosen:
+        options = tuple(values)
+        run = replace(runs[options], out=tmp_path)
+        if isinstance(run.objective, Dpo) and run.objective.preferences is not None:
+            run = replace(run, objective=replace(run.objective, preferences=given))
+        try:
+            trained = tiny.Run(run, one, tiny.job(prediction))
+            record = trained.rollout()
+        except Exception as error:
+            error.add_note(f"in {options}, {prediction}")
+            raise
+        infos = trained.infos
+        assert len(infos) == run.minibatches, options
+        assert all(math.isfinite(info.loss) and math.isfinite(info.grad_norm) for info in infos), options
+        assert not any(info.skipped for info in infos), options
+        assert max(info.grad_norm for info in infos) > 0, (options, prediction)
+        assert record["pairs"] > 0, options
+        if "log_ratio" in infos[0].max_abs and run.correction.mode == "none":
+            assert infos[0].max_abs["log_ratio"] == 0.0, options
+
+
+ODE: dict[str, Any] = {"sampler": "ode", "eta": 0.0}
+GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "eta": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "words"),
+    [
+        (ODE, {"objective": Clipped()}, "clipped needs the log-probability .* steps are deterministic .* use flow_sde"),
+        (ODE, {"objective": Guard()}, "guard needs the log-probability"),
+        ({"sampler": "cps"}, {"objective": Guard()}, "guard is not defined for cps: .* flow_sde and dance_sde"),
+        ({"sampler": "ddim"}, {"objective": Guard()}, "guard is not defined for ddim"),
+        ({"form": "unscaled"}, {"objective": Guard()}, "guard takes .* density or no_const"),
+        ({"reduction": "sum"}, {"objective": Dppo()}, "dppo takes .* reduction mean"),
+        ({"eta": 0.0}, {}, "eta is 0, so every step of flow_sde is deterministic and has no density: use eta > 0"),
+        ({"sampler": "ode"}, {}, "eta is 0.5, and ode takes no noise: use eta 0"),
+        ({"sampler": "cps", "eta": 1.5}, {}, "eta is 1.5, expected at most 1 for cps"),
+        ({"solver": "dpmpp_2m"}, {}, "solver dpmpp_2m solves the ODE, and sampler is flow_sde: use sampler ode"),
+        (ODE | {"shared_noise": True}, {"objective": Nft(old="none")}, "all samples of a group are the same"),
+        ({"window": 5}, {}, "a window of 5 steps does not fit steps 0 to 4 of 4"),
+        ({"group": 1}, {"objective": Clipped()}, "group is 1, expected at least 2: clipped judges .* nothing to be learnt"),
+        (ODE | {"group": 1}, {"objective": Dpo()}, "group is 1, expected at least 2: dpo"),
+        (ODE | {"group": 1}, {"objective": Raft()}, "group is 1, expected at least 2: raft"),
+        (ODE, {"objective": Nft(), "train": "full"}, "nft without an old policy: .* --train lora, or --objective.old none"),
+        (ODE, {"objective": Nft(old="none"), "correction": CorrectionConfig("truncate")}, "correction .* nft takes none"),
+        ({"form": "unscaled"}, {"correction": CorrectionConfig("mask")}, "form unscaled is none: use form density"),
+        ({"autocast": True}, {}, "autocast makes the rollout another program .* --correction.mode truncate"),
+        (ODE, {"objective": Distill(teacher=TEACHER)}, "mean_kl .* ode's have none: use --objective.match velocity_mse"),
+        ({}, {"objective": Distill()}, "distill needs a teacher: .*--objective.teacher"),
+        ({}, {"objective": Distill(teacher=TEACHER), "kl": KLConfig(0.1, "exact")}, "kl.weight is exact, and distill"),
+        (
+            ODE | {"solver": "dpmpp_2m"},
+            {"objective": Distill(teacher=TEACHER, match="velocity_mse")},
+            "solver dpmpp_2m takes steps that are no transition, and distill trains on steps: use euler",
+        ),
+        ({"form": "unscaled"}, {"objective": Distill(teacher=TEACHER)}, "distill takes no log-probability"),
+        (ODE, {"objective": Dpo(), "kl": KLConfig(0.1)}, "dpo has the reference in its loss already"),
+        (ODE, {"objective": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards is set, and dpo makes no samples"),
+        (ODE, {"objective": Dpo(preferences=GIVEN), "prompts": Path("prompts")}, "a file of preferences has its own"),
+        ({}, {"objective": Sft()}, "sft learns from given data and makes no rollout: use sampler ode"),
+        (ODE | {"solver": "dpmpp_2m"}, {"objective": Sft()}, "sft learns from given data"),
+        (ODE, {"objective": Raft(), "advantage": AdvantageConfig("batch")}, "advantage is set, and raft takes no adv"),
+        (ODE, {"objective": Raft(), "max_log_ratio": 0.1}, "max_log_ratio is set, and raft has no ratio"),
+        (ODE, {"objective": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most the 4 steps"),
+        (ODE | {"window": 2}, {"objective": Raft()}, "a window of stochastic steps is set, and sampler is ode"),
+        ({"fraction": 0.5}, {"objective": Awm()}, "rollout.fraction is 0.5, and awm trains on no recorded steps"),
+        ({"reduction": "sum"}, {"objective": Awm()}, "form or reduction is set, and awm takes no log-probability"),
+        ({}, {"noising": NoisingConfig(2)}, "noising is set, and clipped trains on the steps"),
+        ({}, {"kl": KLConfig(0.0, "exact")}, "kl.weight is set and kl.coef is 0"),
+        (ODE, {"objective": Awm(), "kl": KLConfig(0.1, "exact")}, "awm's term is mean"),
+        ({"sampler": "cps", "window": 1}, {}, "a window of 1 may be just that step"),
+        ({"sampler": "cps", "form": "unscaled"}, {"kl": KLConfig(0.1)}, "the last step of cps .* has no KL"),
+        ({}, {"minibatches": 3, "updates": 3}, "minibatches is 3, expected a divisor of the 4 samples"),
+        ({}, {"minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    """It is refused when the run is built, in one line that says why."""
+    with pytest.raises(ValueError, match=words) as refused:
+        tiny.config(Path("out"), rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "rollout", "changes", "words"),
+    [
+        ("epsilon", {}, {}, "sampler flow_sde is for models of velocity, and handwriting predicts epsilon: use ddim or ode"),
+        ("velocity", {"sampler": "ddim"}, {}, "ddim is for models of epsilon, .* use flow_sde or dance_sde or cps or ode"),
+        ("epsilon", ODE, {"objective": Nft(old="none")}, "nft is defined for flows"),
+        ("epsilon", ODE, {"objective": Awm()}, "awm is defined for flows"),
+        (
+            "epsilon",
+            ODE,
+            {"objective": Raft(), "noising": NoisingConfig(levels="continuous")},
+            "noising.levels is continuous, .* use schedule",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model(
+    one: World, tmp_path: Path, prediction: Prediction, rollout: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    """It is refused before the first rollout, as what was typed wrongly is."""
+    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+    with pytest.raises(UsageError, match=words):
+        tiny.Run(run, one, tiny.job(prediction))
+
+
+@pytest.mark.parametrize(
+    ("objective", "lacks", "words"),
+    [
+        (Sft(), "data", "sft learns from data, and this job has none"),
+        (Dpo(preferences=GIVEN), "encode", "this job's model has no way from images to samples"),
+        (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
+        (
+            Distill(teacher=TEACHER, match="velocity_mse"),
+            "load",
+            "teacher cannot be loaded: this job's model has no weights",
+        ),
+    ],
+)
+def test_what_the_job_lacks(one: World, tmp_path: Path, objective: AnyObjective, lacks: str, words: str) -> None:
+    """It is refused before the first rollout, too."""
+    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | ODE)), objective=objective)
+    with pytest.raises(UsageError, match=words):
+        tiny.Run(run, one, tiny.job("velocity", **({} if lacks == "preferences" else {lacks: None})))
+
+
+def test_hyper_parameters_out_of_range() -> None:
+    """A single number says so itself."""
+    for made in (
+        lambda: Nft(old_cap=1.0), lambda: Nft(old_delay=3), lambda: Nft(beta=0.0), lambda: Awm(power=2.0),
+        lambda: Raft(best=0.0), lambda: Dpo(beta=0.0), lambda: Guard(clip=-1.0), lambda: CorrectionConfig(threshold=0.5),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"expected|use|only") as refused:
+            made()
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,166 @@
+"""Plans: parameter counts of published transformers, a small transformer measured, and the knobs that make a plan fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan.check import compare
+from fluvial.engines.plan.memory import account
+from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.models.shapes import MODELS, blocks
+
+TRAINS: tuple[Train, Train] = ("full", "lora")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "units"), [("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)]
+)
+def test_published_transformers_have_their_size(name: str, parameters: float, units: int) -> None:
+    """Within 3% of what their makers say, buffers included, nearly all of it in the blocks."""
+    with torch.device("meta"):
+        module = MODELS[name].build()
+    count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    assert count == pytest.approx(parameters, rel=0.03)
+    repeated = blocks(MODELS[name], module)
+    assert len(repeated) == units
+    inside = sum(parameter.numel() for block in repeated for parameter in block.parameters())
+    assert inside / sum(parameter.numel() for parameter in module.parameters()) > 0.97
+
+
+LIES = [
+    {"comm": comm, "checkpointing": checkpointing}
+    for comm, checkpointing in product(("keep", "reshard"), ("none", "block", "selective"))
+]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize(
+    "lies",
+    [*LIES, {"grad_sync": "every"}, {"offload": "always"}, {"compute": "bfloat16"}, {"reduce": "bfloat16"}],
+    ids=lambda lies: " ".join(lies.values()),
+)
+def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, Any]) -> None:
+    """What is held to the byte; what an update allocates at its peak no more than planned, and nearly that."""
+    config = PlanConfig(
+        train=train, micro_batch=16, micro_batches=2, engine=EngineConfig(**lies), optimizer=OptimizerConfig(ema_decay=0.9)
+    )
+    for row in compare("handwriting", config, one):
+        assert row.agrees, row
+        assert row.measured > 0
+
+
+LESS: list[dict[str, Any]] = [{}, {"comm": "reshard"}, {"grad_sync": "every"}, {"offload": "always"}]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_gpus_never_take_more_on_each(name: str) -> None:
+    """Whatever the settings; and no setting that is there to save memory takes more."""
+    with torch.device("meta"):
+        module = MODELS[name].build()
+
+    def total(gpus: int, lies: dict[str, Any]) -> int:
+        return account(
+            module,
+            blocks(MODELS[name], module),
+            optimizer=OptimizerConfig(ema_decay=0.9),
+            engine=EngineConfig(**lies),
+            device=torch.device("cuda"),
+            ranks=gpus,
+            activations=0,
+        ).total
+
+    totals = [[total(gpus, lies) for gpus in (1, 2, 8, 64)] for lies in LESS]
+    for sizes in totals:
+        assert all(more >= less for more, less in pairwise(sizes)), sizes
+    for sizes in totals[1:]:
+        assert all(saved <= plain for saved, plain in zip(sizes, totals[0], strict=True)), sizes
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_checkpointing_takes_less_the_more_there_is(train: Any) -> None:
+    """Of the update; the rollout keeps nothing anyway. Offload in phases is for the rollout."""
+    config = PlanConfig(train=train)
+    none, selective, block = (
+        plan("handwriting", replace(config, engine=EngineConfig(checkpointing=how)))
+        for how in ("none", "selective", "block")
+    )
+    assert block.update.activations < selective.update.activations < none.update.activations
+    assert block.rollout == selective.rollout == none.rollout
+    assert none.rollout.activations < block.update.activations
+    phases = plan("handwriting", replace(config, engine=EngineConfig(offload="phases")))
+    assert phases.update == none.update
+    assert phases.rollout.total < none.rollout.total
+
+
+def test_a_reference_is_a_copy_of_what_is_trained_in_full() -> None:
+    """In the computation's bfloat16, where what is trained has float32; LoRA's costs nothing."""
+    full, lora = (plan("handwriting", PlanConfig(train=train, reference=True)).update for train in TRAINS)
+    assert 2 * full.reference == full.parameters > 0
+    assert lora.reference == 0
+
+
+def test_guidance_takes_twice_the_activations() -> None:
+    """Both halves in one forward pass; and each sample is stored with what it is guided away from."""
+    one, both = (plan("handwriting", PlanConfig(guidance=on)).update for on in (False, True))
+    assert both.activations == pytest.approx(2 * one.activations, rel=0.02)
+    assert both.trajectory - one.trajectory == 16 * 4 * (4 * 14 + 40)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.resolution])
+def test_twice_the_resolution_is_four_times_the_latents(name: str) -> None:
+    """And the text stays."""
+    small, large = (MODELS[name].inputs(2, resolution) for resolution in (512, 1024))
+    assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
+    assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
+
+
+def test_the_knobs_are_turned_from_the_cheapest() -> None:
+    """With ever less memory the dearest knob that is turned gets dearer, until nothing helps."""
+    start = PlanConfig(train="full", gpus=8, reserve_gib=0)
+    ladder = []
+    need = plan("handwriting", start).need
+    for _ in range(40):
+        flags, found = first_to_fit("handwriting", replace(start, memory_gib=need / GIB))
+        if not found.fits:
+            break
+        ladder.append(flags)
+        need = found.need - 1
+    assert ladder[0] == ""
+    assert ladder[1] == "--engine.checkpointing block"
+    order = list(KNOBS)
+    ranks = [sum(2 ** order.index(knob) for knob in order if knob in flags) for flags in ladder]
+    assert ranks == sorted(ranks)
+    assert flags == " ".join(KNOBS)
+
+
+@pytest.mark.slow
+def test_large_transformers_fit_with_what_the_plan_says() -> None:
+    """12 billion parameters, frozen in bfloat16, are adapted on one GPU of 80 GiB; in 60, with a second forward pass."""
+    for memory, knobs in ((80.0, ""), (60.0, "--engine.checkpointing block")):
+        flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))
+        assert flags == knobs
+        assert found.fits
+        assert 2 * 11.9e9 < found.update.parameters < 2.1 * 11.9e9
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    """In one line."""
+    with pytest.raises(UsageError, match="knows no transformer 'sd4'"):
+        plan("sd4", PlanConfig())
+    with pytest.raises(UsageError, match="images of one size only"):
+        plan("handwriting", PlanConfig(resolution=64))

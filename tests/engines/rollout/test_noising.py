@@ -1,0 +1,165 @@
+"""Clean samples with noise put on them anew: at which levels, by which key, and what is asked of the model there."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.noising import draw_levels, noised, noised_at, preferred
+from fluvial.engines.train.config import NoisingConfig
+from fluvial.models import Prediction, Schedule
+
+B, STEPS = 64, 10
+SCHEDULES: dict[Prediction, Schedule] = {
+    "velocity": tiny.Tiny().schedule(STEPS, tiny.SHAPE), "epsilon": tiny.Tiny("epsilon").schedule(STEPS, tiny.SHAPE),
+}  # fmt: skip
+
+
+def keys(count: int = B) -> Key:
+    """A key a sample."""
+    return fold_in(key(3), torch.arange(count))
+
+
+def clean(count: int = B) -> Tensor:
+    """Clean samples."""
+    return torch.rand(count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def put(config: NoisingConfig, prediction: Prediction = "velocity", rows: Any = slice(None), dtype: Any = None) -> Items:
+    """The pairs of some of the samples."""
+    every = keys()
+    x0 = clean()[rows] if dtype is None else clean()[rows].to(dtype)
+    weight = torch.ones(len(x0))
+    own = Key(every.low[rows], every.high[rows])  # type: ignore[index]
+    return noised(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
+@pytest.mark.parametrize("each", [1, 4, STEPS])
+def test_levels_of_the_schedule(prediction: Prediction, each: int) -> None:
+    """Different steps for one sample, all equally often, each with the timestep that the scheduler gives the model."""
+    schedule = SCHEDULES[prediction]
+    levels, timesteps = draw_levels(keys(600), schedule, NoisingConfig(each))
+    assert timesteps is not None
+    assert levels.shape == timesteps.shape == (600, each)
+    step = (levels[..., None] == schedule.levels[:-1]).nonzero()[:, -1].reshape(600, each)  # of all there is one
+    assert torch.equal(schedule.timesteps[step], timesteps)
+    assert all(len(set(row)) == each for row in step.tolist())
+    often = torch.bincount(step.flatten(), minlength=STEPS) / (600 * each)
+    assert float((often - 1 / STEPS).abs().max()) < 0.04
+
+
+def test_levels_between_the_steps() -> None:
+    """They lie along the schedule as its steps do: as many in each, evenly within it, and none is given a timestep."""
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, "continuous"))
+    assert timesteps is None
+    grid = SCHEDULES["velocity"].levels
+    for upper, lower in pairwise(grid.tolist()):
+        inside = levels[(levels <= upper) & (levels > lower)]
+        assert len(inside) / 4000 == pytest.approx(1 / STEPS, abs=0.025)
+        assert float(((inside - lower) / (upper - lower)).mean()) == pytest.approx(0.5, abs=0.06)
+    assert len(torch.unique(levels)) > 3900
+    assert float(levels.min()) >= 0
+    assert float(levels.max()) <= 1
+
+
+def test_levels_of_a_logit_normal() -> None:
+    """The logit's mean is 0 and its deviation 1."""
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, "logit_normal"))
+    assert timesteps is None
+    logit = torch.logit(levels.double())
+    assert float(logit.mean()) == pytest.approx(0, abs=0.06)
+    assert float(logit.std()) == pytest.approx(1, abs=0.04)
+    assert abs(float(torch.corrcoef(logit.T)[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("levels", ["schedule", "continuous", "logit_normal"])
+def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
+    """Any slice or permutation of the batch has the same levels and noise, to the bit."""
+    config = NoisingConfig(3, levels)
+    whole = put(config)
+    for rows in (torch.arange(5, 9), torch.randperm(B, generator=torch.Generator().manual_seed(1)), torch.tensor([7])):
+        part = put(config, rows=rows)
+        for m in range(3):
+            place = m * B + rows
+            own = slice(m * len(rows), (m + 1) * len(rows))
+            for name in ("x", "level", "timestep", "target_weight", "weight", "x0", "target"):
+                mine, known = getattr(part, name), getattr(whole, name)
+                assert (mine is None) == (known is None) == (name == "timestep" and levels != "schedule")
+                if mine is not None:
+                    assert torch.equal(mine[own], known[place]), name
+        assert torch.equal(part.sample, torch.arange(len(rows)).repeat(3))
+
+
+def test_noise_is_drawn_for_each_level() -> None:
+    """It is standard normal, differs between a sample's levels and between samples, and owes nothing to the levels."""
+    pairs = put(NoisingConfig(2))
+    assert pairs.target is not None
+    assert pairs.x0 is not None
+    noise = (pairs.target + pairs.x0).unflatten(0, (2, B))
+    assert float(noise.mean()) == pytest.approx(0, abs=0.08)
+    assert float(noise.std()) == pytest.approx(1, abs=0.06)
+    for first, second in ((noise[0], noise[1]), (noise[:, 1:], noise[:, :-1])):
+        assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.1
+    more = put(NoisingConfig(2, "continuous"))
+    torch.testing.assert_close(more.target, pairs.target)
+
+
+FORMULAS: dict[Prediction, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "velocity": lambda x0, noise, s: ((1 - s) * x0 + s * noise, noise - x0),
+    "epsilon": lambda x0, noise, s: (s**0.5 * x0 + (1 - s) ** 0.5 * noise, noise),
+}
+
+
+@pytest.mark.parametrize("prediction", FORMULAS)
+def test_the_formulas(prediction: Prediction) -> None:
+    """In float64, and what `noised` returns by the keys of noise and levels that it says."""
+    x0, noise = clean().double(), normal(key(9), (B, *tiny.SHAPE), dtype=torch.float64)
+    level = torch.linspace(0.01, 0.99, B, dtype=torch.float64)
+    expected = FORMULAS[prediction](x0, noise, level[:, None, None, None])
+    for got, known in zip(noised_at(x0, noise, level, prediction=prediction), expected, strict=True):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, known, rtol=1e-14, atol=1e-14)
+
+    pairs = put(NoisingConfig(2), prediction, dtype=torch.float64)
+    assert pairs.target is not None
+    assert pairs.x0 is not None
+    drawn = pairs.target + (pairs.x0 if prediction == "velocity" else 0)
+    x, target = FORMULAS[prediction](pairs.x0, drawn, pairs.level.double()[:, None, None, None])
+    assert pairs.x.dtype == torch.float64
+    torch.testing.assert_close(pairs.x, x, rtol=1e-6, atol=1e-6)  # levels are float32
+    torch.testing.assert_close(pairs.target, target)
+    torch.testing.assert_close(pairs.x0, clean().double().repeat(2, 1, 1, 1))
+    # A model that is right about it takes the sample back to where it came from.
+    shaped = pairs.level.double()[:, None, None, None]
+    if prediction == "velocity":
+        back = pairs.x - shaped * pairs.target
+    else:
+        back = (pairs.x - (1 - shaped) ** 0.5 * pairs.target) / shaped**0.5
+    torch.testing.assert_close(back, pairs.x0, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", FORMULAS)
+def test_a_preference_shares_noise_and_level(prediction: Prediction) -> None:
+    """The two samples of a pair differ by what is clean in them, and by nothing else; the preferred one is the first."""
+    ones, schedule, config = torch.ones(B), SCHEDULES[prediction], NoisingConfig(3)
+    win, lose = (noised(x0, keys(), ones, ones, schedule, config, prediction) for x0 in (clean(), clean().flip(0)))
+    both = preferred(win, lose)
+    assert both.x.shape == (3 * B, 2, *tiny.SHAPE)
+    assert both.x0 is not None
+    assert both.target is not None
+    assert torch.equal(both.x0[:, 0], clean().repeat(3, 1, 1, 1))
+    assert torch.equal(both.x0[:, 1], clean().flip(0).repeat(3, 1, 1, 1))
+    assert both.level.shape == (3 * B,)
+    assert torch.equal(both.level, lose.level)
+    noise = both.target + (both.x0 if prediction == "velocity" else 0)
+    torch.testing.assert_close(noise[:, 0], noise[:, 1])
+    level = both.level[:, None, None, None, None]
+    kept = 1 - level if prediction == "velocity" else level**0.5
+    torch.testing.assert_close(both.x[:, 0] - both.x[:, 1], (kept * (both.x0[:, :1] - both.x0[:, 1:]))[:, 0])

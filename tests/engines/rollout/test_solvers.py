@@ -1,0 +1,135 @@
+"""DPM-Solver++ 2M against flows that are known: its order, its levels, and diffusers' scheduler used by itself."""
+
+import math
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.random import key, normal
+from fluvial.core.sigmas import shifted
+from fluvial.engines.rollout.generate import deterministic_step
+from fluvial.engines.rollout.solvers import solve
+from fluvial.models import Prediction, Schedule
+
+MEAN, DEVIATION = 1.5, 0.4  # of the clean samples, each element alone
+Velocity = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def moments(level: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
+    """What is left of the sample at a level, its noise, and the deviation of both together."""
+    signal, noise = (1 - level, level) if prediction == "velocity" else (level**0.5, (1 - level) ** 0.5)
+    return signal, noise, (signal**2 * DEVIATION**2 + noise**2) ** 0.5
+
+
+def exact(prediction: Prediction) -> Velocity:
+    """The velocity, or the noise, that is expected at a point of the flow from noise to a normal distribution."""
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        signal, noise, total = (part[:, None] for part in moments(level.double(), prediction))
+        place = (x.double() - signal * MEAN) / total**2
+        eps = noise * place
+        x0 = MEAN + signal * DEVIATION**2 * place
+        return (eps - x0 if prediction == "velocity" else eps).to(x.dtype)
+
+    return velocity
+
+
+def schedule(steps: int, prediction: Prediction) -> Schedule:
+    """Levels that are even in the logarithm of noise to signal, in which the method takes its steps."""
+    ratio = torch.linspace(math.log(20.0), math.log(0.02), steps + 1, dtype=torch.float64)
+    levels = torch.sigmoid(ratio) if prediction == "velocity" else torch.sigmoid(-2 * ratio)
+    return Schedule(levels.float(), torch.linspace(900, 100, steps))
+
+
+def goal(x: Tensor, levels: Tensor, prediction: Prediction) -> Tensor:
+    """Where the flow takes a point: it keeps its distance to the mean in standard deviations."""
+    (signal, _, total), (signal_end, _, total_end) = (moments(levels[i].double(), prediction) for i in (0, -1))
+    return signal_end * MEAN + total_end / total * (x.double() - signal * MEAN)
+
+
+def ended(prediction: Prediction, grid: Schedule, solver: str) -> tuple[Tensor, Tensor]:
+    """Where a solver ends, and where the flow does."""
+    x = normal(key(0), (64, 3), dtype=torch.float64)
+    if solver == "dpmpp_2m":
+        return solve("dpmpp_2m", exact(prediction), x, grid, prediction=prediction), goal(x, grid.levels, prediction)
+    found, levels = x, [level.expand(64) for level in grid.levels.double()]
+    for step, (level, after) in enumerate(pairwise(levels)):
+        coefficients = deterministic_step(prediction)(level, after)
+        found = gaussian.mean(coefficients, found, exact(prediction)(found, level, step))
+    return found, goal(x, grid.levels, prediction)
+
+
+def error(prediction: Prediction, grid: Schedule, solver: str) -> float:
+    """The root of the mean square of a solver's error."""
+    found, known = ended(prediction, grid, solver)
+    assert found.dtype == torch.float64
+    return float((found - known).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
+def test_it_is_of_second_order(prediction: Prediction) -> None:
+    """Twice the steps leave about a quarter of the error, where Euler's leave half; and it is the smaller one throughout."""
+    grids = [schedule(steps, prediction) for steps in (20, 40, 80)]
+    errors = {solver: [error(prediction, grid, solver) for grid in grids] for solver in ("dpmpp_2m", "euler")}
+    for solver, order in (("dpmpp_2m", 2), ("euler", 1)):
+        for coarse, fine in pairwise(errors[solver]):
+            assert math.log2(coarse / fine) == pytest.approx(order, abs=0.2), errors
+    assert all(second < first for second, first in zip(errors["dpmpp_2m"], errors["euler"], strict=True))
+
+
+@pytest.mark.parametrize("steps", [10, 25])
+def test_on_a_models_own_levels(steps: int) -> None:
+    """From noise to exactly none, shifted as the built-in model's are: nearer to where the flow ends than Euler's method."""
+    levels = shifted(steps, 3.0)
+    grid = Schedule(levels, 1000 * levels[:-1])
+    assert float(levels[-1]) == 0.0
+    found = {solver: error("velocity", grid, solver) for solver in ("dpmpp_2m", "euler")}
+    assert found["dpmpp_2m"] < 0.9 * found["euler"]
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
+def test_it_is_diffusers_scheduler(prediction: Prediction) -> None:
+    """Over its own levels: the same samples as from the scheduler by itself, timesteps looked up and all."""
+    flow, steps = prediction == "velocity", 8
+    options = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if flow else {"prediction_type": "epsilon"}
+    scheduler = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", solver_order=2, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's
+        scheduler.set_timesteps(steps)
+    sigmas = scheduler.sigmas.double()
+    levels = sigmas if flow else 1 / (1 + sigmas**2)
+    grid = Schedule(levels.float(), scheduler.timesteps.float())
+    start = normal(key(0), (64, 3))
+    known, velocity = start, exact(prediction)
+    for step, timestep in enumerate(scheduler.timesteps):
+        known = scheduler.step(velocity(known, grid.levels[step].expand(64), step), timestep, known, return_dict=False)[0]
+    found = solve("dpmpp_2m", velocity, start, grid, prediction=prediction)
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
+
+def test_the_model_is_asked_once_a_step() -> None:
+    """At the schedule's own levels, all samples alike, in their dtype."""
+    grid, seen = schedule(5, "velocity"), []
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        seen.append(step)
+        assert level.shape == (7,)
+        assert torch.equal(level, grid.levels[step].expand(7))
+        return torch.zeros_like(x)
+
+    found = solve("dpmpp_2m", velocity, torch.ones(7, 2), grid, prediction="velocity")
+    assert seen == [0, 1, 2, 3, 4]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.ones(7, 2))  # nothing moves it
+
+
+def test_another_solver() -> None:
+    """There is one; Euler's steps are a rollout's."""
+    with pytest.raises(ValueError, match="solver is 'euler', expected 'dpmpp_2m'"):
+        solve("euler", exact("velocity"), torch.ones(1, 2), schedule(2, "velocity"), prediction="velocity")

@@ -1,0 +1,325 @@
+"""What a run does when something around it fails: a process that dies or hangs, a restart, a full disk, a stop."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from rich.console import Console
+
+from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.errors import LostProcessError, UsageError
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.train import restart, run_folder
+from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.train.stop import stop_request
+from fluvial.engines.train.trainer import train
+
+FLAGS = ["--updates", "9", "--optimizer.ema-decay", "0.9"]
+TIMED = {"seconds", "speed"}
+LOST = "lost another process ({}); earlier checkpoints are as they were, go on with --resume --out {}"
+
+
+class Launched:
+    """A run on two ranks under torchrun that is still going on."""
+
+    def __init__(self, process: subprocess.Popen[str], out: Path, stdout: Path, stderr: Path) -> None:
+        self.process, self.out, self.stdout, self.stderr = process, out, stdout, stderr
+
+    def worker(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        root = Path("/proc")
+        for pid in (root / f"{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if f"RANK={rank}" in (root / pid / "environ").read_bytes().decode().split("\0"):
+                return int(pid)
+        raise AssertionError(f"rank {rank} is not there")
+
+    def reaches(self, update: int) -> None:
+        """Wait until an update is recorded."""
+        metrics = self.out / "metrics.jsonl"
+        self._wait(lambda: metrics.exists() and f'"update": {update}' in metrics.read_text(), 180)
+
+    def complains(self, rank: int, *, within: float) -> None:
+        """Wait until a rank has its line on stderr."""
+        self._wait(lambda: any(line.startswith(f"fluvial: rank {rank}: ") for line in self.lines()), within)
+
+    def ends(self) -> list[str]:
+        """Wait for the end of all world, and return our lines on stderr, which are all that may be ours."""
+        self.process.wait(60)
+        assert "engines/train/trainer.py" not in self.stderr.read_text(), "a traceback"
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        """Return our lines on stderr; torchrun has more of its own."""
+        return sorted(line for line in self.stderr.read_text().splitlines() if line.startswith("fluvial: "))
+
+    def _wait(self, condition: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, "the run ended too early: " + self.stderr.read_text()
+            assert time.monotonic() < deadline, "the run is too slow: " + self.stderr.read_text()
+            time.sleep(0.02)
+
+
+@contextmanager
+def launched(out: Path, *args: str, restarts: int = 0) -> Iterator[Launched]:
+    """Start a run on two ranks; none of its processes is left behind."""
+    command = small.command("train", "handwriting", "--out", str(out), *args, ranks=2)
+    at = command.index("--standalone")
+    command[at:at] = ["--max-restarts", str(restarts)]
+    stdout, stderr = (out.with_name(f"{out.name}.{name}") for name in ("stdout", "stderr"))
+    with (
+        stdout.open("w") as texts,
+        stderr.open("w") as errors,
+        subprocess.Popen(command, env=small.environment(), stdout=texts, stderr=errors, text=True) as process,
+    ):
+        run = Launched(process, out, stdout, stderr)
+        try:
+            yield run
+        finally:
+            if process.poll() is None:
+                for rank in range(2):
+                    os.kill(run.worker(rank), signal.SIGKILL)
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing happened to."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    small.train(out, *FLAGS, ranks=2)
+    return out
+
+
+def expect_same(out: Path, straight: Path) -> None:
+    """The same bits and records, but for their times."""
+    assert small.weights(out) == small.weights(straight)
+    timeless = [
+        [{key: value for key, value in record.items() if key not in TIMED} for record in small.records(path)]
+        for path in (out, straight)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def expect_whole(out: Path) -> None:
+    """Every checkpoint that is listed is whole."""
+    listed = checkpoint.listed(out / "checkpoints")
+    assert listed
+    for path in listed:
+        checkpoint.verify(path)
+
+
+@pytest.mark.slow
+def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
+    """One kill -9 is answered by torchrun's restart and one by a person's: the same bits, and one line of the other rank."""
+    out = tmp_path / "run"
+    with launched(out, *small.SMALL, *FLAGS, restarts=1) as run:
+        run.reaches(3)
+        os.kill(run.worker(1), signal.SIGKILL)
+        run.reaches(6)  # by itself
+        os.kill(run.worker(0), signal.SIGKILL)
+        assert run.ends() == [f"fluvial: rank {rank}: {LOST.format('its connection is closed', out)}" for rank in (0, 1)]
+    assert run.process.returncode == 1
+    assert run.stdout.read_text().count("before training") == 1
+    assert "resumed" in run.stdout.read_text()
+    assert not (out / "summary.json").exists()
+    expect_whole(out)
+    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    assert done.returncode == 0, done.stderr
+    expect_same(out, straight)
+
+
+@pytest.mark.slow
+def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
+    """SIGTERM to torchrun saves; a disk that is full for one rank ends both in one line; what comes after has the same bits.
+
+    A limit on the size of one process's files is its full disk.
+    """
+    out = tmp_path / "run"
+    with launched(out, *small.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
+        run.reaches(3)
+        run.process.terminate()
+        assert run.ends() == []
+    saved = [path.name for path in checkpoint.listed(out / "checkpoints")]
+    assert len(saved) == 1
+    stopped = int(saved[0])
+    assert 3 <= stopped < 7
+    assert f"SIGTERM: stopped after update {stopped}, all saved" in run.stdout.read_text()
+
+    with launched(out, "--resume", "--checkpoint-every", "2") as run:
+        run.reaches(stopped + 1)
+        resource.prlimit(run.worker(1), resource.RLIMIT_FSIZE, (100_000, 100_000))
+        (line,) = run.ends()
+    assert run.process.returncode == 1
+    assert "could not be saved: " in line
+    assert line.endswith("; earlier checkpoints are as they were")
+    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == saved
+    expect_whole(out)
+
+    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    assert done.returncode == 0, done.stderr
+    expect_same(out, straight)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
+    out, seconds = tmp_path / "run", 10
+    with launched(out, *small.SMALL, "--updates", "500", "--collective-timeout", str(seconds)) as run:
+        run.reaches(3)
+        hangs = run.worker(1)
+        os.kill(hangs, signal.SIGSTOP)
+        run.complains(0, within=2 * seconds)
+        time.sleep(1)  # torchrun has told rank 1 to stop
+        os.kill(hangs, signal.SIGCONT)
+        start = time.monotonic()
+        lines = run.ends()
+        assert time.monotonic() - start < 20  # torchrun would kill it after 30
+    assert run.process.returncode == 1
+    silent, gone = (LOST.format(reason, out) for reason in (f"no answer within {seconds} s", "its connection is closed"))
+    assert lines[0] == f"fluvial: rank 0: {silent}"
+    # Its own wait is over too by now, if it was in a collective when it was stopped.
+    assert lines[1:] in ([f"fluvial: rank 1: {gone}"], [f"fluvial: rank 1: {silent}"])
+    expect_whole(out)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:22439. This is", "its connection is closed"),
+        (f"{GLOO}pair.cc:537] Read error [127.0.0.1]:17843: Connection reset by peer. This is", "its connection is closed"),
+        (f"{GLOO}unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation to complete", "no answer within 7 s"),
+        (f"{GLOO}pair.cc:1] Application timeout caused pair closure", "no answer within 7 s"),
+    ],
+)
+def test_gloo_says_that_a_process_is_lost(text: str, reason: str) -> None:
+    """In words alone."""
+    with pytest.raises(LostProcessError, match=rf"rank 0: lost another process \({reason}\)$"), init_world(timeout=7):
+        raise RuntimeError(text)
+
+
+def test_the_stores_and_nccls_words_count_too() -> None:
+    """Nccl's faults that are no lost process stay what they are."""
+    with pytest.raises(LostProcessError, match="no answer within 7 s"), init_world(timeout=7):
+        raise torch.distributed.DistStoreError("wait timeout after 7000ms, keys: /default_pg/0//cpu//0/0")
+    with pytest.raises(LostProcessError, match="its connection is closed"), init_world():
+        raise torch.distributed.DistBackendError(
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+        )
+    with pytest.raises(torch.distributed.DistBackendError, match="Duplicate GPU"), init_world():
+        raise torch.distributed.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the socket to the reward server timed out: connection closed by peer"),
+        RuntimeError(f"{GLOO}pair.cc:446] op.preamble.length <= op.nbytes. 16 vs 8"),
+        ValueError(f"{GLOO}pair.cc:553] Connection closed by peer"),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    """Of the program, of other connections, and of tensors that do not fit."""
+    with pytest.raises(type(error)) as raised, init_world():
+        raise error
+    assert raised.value is error
+
+
+def test_all_groups_wait_alike() -> None:
+    """The timeout reaches the group of all and those of meshes, which torch would let wait for half an hour."""
+    with init_world(timeout=7) as world:
+        meshes = [world.mesh, world.new_mesh((1, 1), ("replicate", "shard"))]
+        for group in (torch.distributed.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())):
+            assert group is not None
+            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+
+
+def test_a_repeated_sigterm_is_one_request() -> None:
+    """As torchrun and a scheduler may both send it; a second Ctrl-C still stops at once."""
+    with stop_request() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+        assert stop.name == "SIGTERM"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    """A run of four updates of eight samples, with two checkpoints."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
+    run = TrainConfig(
+        out=out, updates=4, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+    )
+    return replace(run, **changes)
+
+
+def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
+    """Let this process be one that torchrun has started before, `count` times."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+
+
+def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names it, and goes on from the one before, to the same bits."""
+    out = tmp_path / "run"
+    attempt(monkeypatch, 0)
+    train(config(out))
+    before = small.weights(out)
+    file = next((out / "checkpoints" / "000004").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:1000])
+    (out / "weights" / "diffusion_pytorch_model.safetensors").unlink()
+    attempt(monkeypatch, 1)
+    console = Console(file=StringIO(), width=500)
+    train(config(out), console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"passed over: checkpoint {out / 'checkpoints' / '000004'} is damaged" in text
+    assert f"resumed {out / 'checkpoints' / '000002'} after update 2" in text
+    assert small.weights(out) == before
+
+
+def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, the beginning of a run that is there, or what a person named, while there is no checkpoint."""
+    out = tmp_path / "run"
+    asked = config(out, resume_from=tmp_path / "other" / "000020")
+    attempt(monkeypatch, 0)
+    with init_world() as world:
+        assert restart.continued(config(out), world) == config(out)
+        attempt(monkeypatch, 1)
+        assert restart.continued(config(out), world) == config(out)  # it died before it claimed the folder
+        run_folder.claim(out, resume=False)
+        assert restart.continued(config(out), world) == config(out)  # or before it began the run
+        (out / "config.json").write_text("{}")
+        assert restart.continued(config(out), world) == config(out, resume=True)
+        assert restart.continued(asked, world) == replace(asked, resume=True)
+        attempt(monkeypatch, 0)
+        assert restart.continued(config(out), world) == config(out)
+
+
+def test_a_restart_takes_no_other_run_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its first attempt was refused stays refused, also if an earlier torchrun had the same name."""
+    out = tmp_path / "run"
+    attempt(monkeypatch, 0, "earlier")
+    run_folder.claim(out, resume=False)
+    (out / "config.json").write_text(json.dumps({}))
+    for name in ("later", "earlier"):
+        for count in range(3):
+            attempt(monkeypatch, count, name)
+            with init_world() as world:
+                assert restart.continued(config(out), world) == config(out)
+            with pytest.raises(UsageError, match="already holds a run"):
+                run_folder.claim(out, resume=False)

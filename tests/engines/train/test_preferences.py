@@ -1,0 +1,173 @@
+"""Preferences from a folder: what `fluvial preferences` writes is read back and trained on; what is damaged is refused."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import Dpo
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import RolloutConfig
+from fluvial.engines.train.job import PREFERENCES, read_preferences, write_preferences
+from fluvial.engines.train.recipes import dpo
+
+ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler="ode", eta=0.0)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def chosen(count: int = 4) -> list[tuple[str, Tensor, Tensor]]:
+    """Preferences of images of noise."""
+    drawn = torch.rand(2 * count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
+    return [(tiny.PROMPTS[i % 4], drawn[2 * i], drawn[2 * i + 1]) for i in range(count)]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """Prompts and order to the letter, images to the 8 bits of their files, as clean samples of the model."""
+    folder = tmp_path / "new" / "folder"
+    write_preferences(folder, chosen())
+    found = read_preferences(folder, tiny.job())
+    assert [preference.prompt for preference in found] == [prompt for prompt, _, _ in chosen()]
+    for preference, (_, win, lose) in zip(found, chosen(), strict=True):
+        torch.testing.assert_close(preference.win, win * 2 - 1, rtol=0, atol=1.01 / 255)
+        torch.testing.assert_close(preference.lose, lose * 2 - 1, rtol=0, atol=1.01 / 255)
+    lines = [json.loads(line) for line in (folder / PREFERENCES).read_text().splitlines()]
+    assert all(set(line) == {"prompt", "win", "lose"} for line in lines)
+
+
+def test_images_in_colour(tmp_path: Path) -> None:
+    """Three channels stay three, in their order, and height is not width."""
+    image = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    write_preferences(tmp_path / "new", [("1", image, 1 - image)])
+    (found,) = read_preferences(tmp_path / "new", replace(tiny.job(), shape=(3, 4, 6)))
+    torch.testing.assert_close(found.win, image * 2 - 1, rtol=0, atol=1.01 / 255)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    """Preferences that are there stay as they are."""
+    write_preferences(tmp_path, chosen())
+    before = (tmp_path / PREFERENCES).read_bytes()
+    with pytest.raises(UsageError, match="holds preferences already: choose another folder"):
+        write_preferences(tmp_path, chosen(1))
+    assert (tmp_path / PREFERENCES).read_bytes() == before
+
+
+def line(**changes: Any) -> str:
+    """A line of the file."""
+    return json.dumps({"prompt": "1", "win": "000000-win.png", "lose": "000000-lose.png", **changes})
+
+
+def large(folder: Path) -> str:
+    """A image of another size."""
+    Image.new("L", (9, 9)).save(folder / "large.png")
+    return line(win="large.png", lose="large.png")
+
+
+def unequal(folder: Path) -> str:
+    """Two images of different sizes."""
+    Image.new("L", (9, 9)).save(folder / "large.png")
+    return line(win="large.png")
+
+
+def text(folder: Path) -> str:
+    """A file that is no image."""
+    (folder / "text.png").write_text("no image")
+    return line(win="text.png")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: "", "is empty, expected one preference a line"),
+        (lambda folder: "nothing", 'line 1: expected {"prompt": ..., "win": ..., "lose": ...}'),
+        (lambda folder: "[1, 2]", "line 1: expected"),
+        (lambda folder: '{"prompt": "1", "win": "a.png"}', "line 1: expected .*: 'lose'"),
+        (lambda folder: line(prompt="x"), "line 1: expected .*: prompt 'x' is no digit"),
+        (lambda folder: line(prompt=3), "line 1: expected"),
+        (lambda folder: line() + "\n" + line(prompt="4"), "line 2: '4' is held out for evaluation, never trained on"),
+        (lambda folder: line() + "\n" + line(lose="gone.png"), "line 2: its images cannot be used: .*gone.png"),
+        (lambda folder: line(win=3), "line 1: expected"),
+        (lambda folder: line(lose=None), "line 1: expected"),
+        (text, "line 1: its images cannot be used"),
+        (large, r"line 1: its images give samples of \[1, 9, 9\], expected \[1, 4, 4\]"),
+        (unequal, "line 1: its images cannot be used"),
+    ],
+)
+def test_what_is_damaged(tmp_path: Path, make: Callable[[Path], str], words: str) -> None:
+    """One line that names file and line."""
+    write_preferences(tmp_path, chosen(1))
+    (tmp_path / PREFERENCES).write_text(make(tmp_path))
+    with pytest.raises(UsageError, match=words.replace("{", r"\{")) as error:
+        read_preferences(tmp_path, tiny.job())
+    assert str(error.value).startswith(f"preferences {tmp_path / PREFERENCES}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
+    """Without a rollout or a reward: pairs drawn from the file, another draw each time, fitted better and better."""
+    write_preferences(tmp_path / "given", chosen(8))
+    run = tiny.Run(
+        tiny.config(
+            tmp_path, rollout=replace(ODE, prompts=16), objective=Dpo(beta=10.0, preferences=tmp_path / "given"),
+            updates=12, train="lora", micro_batch=32,
+            optimizer=OptimizerConfig(lr=0.02),
+        ),
+        one,
+    )  # fmt: skip
+    seen = []
+    learn = run.trainer.learner.learn_preferences
+    run.trainer.learner.learn_preferences = lambda given, *args: (seen.append(given), learn(given, *args))[1]  # type: ignore
+    records = [run.rollout() for _ in range(12)]
+    assert all(record["pairs"] == 16 * 4 for record in records)
+    assert not any("reward" in record or "diversity" in record for record in records)
+    drawn = [tuple(float(preference.win.sum()) for preference in given) for given in seen]
+    assert len(set(drawn)) == 12
+    assert len({one for row in drawn for one in row}) == 8
+    assert run.infos[0].loss == pytest.approx(math.log(2), abs=1e-6)
+    assert sum(info.loss for info in run.infos[-3:]) / 3 < sum(info.loss for info in run.infos[1:4]) / 3
+    assert run.infos[-1].mean["margin"] > run.infos[1].mean["margin"]
+
+
+@pytest.mark.slow
+def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fluvial preferences` draws codes, keeps the best and the worst of each, and names the command that trains on them."""
+    folder = tmp_path / "pairs"
+    args = ["--prompts", "6", "--group", "3", "--steps", "3", "--micro-batch", "9", "--out", str(folder)]
+    assert cli.run(["preferences", "handwriting", *args]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    job = jobs.handwriting()
+    found = read_preferences(folder, job)
+    assert 1 <= len(found) <= 6
+    assert f"{len(found)} preferences of 6 prompts" in told
+    assert f"fluvial train dpo --model handwriting --objective.preferences {folder}" in told
+    reward = next(iter(job.rewards.values()))
+    for preference in found:
+        assert preference.win.shape == job.shape
+        images = torch.stack([preference.win, preference.lose]) / 2 + 0.5
+        better, worse = reward(images, [preference.prompt] * 2).tolist()
+        assert better > worse
+    config = replace(
+        dpo(), out=tmp_path / "run", updates=1, micro_batch=8, rollout=replace(ODE, steps=8),
+        objective=Dpo(beta=100.0, preferences=folder),
+    )  # fmt: skip
+    run = tiny.Run(config, one, job)
+    run.rollout()
+    assert run.infos[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert run.infos[0].grad_norm > 0

@@ -1,0 +1,207 @@
+"""Recipes: each builds for the built-in models and for others, is recorded and read back, and says where it comes from."""
+
+import inspect
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    NoisingConfig,
+    PipelineConfig,
+    RolloutConfig,
+    TrainConfig,
+    check_model,
+)
+from fluvial.engines.train.recipes import HANDWRITING, RECIPES, UNET, as_record, recorded
+from fluvial.models import LoraConfig, Prediction
+
+OTHER = "someone/a-model"
+ODE: dict[str, Any] = {"rollout.sampler": "ode", "rollout.eta": 0.0}
+# What the papers and their published code have, of each recipe.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "rollout.sampler": "flow_sde", "rollout.eta": 0.7, "rollout.group": 24, "rollout.guidance.scale": 4.5,
+        "kl.coef": 0.04, "objective.clip_low": 1e-4, "advantage.scale": "batch", "minibatches": 2, "optimizer.lr": 3e-4,
+    },
+    "dance": {
+        "rollout.sampler": "dance_sde", "rollout.eta": 0.3, "rollout.group": 12, "rollout.shared_noise": True,
+        "rollout.fraction": 0.6, "train": "full", "optimizer.lr": 1e-5, "kl.coef": 0.0,
+    },
+    "cps": {"rollout.sampler": "cps", "rollout.eta": 0.8, "rollout.window": 3, "rollout.form": "unscaled", "kl.coef": 0.0},
+    "guard": {"rollout.sampler": "flow_sde", "objective.clip": 2e-6},
+    "dppo": {"rollout.sampler": "flow_sde", "objective.kl_threshold": 1e-5},
+    "ddpo": {"rollout.sampler": "ddim", "rollout.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0},
+    "nft": ODE | {"rollout.solver": "dpmpp_2m", "objective.beta": 1.0, "objective.old": "linear", "kl.coef": 1e-4},
+    "awm": ODE | {"objective.weighting": "ghuber"},
+    "dpo": ODE | {"objective.beta": 2000.0},
+    "raft": ODE,
+    "sft": ODE | {"rollout.group": 1},
+    "distill": {"objective.match": "mean_kl", "rollout.group": 1},
+}  # fmt: skip
+
+PUBLISHED["handwriting"] = PUBLISHED["grpo"] | {"minibatches": 1}
+
+
+def value(config: TrainConfig, name: str) -> Any:
+    """A field by its dotted name."""
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_objective_has_a_recipe() -> None:
+    """And every recipe an objective of the table."""
+    assert {name_of(recipe().objective) for recipe in RECIPES.values()} == set(OBJECTIVES)
+    assert set(PUBLISHED) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_of_other_models_are_the_published(name: str) -> None:
+    """What is found on the built-in ones, which is quick, holds for them alone."""
+    config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
+    assert config.model == OTHER
+    assert {field: value(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+    assert config.train == PUBLISHED[name].get("train", "lora")
+    assert (config.lora.rank, config.lora.alpha) == (32, 64.0)
+    assert replace(config, model=HANDWRITING) != tuned
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_built_in_models_are_evaluated_on_a_thousand_samples(name: str) -> None:
+    """What the README says of them; a large model is looked at less."""
+    assert RECIPES[name]().final_samples == 1000
+    assert RECIPES[name](OTHER).final_samples < 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
+    """The built-in one that its sampler is for, by default."""
+    config = RECIPES[name]()
+    assert config.model == (UNET if name == "ddpo" else HANDWRITING)
+    check_model(config, "epsilon" if name == "ddpo" else "velocity")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "prediction"), [("dpo", UNET, "epsilon"), ("raft", UNET, "epsilon"), ("ddpo", UNET, "epsilon")]
+)
+def test_it_fits_the_other_built_in_model(name: str, model: str, prediction: Prediction) -> None:
+    """Where the objective is defined for it."""
+    check_model(RECIPES[name](model), prediction)
+
+
+@pytest.mark.parametrize("model", [HANDWRITING, UNET, OTHER])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_record_is_read_back(name: str, model: str) -> None:
+    """Through JSON, and as the same run."""
+    config = RECIPES[name](model)
+    record = json.loads(json.dumps(as_record(config)))
+    assert record["objective"]["name"] == name_of(config.objective)
+    assert recorded(record) == config
+
+
+RUNS: list[TrainConfig] = [
+    TrainConfig(
+        Path("out"), weights=Path("base"), prompts=Path("prompts.txt"), rewards=("characters", "neat=0.5"), seed=2**62,
+        epochs=2, minibatches=2, updates=8, checkpoints="s3://bucket/run", resume_from="elsewhere", max_log_ratio=0.5,
+        rollout=RolloutConfig(
+            prompts=2, group=2, shared_noise=True, window=3, window_low=1, window_high=7, fraction=0.3, form="no_const",
+            reduction="sum", guidance=Guidance(2.0, "ugly", "two", "conditional"), autocast=True,
+        ),
+        advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"), kl=KLConfig(0.1, "exact"),
+        correction=CorrectionConfig("mask", "trajectory", 1.5), lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
+        optimizer=OptimizerConfig(betas=(0.5, 0.6)), engine=EngineConfig(comm="reshard"),
+    ),
+    TrainConfig(
+        Path("out"), train="lora", objective=Nft(old="delayed", old_delay=7, mode="binary"),
+        rollout=RolloutConfig(sampler="ode", eta=0.0, solver="dpmpp_2m"), noising=NoisingConfig(3, "logit_normal"),
+    ),
+    TrainConfig(Path("out"), objective=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(
+        Path("out"),
+        model="folder/of/one",
+        prompts=Path("prompts.txt"),
+        pipeline=PipelineConfig(heldout=Path("heldout.txt"), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
+    ),
+    TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler="ode", eta=0.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", RUNS, ids=lambda config: name_of(config.objective))
+def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
+    """Paths, tuples, the objective's own fields; what was written is written again."""
+    record = json.loads(json.dumps(as_record(config)))
+    assert recorded(record) == config
+    assert as_record(recorded(record)) == record
+
+
+def test_a_record_of_another_version() -> None:
+    """A field that there is not is said, never passed over."""
+    record = as_record(RECIPES["grpo"]())
+    for changed in (
+        {**record, "novel": 1}, {**record, "rollout": {**record["rollout"], "novel": 1}},
+        {**record, "objective": {**record["objective"], "novel": 1}},
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="novel"):
+            recorded(changed)
+    with pytest.raises(KeyError, match="ppo2"):
+        recorded({**record, "objective": {"name": "ppo2"}})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_says_where_it_comes_from(name: str) -> None:
+    """In its first line, which is all that a person sees before they choose."""
+    about = inspect.getdoc(RECIPES[name])
+    assert about is not None
+    assert re.search(r"\(arXiv \d{4}\.\d{5}", about.splitlines()[0]), name
+
+
+def test_help_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with that line."""
+    assert cli.run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        about = inspect.getdoc(recipe)
+        assert about is not None
+        assert re.search(rf"^  {name} +{re.escape(about.splitlines()[0])}$", shown, re.MULTILINE), name
+
+
+OWN: dict[str, tuple[str, str, Any]] = {
+    "grpo": ("--objective.clip-low", "0.2", 0.2),
+    "dance": ("--rollout.fraction", "0.5", 0.5),
+    "cps": ("--rollout.form", "unscaled", "unscaled"),
+    "guard": ("--objective.clip", "0.3", 0.3),
+    "dppo": ("--objective.kl-threshold", "0.1", 0.1),
+    "ddpo": ("--rollout.eta", "0.5", 0.5),
+    "nft": ("--objective.old", "none", "none"),
+    "awm": ("--objective.weighting", "t2", "t2"),
+    "dpo": ("--objective.preferences", "folder", Path("folder")),
+    "raft": ("--objective.best", "0.5", 0.5),
+    "sft": ("--noising.levels", "schedule", "schedule"),
+    "distill": ("--objective.teacher", "folder", Path("folder")),
+    "handwriting": ("--objective.clip-high", "0.2", 0.2),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_fields_are_flags(name: str) -> None:
+    """The command line knows those of the recipe's objective, and changes nothing else."""
+    flag, text, expected = OWN[name]
+    default = RECIPES[name]()
+    config = cli.parsed(TrainConfig, lambda: default, "fluvial", [flag, text])
+    field = flag.removeprefix("--").replace("-", "_")
+    assert value(config, field) == expected != value(default, field)
+    part, _, rest = field.partition(".")
+    assert replace(config, **{part: replace(value(config, part), **{rest: value(default, field)})}) == default

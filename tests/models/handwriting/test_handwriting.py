@@ -1,0 +1,168 @@
+"""The built-in model: its data, its two recognisers, its base weights, and the protocol that it keeps."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.sigmas import shifted
+from fluvial.models.handwriting import BASE, Handwriting, codes, digits, heldout_recogniser, reward_recogniser, write
+from fluvial.models.handwriting.model import CONFIG, SHIFT
+from fluvial.models.handwriting.recognisers import Recogniser
+
+
+def test_the_halves_share_no_image() -> None:
+    """Together they are the 1,797 digits of scikit-learn; each holds every label."""
+    training, evaluation = digits("training"), digits("evaluation")
+    assert len(training.labels) + len(evaluation.labels) == 1797
+    assert abs(len(training.labels) - len(evaluation.labels)) <= 1
+    for half in (training, evaluation):
+        assert half.pixels.min() == -1
+        assert half.pixels.max() == 1
+        assert torch.equal(half.labels.unique(), torch.arange(10))
+        for label in range(10):
+            assert (half.labels[half.starts[label] : half.starts[label + 1]] == label).all()
+
+
+def test_a_fifth_of_the_codes_is_held_out() -> None:
+    """By hash, so that no list has to be shipped, and every digit occurs at every place of both splits."""
+    train, heldout = codes("train"), codes("heldout")
+    assert len(train) + len(heldout) == 10_000
+    assert not set(train) & set(heldout)
+    assert 0.19 < len(heldout) / 10_000 < 0.21
+    for split in (train, heldout):
+        assert all({code[place] for code in split} == set("0123456789") for place in range(4))
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 1000))
+def test_what_is_written_can_be_read(seed: int) -> None:
+    """The images hold the digits asked for, in order: the recogniser that was fitted on them reads nearly all."""
+    prompts = [codes("train")[(seed * 97 + i * 31) % len(codes("train"))] for i in range(16)]
+    images = Handwriting().decode(write(key(seed), prompts))
+    assert images.shape == (16, 1, 8, 32)
+    assert reward_recogniser().characters(images, prompts).mean() > 0.97
+
+
+def test_the_readers_read_unseen_digits() -> None:
+    """Each classifier reads the half that it was not fitted on, nearly always right; the recognisers share no family."""
+    recognisers = {"evaluation": reward_recogniser(), "training": heldout_recogniser()}
+    for half, recogniser in recognisers.items():
+        pixels, labels, _ = digits(half)
+        usable = len(labels) // 4 * 4
+        four = pixels[:usable].reshape(-1, 4, 8, 8).permute(0, 2, 1, 3).reshape(-1, 1, 8, 32)
+        right = recogniser.read((four + 1) / 2) == labels[:usable].reshape(-1, 4)
+        assert (right.float().mean((1, 2)) > 0.97).all()
+    families = [
+        {type(classifier) for classifier in recogniser.classifiers}
+        for recogniser in (reward_recogniser(), heldout_recogniser())
+    ]
+    assert families[0].isdisjoint(families[1])
+
+
+def test_characters_counts_what_is_right() -> None:
+    """A image of one code scored against others: a quarter a place, for each classifier that reads it so."""
+    images = Handwriting().decode(write(key(3), ["0427"]))
+    assert reward_recogniser().read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
+    scores = [float(reward_recogniser().characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
+    assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]
+    assert reward_recogniser().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
+    divided = Recogniser(*reward_recogniser().classifiers, _AlwaysOne())
+    assert float(divided.characters(images, ["0427"])) == pytest.approx(2 / 3)
+    assert float(divided.characters(images, ["1427"])) == pytest.approx((0.75 + 0.75 + 0.25) / 3)
+
+
+class _AlwaysOne:
+    def predict(self, X: np.ndarray) -> np.ndarray:
+        return np.ones(len(X), dtype=np.int64)
+
+
+def test_no_prompt_is_zeros_of_the_same_shape() -> None:
+    """What guidance goes away from; it is no prompt to train on."""
+    some, none = (Handwriting().encode([prompt, "0427"]) for prompt in ("0427", ""))
+    assert torch.equal(none.tokens[1], some.tokens[0])
+    assert not none.pooled[0].any()
+    assert torch.equal(none.tokens[0, :, 10:], some.tokens[0, :, 10:])  # the positions stay
+    assert not none.tokens[0, :, :10].any()
+    with pytest.raises(ValueError, match="is not a code of 4 digits"):
+        Handwriting().check_prompt("")
+
+
+@pytest.mark.parametrize("prompt", ["042", "04277", "04a7", "०४२७", " 427", "0.27"])
+def test_a_prompt_that_is_no_code_is_refused(prompt: str) -> None:
+    """In one line."""
+    with pytest.raises(ValueError, match="is not a code of 4 digits"):
+        Handwriting().encode([prompt])
+
+
+def test_the_transformer_is_small() -> None:
+    """About 0.6 million parameters, in a few megabytes of safetensors."""
+    module = Handwriting().build()
+    assert 0.5e6 < sum(p.numel() for p in module.parameters()) < 0.7e6
+    assert sum(path.stat().st_size for path in BASE.iterdir()) < 4e6
+    assert len(Handwriting().blocks(module)) == CONFIG["num_layers"]
+
+
+def test_the_schedule_is_the_shifted_one() -> None:
+    """Read from diffusers' scheduler, it is shift 3 of the linear one."""
+    schedule = Handwriting().schedule(10)
+    torch.testing.assert_close(schedule.levels, shifted(10, SHIFT), rtol=1e-6, atol=1e-6)
+    assert len(schedule.timesteps) == 10
+
+
+@torch.no_grad()
+def test_velocity_is_pure_and_per_sample() -> None:
+    """The same twice; a sample's velocity does not depend on the others; conditioning matters; time is the scheduler's."""
+    model = Handwriting()
+    module = model.build()
+    x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape()))
+    sigma, cond = torch.tensor([1.0, 0.5, 0.1]), model.encode(["0427", "1999", "3141"])
+    v = model.predict(module, x, sigma, cond)
+    assert v.shape == x.shape
+    assert torch.equal(v, model.predict(module, x, sigma, cond))
+    assert torch.equal(v, model.predict(module, x, sigma, cond, timestep=sigma * 1000))
+    alone = model.predict(module, x[1:2], sigma[1:2], model.encode(["1999"]))
+    torch.testing.assert_close(v[1:2], alone, rtol=1e-4, atol=1e-5)
+    other = model.predict(module, x, sigma, model.encode(["0428", "1999", "3141"]))
+    assert not torch.allclose(v[0], other[0], atol=1e-3)
+    torch.testing.assert_close(v[1:], other[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_decode_gives_images() -> None:
+    """Values in [0, 1], clipped."""
+    images = Handwriting().decode(torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).reshape(1, 1, 1, 5))
+    assert images.flatten().tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_the_base_model_has_something_left_to_learn() -> None:
+    """The record beside the weights: about 0.8 of the characters and under 0.55 of the held-out codes right."""
+    record = json.loads((BASE / "made-by.json").read_text())
+    assert record["command"] == "fluvial pretrain handwriting"
+    assert record["eval_samples"] >= 1000
+    for evaluator in ("reward", "heldout"):
+        assert 0.3 < record["heldout_exact"][evaluator] < 0.55
+        assert 0.75 < record["heldout_score"][evaluator] < 0.9
+
+
+@pytest.mark.slow
+def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """The command of the record gives the shipped weights: to the bit here, to rounding on other processors."""
+    import small
+
+    done = small.fluvial("pretrain", "handwriting", "--out", str(tmp_path / "base"), timeout=900)
+    assert done.returncode == 0, done.stderr
+    shipped = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    made = load_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors")
+    assert set(made) == set(shipped)
+    distance = sum(float(((made[name] - shipped[name]).double() ** 2).sum()) for name in shipped) ** 0.5
+    length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
+    # 400 steps of AdamW blow rounding up: one thread against two moves the weights by 0.0005 of their length.
+    assert distance / length < 0.005
+    mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
+    for evaluator, exact in theirs["heldout_exact"].items():
+        assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.05)

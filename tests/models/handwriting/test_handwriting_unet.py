@@ -1,0 +1,298 @@
+"""The built-in UNet: a model of epsilon that keeps the protocol, its base weights, and how they are made."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fluvial.core.flow_matching import velocity_error
+from fluvial.core.random import fold_in, key, normal, uniform
+from fluvial.core.rollout import rollout
+from fluvial.core.transitions import ddim
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.rollout.noising import noised_at
+from fluvial.engines.train.evaluate import Evaluation, evaluate
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.pretrain import (
+    ErrorInfo,
+    Noised,
+    handwriting_pretraining,
+    handwriting_unet_pretraining,
+    levels,
+    pretrain,
+)
+from fluvial.models import LoraConfig, add_lora
+from fluvial.models.handwriting import (
+    BASE,
+    BASE_UNET,
+    Handwriting,
+    HandwritingUNet,
+    codes,
+    heldout_recogniser,
+    reward_recogniser,
+    write,
+)
+from fluvial.models.handwriting.unet import alphas_cumprod, timestep_of
+
+MODEL = HandwritingUNet()
+DDIM = partial(ddim, eta=0.0)
+CODES = ["0427", "1999", "3141"]
+
+
+@pytest.fixture(scope="module")
+def unet() -> nn.Module:
+    """The UNet with its base weights."""
+    return MODEL.build().eval()
+
+
+def noise(count: int) -> Tensor:
+    """Noise of a number of samples."""
+    return normal(fold_in(key(0), torch.arange(count)), (count, *MODEL.latent_shape()))
+
+
+def sample(unet: nn.Module, prompts: list[str], *, steps: int = 10) -> Tensor:
+    """Return clean samples by deterministic DDIM."""
+    schedule, cond = MODEL.schedule(steps), MODEL.encode(prompts)
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        return MODEL.predict(unet, x, level, cond, timestep=schedule.timesteps[step].expand(len(x)))
+
+    with torch.no_grad():
+        return rollout(
+            velocity, noise(len(prompts)), schedule.levels,
+            transition=DDIM, deterministic=DDIM, key=key(1), window=(), record=(),
+        ).final  # fmt: skip
+
+
+def test_the_unet_is_small(unet: nn.Module) -> None:
+    """About 0.7 million parameters, in a few megabytes of safetensors; its linear layers can have adapters."""
+    assert 0.5e6 < sum(p.numel() for p in unet.parameters()) < 1e6
+    assert sum(path.stat().st_size for path in BASE_UNET.iterdir()) < 4e6
+    adapted = MODEL.build()
+    add_lora(adapted, LoraConfig(rank=2), MODEL.lora_targets)
+    x, level, cond = noise(3), torch.tensor([0.1, 0.5, 0.9]), MODEL.encode(CODES)
+    with torch.no_grad():
+        assert torch.equal(MODEL.predict(adapted, x, level, cond), MODEL.predict(unet, x, level, cond))
+
+
+def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
+    """Down, middle, up; between them they hold nearly all parameters."""
+    blocks, ran = MODEL.blocks(unet), []
+    handles = [
+        block.register_forward_pre_hook(lambda module, args, place=place: ran.append(place))
+        for place, block in enumerate(blocks)
+    ]
+    with torch.no_grad():
+        MODEL.predict(unet, noise(1), torch.tensor([0.5]), MODEL.encode(["0427"]))
+    for handle in handles:
+        handle.remove()
+    assert ran == list(range(7))
+    inside = sum(p.numel() for block in blocks for p in block.parameters())
+    assert inside > 0.9 * sum(p.numel() for p in unet.parameters())
+
+
+def test_there_is_one_size() -> None:
+    """That of the transformer."""
+    assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
+    with pytest.raises(ValueError, match="16x32 is asked for"):
+        MODEL.latent_shape(16, 32)
+    with pytest.raises(ValueError, match="is not a code of 4 digits"):
+        MODEL.check_prompt("042")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
+def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
+    """Each step leaves and reaches, exactly, what DDIMScheduler.step looks up; the first is the noisiest there is."""
+    schedule, scheduler = MODEL.schedule(steps), MODEL.scheduler(steps)
+    assert schedule.levels.dtype == schedule.timesteps.dtype == torch.float32
+    assert torch.equal(schedule.timesteps, scheduler.timesteps.float())
+    assert len(schedule.levels) == steps + 1
+    for step, timestep in enumerate(scheduler.timesteps.tolist()):
+        before = timestep - 1000 // steps
+        final = scheduler.final_alpha_cumprod
+        assert schedule.levels[step] == scheduler.alphas_cumprod[timestep]
+        assert schedule.levels[step + 1] == (scheduler.alphas_cumprod[before] if before >= 0 else final)
+    assert schedule.timesteps[0] == 999
+    assert schedule.levels[-1] == scheduler.alphas_cumprod[0]
+
+
+@pytest.mark.parametrize("steps", [3, 7, 30, 666])
+def test_any_schedule_rises(steps: int) -> None:
+    """Where steps do not divide 1000 too, and each level is that of the timestep the UNet is given."""
+    schedule = MODEL.schedule(steps)
+    assert (schedule.levels.diff() > 0).all()
+    assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
+    assert torch.equal(timestep_of(schedule.levels[:-1]), schedule.timesteps)
+
+
+@pytest.mark.parametrize("steps", [0, 667, 1000])
+def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
+    """Its last step would go nowhere."""
+    with pytest.raises(ValueError, match=f"{steps} steps is asked for, expected 1 to 666"):
+        MODEL.schedule(steps)
+
+
+def test_the_timestep_follows_from_the_level() -> None:
+    """Each timestep's own; between two the nearer; beyond the ends the last."""
+    powers = alphas_cumprod(torch.device("cpu"))
+    assert torch.equal(timestep_of(powers), torch.arange(1000.0))
+    assert torch.equal(timestep_of(powers.double()), torch.arange(1000.0))
+    assert torch.equal(timestep_of(torch.lerp(powers[:-1], powers[1:], 0.4)), torch.arange(999.0))
+    assert torch.equal(timestep_of(torch.lerp(powers[:-1], powers[1:], 0.6)), torch.arange(1, 1000.0))
+    assert timestep_of(torch.tensor([0.0, 1.0])).tolist() == [999, 0]
+
+
+@torch.no_grad()
+def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
+    """The same twice; a sample's epsilon does not depend on the others; conditioning matters; time is the scheduler's."""
+    x, schedule, cond = noise(3), MODEL.schedule(10), MODEL.encode(CODES)
+    level, timestep = schedule.levels[[0, 4, 8]], schedule.timesteps[[0, 4, 8]]
+    v = MODEL.predict(unet, x, level, cond)
+    assert v.shape == x.shape
+    assert torch.equal(v, MODEL.predict(unet, x, level, cond))
+    assert torch.equal(v, MODEL.predict(unet, x, level, cond, timestep=timestep))
+    assert not torch.allclose(v, MODEL.predict(unet, x, level, cond, timestep=timestep.flip(0)), atol=1e-3)
+    alone = MODEL.predict(unet, x[1:2], level[1:2], MODEL.encode(["1999"]))
+    torch.testing.assert_close(v[1:2], alone, rtol=1e-4, atol=1e-5)
+    other = MODEL.predict(unet, x, level, MODEL.encode(["0428", "1999", "3141"]))
+    assert not torch.allclose(v[0], other[0], atol=1e-3)
+    torch.testing.assert_close(v[1:], other[1:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_guidance_goes_away_from_no_code(unet: nn.Module) -> None:
+    """The empty prompt's epsilon at 0, the code's at 1, and beyond it in a straight line."""
+    x, level = noise(3), torch.tensor([0.1, 0.5, 0.9])
+    v, without = (MODEL.predict(unet, x, level, MODEL.encode(prompts)) for prompts in (CODES, ["", "", ""]))
+    assert not torch.allclose(v, without, atol=1e-3)
+    guided = MODEL.guide(v, without, torch.tensor([0.0, 1.0, 2.0]))
+    expected = torch.stack([without[0], v[1], 2 * v[2] - without[2]])
+    torch.testing.assert_close(guided, expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_walk_is_that_of_diffusers(unet: nn.Module) -> None:
+    """A deterministic rollout ends where DDIMScheduler does with diffusers' UNet alone."""
+    scheduler, cond = MODEL.scheduler(10), MODEL.encode(CODES)
+    x = noise(3)
+    for timestep in scheduler.timesteps:
+        epsilon = unet(x, timestep, encoder_hidden_states=cond.tokens).sample
+        x = scheduler.step(epsilon, timestep, x, eta=0.0).prev_sample
+    torch.testing.assert_close(sample(unet, CODES), x, rtol=1e-5, atol=1e-5)
+
+
+def test_training_noises_as_the_scheduler_does() -> None:
+    """Levels are those of timesteps, all of them as likely; images and targets are DDIMScheduler's."""
+    u = uniform(key(2), (20_000,))
+    level = levels(u, "epsilon")
+    timestep = timestep_of(level)
+    assert torch.equal(timestep, (u * 1000).floor())
+    assert torch.equal(levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), alphas_cumprod(u.device)[[0, 999]])
+    x0, drawn = write(key(3), CODES), noise(3)
+    batch = Noised(x0, drawn, level[:3], MODEL.encode(CODES))
+    x, target = noised_at(*batch[:3], prediction="epsilon")
+    expected = MODEL.scheduler(10).add_noise(x0, drawn, timestep[:3].long())
+    torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(target, drawn)
+
+
+def test_the_transformers_training_is_flow_matching() -> None:
+    """To the bit what made its base weights: the shifted level, the straight path and its velocity."""
+    u = uniform(key(2), (3,))
+    level, x0, drawn = 3.0 * u / (1 + 2.0 * u), write(key(3), CODES), noise(3)
+    assert torch.equal(levels(u, "velocity"), level)
+    x, target = noised_at(x0, drawn, level, prediction="velocity")
+    sigma = level[:, None, None, None]
+    assert torch.equal(x, (1 - sigma) * x0 + sigma * drawn)
+    assert torch.equal(target, drawn - x0)
+
+
+@pytest.mark.parametrize("kind", ["handwriting", "handwriting-unet"])
+def test_either_model_can_be_made(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that the model's own class opens and the other's refuses, and a record beside it."""
+    made, other = (HandwritingUNet, Handwriting) if kind == "handwriting-unet" else (Handwriting, HandwritingUNet)
+    recipe = (handwriting_unet_pretraining if made is HandwritingUNet else handwriting_pretraining)(tmp_path / "made")
+    judged = []
+
+    def few(job: Job, module: nn.Module, **options: Any) -> Evaluation:
+        judged.append(type(job.model))
+        return evaluate(job, module, **{**options, "samples": 4})
+
+    monkeypatch.setattr("fluvial.engines.train.pretrain.evaluate", few)
+    record = pretrain(replace(recipe, updates=2, batch=4, micro_batch=2))
+    assert record == json.loads((tmp_path / "made" / "made-by.json").read_text())
+    assert record["command"] == f"fluvial pretrain {kind}"
+    assert judged == [made]
+    weights, fresh = (made(folder).build().state_dict() for folder in (tmp_path / "made", None))
+    assert {name: tensor.shape for name, tensor in weights.items()} == {name: t.shape for name, t in fresh.items()}
+    assert not all(torch.equal(weights[name], fresh[name]) for name in fresh)
+    with pytest.raises(ValueError, match="is not of the handwriting"):
+        other(tmp_path / "made").build()
+
+
+def test_the_engine_takes_the_blocks() -> None:
+    """ShardedModule, and with each block computed again for the backward pass, an update is that of the module alone."""
+    x, level, drawn, cond = noise(3), torch.tensor([0.1, 0.5, 0.9]), noise(6)[3:], MODEL.encode(CODES)
+    plain = MODEL.build().train()
+    expected = velocity_error(MODEL.predict(plain, x, level, cond), drawn)
+    (expected.sum() / 3).backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
+    with init_world() as world:
+        for checkpointing in ("none", "block"):
+            module = MODEL.build()
+            lies = EngineConfig(checkpointing=checkpointing)
+            engine = Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.0), world, updates=1, sharding=lies)
+
+            def loss(batch: Noised, module: nn.Module = module) -> tuple[Tensor, ErrorInfo]:
+                error = velocity_error(MODEL.predict(module, batch.x0, batch.level, batch.cond), batch.noise)
+                return error, ErrorInfo(error)
+
+            items = Noised(x, drawn, level, cond)
+            info = engine.update(items, torch.ones(3), loss, count=3, micro_batch=3, pad_to=3)
+            assert info.loss == pytest.approx(expected.mean().item(), rel=1e-5)
+            assert info.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Path) -> None:
+    """By diffusers' own class too; another model's, or none, are refused."""
+    theirs, info = UNet2DConditionModel.from_pretrained(BASE_UNET, local_files_only=True, output_loading_info=True)
+    assert not any(info.values())
+    for name, tensor in load_file(BASE_UNET / "diffusion_pytorch_model.safetensors").items():
+        assert torch.equal(tensor, unet.state_dict()[name])
+        assert torch.equal(tensor, theirs.state_dict()[name])
+    assert all(p.is_meta for p in MODEL.build(empty=True).parameters())
+    random, again, another = (HandwritingUNet(None, seed=seed).build().get_parameter("conv_in.weight") for seed in (1, 1, 2))
+    assert torch.equal(random, again)
+    assert not torch.equal(random, another)
+    for folder, message in ((BASE, "is not of the handwriting-unet model"), (tmp_path, "config.json is missing")):
+        with pytest.raises(ValueError, match=message):
+            HandwritingUNet(folder).build()
+    with pytest.raises(ValueError, match="random weights has no folder"):
+        HandwritingUNet(None).build(empty=True)
+
+
+def test_the_base_model_has_something_left_to_learn(unet: nn.Module) -> None:
+    """The record beside the weights, and what the weights do: some held-out codes are right, and many are not."""
+    record = json.loads((BASE_UNET / "made-by.json").read_text())
+    assert record["command"] == "fluvial pretrain handwriting-unet"
+    assert record["eval_samples"] >= 1000
+    for evaluator in ("reward", "heldout"):
+        assert 0.3 < record["heldout_exact"][evaluator] < 0.6
+        assert 0.75 < record["heldout_score"][evaluator] < 0.9
+    prompts = list(codes("heldout")[::32])
+    images = MODEL.decode(sample(unet, prompts))
+    assert images.shape == (len(prompts), 1, 8, 32)
+    for name, recogniser in (("reward", reward_recogniser()), ("heldout", heldout_recogniser())):
+        # A guess is right for a tenth of the digits; five standard errors of a mean of some 60 samples are 0.15.
+        score = float(recogniser.characters(images, prompts).mean())
+        assert score == pytest.approx(record["heldout_score"][name], abs=0.15)

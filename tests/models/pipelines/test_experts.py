@@ -1,0 +1,35 @@
+"""Wan 2.2's two experts on two world."""
+
+from pathlib import Path
+
+import pytest
+import sides
+import small
+import torch
+from pipelines import ROWS, save
+from safetensors.torch import load_file
+
+from fluvial.engines.fsdp.world import init_world
+from fluvial.models.pipelines.experts import EXPERTS
+
+
+@pytest.mark.slow
+def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None:
+    """They agree to run both experts, or one would wait for the other; each expert learns, and is exported to a folder."""
+    folder = save(ROWS["wan-experts"], tmp_path / "wan")
+    small.script(Path(sides.__file__), str(folder), str(tmp_path / "two"), ranks=2)
+    found = load_file(tmp_path / "two" / "gradients.safetensors")
+    with init_world() as one:
+        expected = sides.update(folder, tmp_path / "one", one)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        assert gradient.any(), name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    for part in EXPERTS:
+        base, *after = (
+            load_file(place / part / "diffusion_pytorch_model.safetensors")
+            for place in (folder, tmp_path / "one", tmp_path / "two")
+        )
+        for tensors in after:
+            assert set(tensors) == set(base)
+            assert not any(torch.equal(tensors[name], base[name]) for name in base)

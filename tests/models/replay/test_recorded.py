@@ -1,0 +1,398 @@
+"""Recorded pipelines: replaying gives what was recorded, trains, and what cannot be replayed is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anypipe
+import pytest
+import torch
+from anypipe import PROMPTS, ROWS, WITHOUT_ADAPTER
+from diffusers import FlowMatchHeunDiscreteScheduler
+from torch import Tensor, nn
+
+from fluvial.core import gaussian
+from fluvial.core.advantages import group_advantages
+from fluvial.core.random import Key, fold_in, key
+from fluvial.core.step import policy_loss
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.replay.capture import Fixed, Latent, Row
+from fluvial.models.replay.recorded import Recording, check_replay, record, replay
+from fluvial.models.replay.scheduler import RecordingScheduler
+
+STEPS = 4
+each = pytest.mark.parametrize("name", ROWS)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A fresh tiny pipeline, saved once."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    return lambda name: anypipe.load(name, Path(folder) / name)
+
+
+def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 0, **options: Any) -> Recording:
+    """A recording of a row."""
+    options = {"sampler": "flow_sde", "eta": 0.7, "key": key(seed), "steps": STEPS, **ROWS[name].options, **options}
+    return record(pipe, prompts, **options)
+
+
+def every_pair(recording: Recording) -> tuple[Tensor, Tensor]:
+    """The samples and steps of all pairs, step by step."""
+    steps = recording.trajectory.steps
+    batch = len(recording.trajectory.final)
+    return torch.arange(batch).repeat(len(steps)), steps.repeat_interleave(batch)
+
+
+def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> Tensor:
+    """The log-prob of pairs, as the update computes it."""
+    position = torch.searchsorted(recording.trajectory.steps, step.contiguous())
+    levels = recording.schedule.levels
+    x, x_next = (getattr(recording.trajectory, name)[sample, position] for name in ("x", "x_next"))
+    return gaussian.log_prob(recording.transition(levels[step], levels[step + 1]), x, v, x_next)
+
+
+@each
+def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -> None:
+    """Its scheduler is back, no hook remains, and it is called as ever: images are those of the scheduler alone."""
+    pipe = load(name)
+    own = pipe.scheduler
+    recording = recorded(pipe, name, window=[0, 1])
+    assert pipe.scheduler is own
+    assert not pipe.transformer._forward_hooks
+    assert not pipe.transformer._forward_pre_hooks
+    pipe.scheduler = RecordingScheduler.from_config(own.config, sampler="flow_sde", eta=0.7)
+    keys = fold_in(key(0), torch.arange(3))
+    words = torch.stack([torch.as_tensor(word) for word in fold_in(keys, 0)])
+    seeds = (words[0] | words[1] << 32).tolist()
+    with pipe.scheduler.recording(key=fold_in(keys, 1), window=[0, 1]) as recorder:
+        options = {**ROWS[name].options, "output_type": "pt", "return_dict": False}
+        options["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]
+        images = pipe(prompt=PROMPTS, num_inference_steps=STEPS, **options)[0]
+    assert torch.equal(images, recording.images)
+    assert images.shape[:2] == (3, 3)
+    assert recording.trajectory.steps.tolist() == [0, 1]
+    assert torch.equal(recorder.trajectory().log_prob, recording.trajectory.log_prob)
+    assert torch.equal(pipe.scheduler.timesteps, recording.schedule.timesteps)
+
+
+@each
+def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -> None:
+    """A step's batch to the bit, so that the first ratio is exactly 1; other batches to rounding."""
+    pipe = load(name)
+    recording = recorded(pipe, name, window=[0, 2])
+    trajectory = recording.trajectory
+    assert trajectory.steps.tolist() == [0, 2]
+    assert trajectory.velocity is not None
+    for place, step in enumerate(trajectory.steps):
+        sample = torch.arange(3)
+        v = replay(pipe.transformer, recording, sample, step.expand(3))
+        assert torch.equal(v, trajectory.velocity[:, place])
+        assert torch.equal(log_prob(recording, v, sample, step.expand(3)), trajectory.log_prob[:, place])
+    scale = trajectory.velocity.abs().max().item()
+    for pairs in ([[2, 0], [2, 2]], [[1], [0]], [[0, 1, 2, 0, 2], [2, 0, 2, 0, 0]]):
+        i, s = torch.tensor(pairs)
+        v = replay(pipe.transformer, recording, i, s)
+        want = trajectory.velocity[i, s // 2]
+        torch.testing.assert_close(v, want, rtol=0, atol=5e-6 * scale)
+    assert check_replay(pipe.transformer, recording, micro_batch=4) < 5e-6
+
+
+def test_what_differs_from_step_to_step_is_kept_by_step_and_the_rest_once(load: Callable[[str], Any]) -> None:
+    """Of Sana: the mask, the text and the time, both halves of each; of FLUX the places of tokens are nobody's own."""
+    pipe = load("sana")
+    recording = recorded(pipe, "sana")
+    (way,) = recording.model.ways
+    leaves = way.calls[0].leaves
+    assert sum(isinstance(leaf, Latent) for leaf in leaves) == 1
+    assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, Row)) == [False, False, True]
+    assert sorted(tuple(leaf.shape) for leaf in recording.cond[0]) == [(3, 2, 24), (3, 2, 24, 16), (3, STEPS, 2)]
+    pipe = load("flux")
+    leaves = recorded(pipe, "flux").model.ways[0].calls[0].leaves
+    shared = [leaf.value for leaf in leaves if isinstance(leaf, Fixed) and isinstance(leaf.value, Tensor)]
+    assert sorted(tuple(tensor.shape) for tensor in shared) == [(12, 3), (16, 3)]
+
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "sana": {"cond": 1, "scale": 4.5, "negative": False, "keep_norm": False},
+    "lumina2": {"cond": 0, "scale": 4.0, "negative": True, "keep_norm": True},
+    "aura-flow": {"cond": 1, "scale": 3.5, "negative": False, "keep_norm": False},
+    "flux2": {"cond": 0, "scale": 4.0, "negative": False, "keep_norm": False},
+    "sd3": {"cond": 1, "scale": 5.0, "negative": False, "keep_norm": False},
+    "flux": {"cond": None, "negative": False},
+    "flux-guided": {"cond": 0, "scale": 3.0, "negative": False, "keep_norm": False},
+}
+
+
+@each
+def test_what_the_velocity_is_made_of_is_found(name: str, load: Callable[[str], Any]) -> None:
+    """As the pipeline's source has it."""
+    (way,) = recorded(load(name), name).model.ways
+    found = way.combination._asdict()
+    assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
+
+
+def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
+    """Sana's own, Lumina's with its sign turned."""
+    for name in ("sana", "lumina2"):
+        (way,) = recorded(load(name), name, guidance_scale=1.0).model.ways
+        assert way.combination.cond is None
+        assert way.combination.negative == (name == "lumina2")
+
+
+def test_steps_that_are_made_otherwise_are_replayed_so(load: Callable[[str], Any]) -> None:
+    """Lumina 2 guides only the first of its steps if asked to; pairs of both kinds can be mixed."""
+    pipe = load("lumina2")
+    recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
+    assert [way.positions for way in recording.model.ways] == [(0, 1), (2, 3)]
+    assert [len(way.calls) for way in recording.model.ways] == [2, 1]
+    assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
+    sample, step = torch.tensor([0, 2, 1, 1]), torch.tensor([3, 0, 2, 1])
+    mixed = replay(pipe.transformer, recording, sample, step)
+    assert recording.trajectory.velocity is not None
+    torch.testing.assert_close(mixed, recording.trajectory.velocity[sample, step], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
+def test_what_all_samples_share_may_differ_from_step_to_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
+    """Steps are told apart by it; a value that comes back is the same again."""
+    pipe = load("sana")
+
+    def move(pipe: Any, step: int, timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pipe._attention_kwargs = {"shared": kind((step + 1) % 2)}
+        return tensors
+
+    recording = recorded(pipe, "sana", attention_kwargs={"shared": kind(0)}, callback_on_step_end=move)
+    assert [way.positions for way in recording.model.ways] == [(0, 2), (1, 3)]
+    assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
+
+
+def test_inputs_are_what_the_transformer_was_given(load: Callable[[str], Any]) -> None:
+    """Not what it leaves of them: some take out of a dictionary what they need."""
+    pipe = load("sana")
+    forward = pipe.transformer.forward
+
+    def taking(*args: Any, attention_kwargs: dict[str, Any], **others: Any) -> Any:
+        attention_kwargs.pop("shared", None)
+        return forward(*args, **others)
+
+    pipe.transformer.forward = taking
+    recording = recorded(pipe, "sana", attention_kwargs={"shared": 1})
+    assert [way.positions for way in recording.model.ways] == [(0,), (1, 2, 3)]
+
+
+def test_the_schedule_is_the_schedulers_own(load: Callable[[str], Any]) -> None:
+    """One that was moved after it was configured, too."""
+    pipe = load("sana")
+    pipe.scheduler.set_shift(7.0)
+    recording = recorded(pipe, "sana")
+    pipe.scheduler.set_timesteps(STEPS)
+    assert torch.equal(recording.schedule.levels, pipe.scheduler.sigmas)
+    assert torch.equal(recording.schedule.timesteps, pipe.scheduler.timesteps)
+
+
+def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
+    """A transformer in bfloat16, whose samples the pipeline keeps in float32."""
+    pipe = load("sana")
+    pipe.transformer.to(torch.bfloat16)
+    recording = recorded(pipe, "sana")
+    assert recording.trajectory.x.dtype == torch.float32
+    (way,) = recording.model.ways
+    assert way.combination.dtype == torch.float32
+    v = replay(pipe.transformer, recording, torch.arange(3), torch.ones(3, dtype=torch.int64))
+    assert recording.trajectory.velocity is not None
+    assert torch.equal(v, recording.trajectory.velocity[:, 1])
+
+
+def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
+    """Initial noise and the noise of the steps, whatever batch it is made in; several samples a prompt too."""
+    pipe = load("sana")
+    keys = fold_in(key(4), torch.tensor([10, 11, 12]))
+    three = recorded(pipe, "sana", key=keys)
+    one = recorded(pipe, "sana", prompts=PROMPTS[2:], key=Key(keys.low[2:], keys.high[2:]))  # type: ignore[index]
+    assert torch.equal(three.trajectory.x[2:, 0], one.trajectory.x[:, 0])
+    torch.testing.assert_close(three.trajectory.final[2:], one.trajectory.final, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(three.trajectory.x[0, 0], three.trajectory.x[1, 0])
+    four = recorded(pipe, "sana", prompts=PROMPTS[:2], num_images_per_prompt=2)
+    assert len(four.images) == 4
+    assert not torch.equal(four.images[0], four.images[1])
+    latents = torch.zeros_like(three.trajectory.x[:, 0])
+    assert torch.equal(recorded(pipe, "sana", latents=latents).trajectory.x[:, 0], latents)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ADAPTER)
+def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> None:
+    """LoRA, the core's clipped surrogate and AdamW: ratios of 1 at first, gradients everywhere, and a better policy."""
+    pipe = load(name)
+    away: dict[str, Any] = (
+        {} if name == "flux2" else {"negative_prompt": "bad"}
+    )  # FLUX.2 is guided away from the empty prompt alone
+    recording = recorded(pipe, name, prompts=["a red fox"] * 4, window=[0, 1], **away)
+    module: nn.Module = pipe.transformer
+    add_lora(module, LoraConfig(rank=2, alpha=4.0), ROWS[name].targets)
+    assert check_replay(module, recording, micro_batch=4) < 1e-5
+    trained = {
+        parameter_name: parameter for parameter_name, parameter in module.named_parameters() if parameter.requires_grad
+    }
+    assert trained
+    before = {parameter_name: parameter.detach().clone() for parameter_name, parameter in trained.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    reward = recording.images.mean((1, 2, 3))
+    advantage = group_advantages(reward, torch.zeros(4, dtype=torch.int64))
+    trajectory, levels = recording.trajectory, recording.schedule.levels
+    sample, step = every_pair(recording)
+    for update in range(2):
+        seen = []
+        for rows in torch.arange(len(sample)).split(4):
+            i, s = sample[rows], step[rows]
+            loss, info = policy_loss(
+                replay(module, recording, i, s), trajectory.x[i, s], trajectory.x_next[i, s],
+                recording.transition(levels[s], levels[s + 1]), trajectory.log_prob[i, s], advantage[i],
+                clip_low=0.2, clip_high=0.2,
+            )  # fmt: skip
+            (loss.sum() / len(sample)).backward()
+            seen.append(info.ratio)
+        ratio = torch.cat(seen)
+        assert torch.equal(ratio, torch.ones(len(sample))) == (update == 0)
+        if update == 1:
+            for parameter_name, parameter in trained.items():
+                assert parameter.grad is not None, parameter_name
+                assert torch.isfinite(parameter.grad).all(), parameter_name
+                assert parameter.grad.abs().max() > 0, parameter_name
+            assert ((ratio - 1) * advantage[sample]).mean() > 0  # what was good is likelier
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(not torch.equal(before[parameter_name], parameter) for parameter_name, parameter in trained.items())
+
+
+def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> None:
+    """In the sample and the weights, through both halves of guidance: as one writes it down for Sana by hand."""
+    pipe = load("sana")
+    recording = recorded(pipe, "sana")
+    module, weight = pipe.transformer, pipe.transformer.proj_out.weight
+    x = recording.trajectory.x[:, 2].clone().requires_grad_()
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    v = replay(module, recording, torch.arange(3), torch.full((3,), 2), x=x)
+    got = torch.autograd.grad((v * direction).sum(), (x, weight))
+    text, mask, negative, negative_mask = pipe.encode_prompt(PROMPTS, max_sequence_length=24)
+    u, c = module(
+        torch.cat([x, x]),
+        encoder_hidden_states=torch.cat([negative, text]),
+        encoder_attention_mask=torch.cat([negative_mask, mask]),
+        timestep=recording.schedule.timesteps[2].expand(6),
+    )[0].chunk(2)
+    want = torch.autograd.grad(((u + 4.5 * (c - u)) * direction).sum(), (x, weight))
+    for left, right in zip(got, want, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) -> None:
+    """Inputs are known at the recorded steps alone."""
+    pipe = load("sana")
+    recording = recorded(pipe, "sana", window=[0, 1])
+    with pytest.raises(ValueError, match="the recording of SanaPipeline has no step at sigma"):
+        replay(pipe.transformer, recording, torch.tensor([0]), torch.tensor([2]))
+
+
+def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """The pipeline, which does something to the velocity before it steps."""
+    step = RecordingScheduler.step
+
+    class Changing(type(pipe)):  # type: ignore[misc]
+        """The pipeline under another name."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "scheduler" and isinstance(value, RecordingScheduler):
+                value.step = lambda v, t, x, **options: step(value, change(v, x), t, x, **options)  # type: ignore[method-assign]
+            super().__setattr__(name, value)
+
+    made = Changing(**pipe.components)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def unguided(pipe: Any) -> Any:
+    """A pipeline that takes a bit off its velocity."""
+    return changed(pipe, lambda v, x: v * 0.999)
+
+
+def swapped(pipe: Any) -> Any:
+    """A pipeline that steps one sample with another one's velocity."""
+    return changed(pipe, lambda v, x: v.roll(1, 0))
+
+
+def batch_coupled(pipe: Any) -> Any:
+    """A pipeline whose transformer mixes the samples of a batch."""
+    pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
+    return pipe
+
+
+def masked(pipe: Any) -> Any:
+    """A pipeline whose transformer is given something else than the sample."""
+    pipe.transformer.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    return pipe
+
+
+def restless(pipe: Any) -> Any:
+    """A pipeline whose transformer returns something else each time."""
+    pipe.transformer.train().proj_out.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
+    return pipe
+
+
+def heun(pipe: Any) -> Any:
+    """A pipeline with a scheduler of second order."""
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    return pipe
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
+    "changed": (unguided, {}, r"Changing .* at step 0 its velocity is no known combination of 2 outputs .*\(guidance 4.5\)"),
+    "swapped": (swapped, {}, "Changing .* no known combination"),
+    "coupled": (batch_coupled, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
+    "random": (restless, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
+    "masked": (masked, {}, "SanaPipeline .* step 0 the transformer is called without the sample"),
+    "component": (
+        lambda pipe: pipe,
+        {"component": "unet"},
+        "SanaPipeline has no unet to train, expected one of .*transformer",
+    ),
+    "uncalled": (lambda pipe: pipe, {"component": "vae"}, "SanaPipeline .* at step 0 the vae is not called"),
+    "option": (lambda pipe: pipe, {"hight": 32}, "SanaPipeline cannot be called so: .*hight"),
+    "scheduler": (heun, {}, "the config is of FlowMatchHeunDiscreteScheduler"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_replayed_is_refused_in_one_line(case: str, load: Callable[[str], Any]) -> None:
+    """Naming the pipeline, which is left as it was."""
+    change, options, message = REFUSED[case]
+    pipe = change(load("sana"))
+    own = pipe.scheduler
+    with pytest.raises(ValueError, match=message) as caught:
+        recorded(pipe, "sana", **options)
+    assert "\n" not in str(caught.value)
+    assert pipe.scheduler is own
+
+
+def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
+    """Which of the outputs is the prompt's cannot be told then."""
+    with pytest.raises(ValueError, match=r"FluxPipeline .* several combinations .* use prompts other than the negative"):
+        recorded(load("flux"), "flux-guided", prompts=["bad"] * 3, negative_prompt=["bad"] * 3)
+
+
+def test_other_weights_are_told_before_the_first_update(load: Callable[[str], Any]) -> None:
+    """The check fails where the policy is no longer the one that was recorded."""
+    pipe = load("aura-flow")
+    recording = recorded(pipe, "aura-flow")
+    with torch.no_grad():
+        pipe.transformer.proj_out.weight.mul_(1.01)
+    with pytest.raises(ValueError, match=r"AuraFlowPipeline cannot be trained .* other weights"):
+        check_replay(pipe.transformer, recording, micro_batch=3)
+    assert check_replay(pipe.transformer, recording, micro_batch=3, tolerance=0.1) > 1e-3
+
+
+def test_inputs_that_only_look_like_rows_are_refused(load: Callable[[str], Any]) -> None:
+    """As many samples as tokens: the tokens' places would be taken for the samples' own."""
+    pipe = load("flux")
+    with pytest.raises(ValueError, match="FluxPipeline cannot be trained"):
+        recorded(pipe, "flux", prompts=[f"{number} foxes" for number in range(16)], steps=2)

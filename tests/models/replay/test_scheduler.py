@@ -1,0 +1,372 @@
+"""The recording scheduler: diffusers' steps to the bit, the core's where they are stochastic, and nothing for free."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anypipe
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.core import gaussian, transitions
+from fluvial.core.random import fold_in, key
+from fluvial.core.rollout import rollout
+from fluvial.core.sigmas import from_scheduler
+from fluvial.models.replay.scheduler import RecordingScheduler, SamplerName, bind
+
+BATCH, T = 3, 5
+EVENT = (2, 3, 4)
+STOCHASTIC: tuple[SamplerName, ...] = ("flow_sde", "dance_sde", "cps")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shifted": {"shift": 3.0},
+    "dynamic": {"use_dynamic_shifting": True},
+    "terminal": {"shift_terminal": 0.1},
+    "karras": {"use_karras_sigmas": True},
+}
+Scheduler = FlowMatchEulerDiscreteScheduler
+
+
+def velocity(x: Tensor) -> Tensor:
+    """A velocity that depends on the sample."""
+    return torch.sin(3 * x) - 0.5 * x
+
+
+def start(dtype: torch.dtype = torch.float32, batch: int = BATCH) -> Tensor:
+    """Initial noise."""
+    return torch.randn(batch, *EVENT, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def made(sampler: SamplerName = "ode", eta: float = 0.0, **config: Any) -> RecordingScheduler:
+    """A recording scheduler with a schedule."""
+    scheduler = RecordingScheduler.from_config(Scheduler(**config).config, sampler=sampler, eta=eta)
+    scheduler.set_timesteps(T, **({"mu": 0.7} if config.get("use_dynamic_shifting") else {}))
+    return scheduler
+
+
+def walk(scheduler: Any, x: Tensor, *, first: int = 0, **options: Any) -> Tensor:
+    """What a pipeline does."""
+    for timestep in scheduler.timesteps[first:]:
+        x = scheduler.step(velocity(x), timestep, x, return_dict=False, **options)[0]
+    return x
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A tiny pipeline, saved once."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    return lambda name: anypipe.load(name, Path(folder) / name)
+
+
+@pytest.mark.parametrize("name", anypipe.ROWS)
+def test_images_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]) -> None:
+    """Dropped into a pipeline, whether it records or not."""
+    pipe = load(name)
+
+    def run() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        options = {**anypipe.ROWS[name].options, "output_type": "pt", "return_dict": False}
+        return pipe(prompt=anypipe.PROMPTS, num_inference_steps=3, generator=generator, **options)[0]
+
+    want = run()
+    pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config)
+    assert torch.equal(run(), want)
+    with pipe.scheduler.recording(form="unscaled") as recorder:
+        assert torch.equal(run(), want)
+    trajectory = recorder.trajectory()
+    assert trajectory.steps.tolist() == [0, 1, 2]
+    assert torch.equal(trajectory.x[:, 1:], trajectory.x_next[:, :-1])
+    assert not torch.equal(trajectory.x[:, 0], trajectory.x_next[:, 0])
+    pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config, sampler="cps", eta=0.5)
+    assert not torch.equal(run(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_ode_is_diffusers_to_the_bit(config: str, dtype: torch.dtype) -> None:
+    """On every schedule, in every dtype, the dtype of the samples too; outside the window of another sampler as well."""
+    stock = Scheduler(**CONFIGS[config])
+    scheduler = made(**CONFIGS[config])
+    stock.set_timesteps(T, **({"mu": 0.7} if config == "dynamic" else {}))
+    assert torch.equal(stock.sigmas, scheduler.sigmas)
+    want = walk(stock, start(dtype))
+    got = walk(scheduler, start(dtype))
+    assert got.dtype == want.dtype == dtype
+    assert torch.equal(got, want)
+    other = made("flow_sde", 0.7, **CONFIGS[config])
+    with other.recording(window=(), record=()) as recorder:
+        assert torch.equal(walk(other, start(dtype)), want)
+    assert torch.equal(recorder.trajectory().final, want.to(torch.float32))
+
+
+class _Count(TorchDispatchMode):
+    """The operations that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_recording_off_adds_nothing() -> None:
+    """The operations are those of diffusers, and nothing is kept, after a recording too."""
+    stock, scheduler = Scheduler(), made()
+    stock.set_timesteps(T)
+    with scheduler.recording(form="unscaled"):
+        walk(scheduler, start())
+    scheduler.set_timesteps(T)
+    counts = []
+    for one in (stock, scheduler):
+        with _Count() as count:
+            walk(one, start())
+        counts.append(count.names)
+    assert counts[0] == counts[1]
+    assert scheduler._recorder is None
+    assert scheduler._plan is None
+
+
+@pytest.mark.parametrize("window", [None, (1, 2)])
+@pytest.mark.parametrize("sampler", STOCHASTIC)
+def test_steps_are_those_of_a_rollout(sampler: SamplerName, window: tuple[int, ...] | None) -> None:
+    """To the bit: the trajectory, its log-probs in every form and reduction, and what it was made of."""
+    scheduler = made(sampler, 0.6, shift=2.0)
+    sigmas = from_scheduler(scheduler)
+    for keys in (key(5), fold_in(key(5), torch.tensor([7, 1, 9]))):
+        for form, reduction in (("density", "mean"), ("no_const", "sum"), ("unscaled", "mean")):
+            options: dict[str, Any] = {
+                "key": keys, "window": window, "form": form, "reduction": reduction, "keep_velocity": True, "debug": True,
+            }  # fmt: skip
+            if form == "unscaled":
+                options["record"] = (0, 2, 4)
+            want = rollout(
+                lambda x, sigma, step: velocity(x), start(), sigmas, transition=bind(sampler, 0.6, sigmas), **options
+            )
+            scheduler.set_timesteps(T)
+            with scheduler.recording(**options) as recorder:
+                final = walk(scheduler, start())
+            got = recorder.trajectory()
+            assert torch.equal(final, want.final)
+            assert want.velocity is not None
+            assert want.debug is not None
+            assert got.velocity is not None
+            assert got.debug is not None
+            for name in ("x", "x_next", "steps", "final", "velocity"):
+                assert torch.equal(getattr(got, name), getattr(want, name)), name
+            for left, right in zip(got.debug, want.debug, strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
+            # Outside the window the next sample is diffusers', a rounding away from the core's mean.
+            torch.testing.assert_close(got.log_prob, want.log_prob, rtol=1e-6, atol=1e-12)
+            if window is None:
+                assert torch.equal(got.log_prob, want.log_prob)
+            assert torch.equal(recorder.sigmas, sigmas)
+            level = torch.tensor(0.5)
+            assert recorder.transition(level, level / 2) == bind(sampler, 0.6, sigmas)(level, level / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_are_those_of_the_stored_tensors(dtype: torch.dtype) -> None:
+    """The sample is rounded to the pipeline's dtype before its log-prob is taken: the first ratio is exactly 1."""
+    scheduler = made("flow_sde", 0.7)
+    with scheduler.recording(key=key(0), keep_velocity=True) as recorder:
+        walk(scheduler, start(dtype))
+    trajectory = recorder.trajectory()
+    assert trajectory.x.dtype == trajectory.x_next.dtype == dtype
+    assert trajectory.velocity is not None
+    for place, step in enumerate(trajectory.steps.tolist()):
+        sigma, sigma_next = (level.expand(BATCH).contiguous() for level in recorder.sigmas[step : step + 2])
+        parts = (trajectory.x[:, place], trajectory.velocity[:, place], trajectory.x_next[:, place])
+        again = gaussian.log_prob(recorder.transition(sigma, sigma_next), *parts)
+        assert torch.equal(again, trajectory.log_prob[:, place])
+
+
+def test_what_is_kept_is_kept_apart() -> None:
+    """A pipeline that writes to its samples or to the model's output afterwards does not change the record."""
+    trajectories = []
+    for meddle in (False, True):
+        scheduler = made("flow_sde", 0.7)
+        with scheduler.recording(key=key(0), window=[0], record=[0], keep_velocity=True) as recorder:
+            x = start()
+            v = velocity(x)
+            after = scheduler.step(v, scheduler.timesteps[0], x)[0]
+            if meddle:
+                for tensor in (x, v, after):
+                    tensor.zero_()
+        trajectories.append(recorder.trajectory())
+    for name in ("x", "x_next", "velocity"):
+        assert torch.equal(getattr(trajectories[0], name), getattr(trajectories[1], name)), name
+
+
+def test_a_key_a_sample_makes_its_noise_its_own() -> None:
+    """Whatever batch it is in."""
+    keys = fold_in(key(1), torch.arange(BATCH))
+
+    def run(rows: list[int]) -> Tensor:
+        scheduler = made("cps", 0.8)
+        with scheduler.recording(key=type(keys)(keys.low[rows], keys.high[rows])):  # type: ignore[index]
+            return walk(scheduler, start()[rows])
+
+    assert torch.equal(run([2, 0]), run([0, 1, 2])[[2, 0]])
+    assert not torch.equal(run([0]), run([1]))
+
+
+def test_noise_comes_from_generators_where_there_is_no_key() -> None:
+    """The recording's, one or one a sample; else the pipeline's; else torch's own. Recorded or not."""
+
+    def seeded(*seeds: int) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def run(recorded: Any = None, passed: Any = None) -> Tensor:
+        scheduler = made("flow_sde", 0.7)
+        with scheduler.recording(generator=recorded):
+            return walk(scheduler, start(), generator=passed)
+
+    many = run(seeded(1, 2, 3))
+    assert torch.equal(many, run(None, seeded(1, 2, 3)))
+    assert torch.equal(many, run(seeded(1, 2, 3), seeded(4, 5, 6)))
+    assert torch.equal(many[1], run(seeded(9, 2, 9))[1])
+    one = run(seeded(1)[0])
+    assert torch.equal(one, run(None, seeded(1)[0]))
+    assert torch.equal(one, walk(made("flow_sde", 0.7), start(), generator=seeded(1)[0]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        assert torch.equal(one, walk(made("flow_sde", 0.7), start()))
+
+
+def test_a_pipeline_may_begin_within_the_schedule() -> None:
+    """As those from image to image do: steps are counted in the schedule."""
+    scheduler = made("dance_sde", 0.3)
+    scheduler.set_begin_index(2)
+    with scheduler.recording(key=key(0)) as recorder:
+        walk(scheduler, start(), first=2)
+    assert recorder.trajectory().steps.tolist() == [2, 3, 4]
+
+
+def test_a_new_schedule_is_walked_anew() -> None:
+    """Without a recording, the sampler goes by the schedule as it is, not as it was."""
+    scheduler = made("flow_sde", 0.7)
+    walk(scheduler, start(), generator=torch.Generator().manual_seed(1))
+    scheduler.set_timesteps(2)
+    fresh = RecordingScheduler.from_config(scheduler.config, sampler="flow_sde", eta=0.7)
+    fresh.set_timesteps(2)
+    ends = [walk(one, start(), generator=torch.Generator().manual_seed(1)) for one in (scheduler, fresh)]
+    assert torch.equal(*ends)
+
+
+def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
+    """S = 0."""
+    scheduler = made()
+    with scheduler.recording(record=(), keep_velocity=True, debug=True) as recorder:
+        walk(scheduler, start())
+    trajectory = recorder.trajectory()
+    assert trajectory.x.shape == (BATCH, 0, *EVENT)
+    assert trajectory.log_prob.shape == (BATCH, 0)
+    assert trajectory.debug is not None
+    assert trajectory.debug.std.shape == (BATCH, 0)
+
+
+def recorded(scheduler: RecordingScheduler, **options: Any) -> None:
+    """Walk and record."""
+    with scheduler.recording(**options):
+        walk(scheduler, start())
+
+
+def twice(scheduler: RecordingScheduler) -> None:
+    """Two calls of a pipeline in one recording."""
+    with scheduler.recording(key=key(0)):
+        walk(scheduler, start())
+        scheduler.set_timesteps(T)
+        walk(scheduler, start())
+
+
+def within(scheduler: RecordingScheduler) -> None:
+    """A recording inside a recording."""
+    with scheduler.recording(), scheduler.recording():
+        pass
+
+
+def unread(scheduler: RecordingScheduler) -> None:
+    """A recording that saw nothing."""
+    with scheduler.recording() as recorder:
+        pass
+    recorder.trajectory()
+
+
+def config_of(kind: Any, **options: Any) -> Callable[[], Any]:
+    """Take over another scheduler."""
+    return lambda: RecordingScheduler.from_config(json.loads(kind(**options).to_json_string()))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "tokens": (
+        lambda: made().step(start(), made().timesteps[0], start(), per_token_timesteps=torch.ones(BATCH, 4)),
+        "per_token_timesteps is given, expected one noise level a sample and step",
+    ),
+    "stochastic": (config_of(Scheduler, stochastic_sampling=True), "stochastic_sampling is on"),
+    "other": (config_of(FlowMatchHeunDiscreteScheduler), "is of FlowMatchHeunDiscreteScheduler, expected FlowMatchEuler"),
+    "solver": (
+        config_of(DPMSolverMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0),
+        r"DPMSolverMultistepScheduler, expected .* FlowMatchEulerDiscreteScheduler\(shift=3.0\) steps",
+    ),
+    "unnamed": (
+        lambda: RecordingScheduler.from_config(DDIMScheduler().config),
+        "is of a scheduler with beta_start, .*, expected FlowMatchEuler",
+    ),
+    "inverted": (lambda: recorded(made("flow_sde", 0.7, invert_sigmas=True), key=key(0)), "RecordingScheduler: sigmas"),
+    "sampler": (lambda: made("euler"), "sampler is 'euler', expected one of 'ode', 'flow_sde'"),  # type: ignore[arg-type]
+    "eta": (lambda: made("flow_sde", -1.0), "eta is -1.0, expected a finite number >= 0"),
+    "share": (lambda: made("cps", 1.5), r"eta is 1.5, expected a finite number in \[0, 1\]"),
+    "form": (lambda: recorded(made(), form="log"), "form is 'log'"),
+    "reduction": (lambda: recorded(made(), reduction="max"), "reduction is 'max'"),
+    "both": (lambda: recorded(made(), key=key(0), generator=torch.Generator()), "key and generator are both given"),
+    "density": (lambda: recorded(made()), "ode takes no stochastic step in .* use a stochastic sampler with eta > 0"),
+    "last": (lambda: recorded(made("cps", 0.5), key=key(0), record=[4]), "cps has std 0 at step 4"),
+    "window": (lambda: recorded(made("cps", 0.5), key=key(0), window=[5]), r"window holds steps \[5\], expected 0 to 4"),
+    "record": (lambda: recorded(made("cps", 0.5), key=key(0), record=[-1]), r"record holds steps \[-1\]"),
+    "keys": (lambda: recorded(made("cps", 0.5), key=fold_in(key(0), torch.arange(2))), "2 keys for 3 samples"),
+    "generators": (lambda: recorded(made("cps", 0.5), generator=[torch.Generator()]), "1 generators for 3 samples"),
+    "twice": (lambda: twice(made("cps", 0.5)), "step 0 is taken twice"),
+    "within": (lambda: within(made()), "records already"),
+    "unread": (lambda: unread(made()), "no step was taken"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_it_says_in_one_line(case: str) -> None:
+    """And an error ends the recording."""
+    act, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_recording_is_over() -> None:
+    """The next one begins from nothing."""
+    scheduler = made("cps", 0.5)
+    with pytest.raises(ValueError, match="window"):
+        recorded(scheduler, key=key(0), window=[9])
+    scheduler.set_timesteps(T)
+    recorded(scheduler, key=key(0))
+
+
+def test_samplers_go_by_their_names() -> None:
+    """Each is the core's, with eta bound."""
+    sigmas = torch.tensor([1.0, 0.8, 0.3, 0.0])
+    levels = (sigmas[:2], sigmas[1:3])
+    assert torch.equal(bind("ode", 0.0, sigmas)(*levels).b, transitions.ode(*levels).b)
+    want = transitions.flow_sde(*levels, eta=0.7, sigma_max=0.8)
+    assert all(torch.equal(*pair) for pair in zip(bind("flow_sde", 0.7, sigmas)(*levels), want, strict=True))
+    assert torch.equal(bind("dance_sde", 0.2, sigmas)(*levels).std, transitions.dance_sde(*levels, eta=0.2).std)
+    assert torch.equal(bind("cps", 0.2, sigmas)(*levels).std, transitions.cps(*levels, eta=0.2).std)

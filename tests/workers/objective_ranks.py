@@ -1,0 +1,66 @@
+"""Run by torchrun: one rollout and its updates with every kind of objective, for test_learner.py."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from fluvial.engines.cli.main import exit_with
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
+from fluvial.engines.train.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
+
+STEPS = RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, eta=0.5)  # 12 samples: with 2 ranks 4 slots are repeats
+ODE = replace(STEPS, sampler="ode", eta=0.0)
+RUNS: dict[str, dict[str, Any]] = {
+    "nft": {"objective": Nft(), "rollout": replace(ODE, solver="dpmpp_2m"), "train": "lora", "kl": KLConfig(0.1)},
+    "awm": {"objective": Awm(), "rollout": ODE, "epochs": 2, "updates": 2},
+    "dpo": {"objective": Dpo(), "rollout": ODE, "noising": NoisingConfig(3)},
+    "dpo, lora": {"objective": Dpo(), "rollout": ODE, "train": "lora"},
+    "raft": {"objective": Raft(), "rollout": ODE, "kl": KLConfig(0.1)},
+    "sft": {"objective": Sft(), "rollout": ODE, "noising": NoisingConfig(2, "continuous")},
+    "distill": {"objective": Distill(teacher=Path("teacher")), "rollout": STEPS},
+    "minibatches": {"rollout": STEPS, "minibatches": 2, "updates": 2},
+    "fraction": {"rollout": replace(STEPS, fraction=0.5, shared_noise=True)},
+    "correction": {"rollout": replace(STEPS, autocast=True), "correction": CorrectionConfig("truncate", "trajectory")},
+    "guard": {"objective": Guard(), "rollout": STEPS, "rewards": ("brightness", "contrast=0.1")},
+}
+
+
+def main(args: list[str]) -> int:
+    """Write {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
+    result: dict[str, Any] = {}
+    with init_world() as world:
+        for name, changes in RUNS.items():
+            run = tiny.config(Path(args[0]).parent, micro_batch=4, optimizer=OptimizerConfig(weight_decay=0.0), **changes)
+            trained = tiny.Run(run, world)
+            gradients: list[list[float]] = []
+            optimize = trained.trainer.engine.update
+
+            def noted(
+                *args: Any, trained: Any = trained, found: Any = gradients, optimize: Any = optimize, **more: Any
+            ) -> Any:
+                info = optimize(*args, **more)
+                found.append(torch.cat([g.flatten() for g in trained.gradient().values()]).tolist())
+                return info
+
+            trained.trainer.engine.update = noted  # type: ignore[method-assign]
+            record = trained.rollout()
+            result[name] = {
+                "reward": record.get("reward"),
+                "pairs": record["pairs"],
+                "correction": record.get("correction", {}),
+                "gradients": gradients,
+            }
+        if world.is_main:
+            Path(args[0]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

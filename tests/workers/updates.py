@@ -1,0 +1,111 @@
+"""Run by torchrun: counts the updates of a tiny transformer and compares their gradients, as JSON, for test_update.py."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fluvial.bench.counting import Collectives, HostReads
+from fluvial.bench.update import (
+    SIZES,
+    Case,
+    build_engine,
+    build_published,
+    counted,
+    gradient_distance,
+    make_rollout,
+    update_engine,
+)
+from fluvial.engines.cli.main import exit_with
+from fluvial.engines.fsdp.engine import EngineConfig
+from fluvial.engines.fsdp.world import World, init_world
+
+SAMPLES = 5
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "reshard": {"comm": "reshard"},
+    "every": {"grad_sync": "every"},
+    "checkpointed": {"checkpointing": "block"},
+}
+GUIDANCE: dict[str, dict[str, Any]] = {"off": {}, "one": {"forwards": "one"}, "two": {"forwards": "two"}}
+# Recorded steps, and micro-batches that their pairs are divided into.
+SHAPES = [(2, 1), (10, 2), (50, 10)]
+
+
+def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
+    """A rollout of a tiny transformer."""
+    return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
+
+
+def counts(world: World) -> list[dict[str, Any]]:
+    """Collectives and host reads of an update, by the way of communicating, guidance, steps and micro-batches."""
+    found: list[dict[str, Any]] = []
+    sampler = build_engine(case(2), world, EngineConfig())
+    rollouts = {
+        (guided, steps): make_rollout(sampler, case(steps, guidance=guided), world)
+        for guided in (False, True)
+        for steps in {steps for steps, _ in SHAPES}
+    }
+    for sharding, options in SHARDINGS.items():
+        engine = build_engine(case(2), world, EngineConfig(**options))
+        for guidance, forwards in GUIDANCE.items():
+            if sharding == "checkpointed" and guidance != "two":  # where a block's forward pass runs four times
+                continue
+            for steps, n in SHAPES:
+                rollout = rollouts[guidance != "off", steps]
+                with Collectives() as collectives, HostReads() as reads:
+                    update_engine(engine, rollout, micro_batch=SAMPLES * steps // n, **forwards)
+                found.append(
+                    {
+                        "sharding": sharding, "guidance": guidance, "steps": steps, "n": n,
+                        "gathers": collectives.all_gathers, "scatters": collectives.reduce_scatters,
+                        "others": collectives.policies, "reads": dict(reads.counts),
+                    }
+                )  # fmt: skip
+    return found
+
+
+def gradients(world: World) -> dict[str, float]:
+    """How far an update's gradient is from the baseline's, and from that of the engine's default way, relatively."""
+    distances = {}
+    ways: dict[str, dict[str, Any]] = {"two": {"forwards": "two"}, "conditional": {"gradient": "conditional"}}
+    for train, guidance in (("full", True), ("full", False), ("lora", True)):
+        chosen = case(4, guidance=guidance, train=train)
+        keep, published = build_engine(chosen, world, EngineConfig()), build_published(chosen, world)
+        rollout = make_rollout(keep, chosen, world)
+        update_engine(keep, rollout, micro_batch=10)
+        published.update(rollout.stored, micro_batch=1)
+        name = f"{train}, {'guidance' if guidance else 'no guidance'}"
+        distances[f"{name}, baseline"] = gradient_distance(keep, published, world)
+        for way, options in ways.items():
+            if guidance:
+                other = build_engine(chosen, world, EngineConfig())
+                update_engine(other, rollout, micro_batch=10, **options)
+                distances[f"{name}, {way}"] = gradient_distance(other, keep, world)
+    return distances
+
+
+def peaks(world: World) -> dict[int, int]:
+    """Peak bytes of an update at two numbers of recorded steps, with micro-batches of one size."""
+    engine = build_engine(case(2), world, EngineConfig())
+    update_engine(engine, make_rollout(engine, case(2), world), micro_batch=SAMPLES)  # makes the optimizer's state
+    found = {}
+    for steps in (2, 50):
+        rollout = make_rollout(engine, case(steps), world)
+        update = partial(update_engine, engine, rollout, micro_batch=SAMPLES)
+        found[steps] = counted(update, engine, rollout).peak_bytes
+    return found
+
+
+def main(args: list[str]) -> int:
+    """Write {counts, gradients, peaks}."""
+    with init_world() as world:
+        result = {"counts": counts(world), "gradients": gradients(world), "peaks": peaks(world)}
+        if world.is_main:
+            Path(args[0]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])
