@@ -1,0 +1,137 @@
+"""Look up objectives, samplers, rewards, recipes and models by name, a person's own included.
+
+A name is one of three: built in (a key of the caller's table), declared by an installed package through an entry point
+(`[project.entry-points."fluvial.objectives"]`), or `module:attribute`.
+"""
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from fluvial.engines.errors import UsageError
+
+# Says what is wrong with the object that was found, e.g. "is of type list, expected a function", or None.
+Check = Callable[[Any], str | None]
+
+
+def load(
+    spec: str, group: str, check: Check | None = None, *, table: Mapping[str, Any] | None = None, field: str | None = None
+) -> Any:
+    """Return the object that a name stands for.
+
+    Args:
+        spec: name in `table`, name of an entry point of `fluvial.<group>`, or `module:attribute`.
+        group: kind of object in the plural, e.g. "objectives".
+        check: test of the object, see `Check`.
+        table: built-in objects by name; they come before entry points of the same name.
+        field: start of each message, e.g. "rollout.sampler"; by default the group's singular.
+
+    Raises:
+        UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
+    """
+    label, table = field or group.removesuffix("s"), table or {}
+    if spec in table:
+        return _checked(f"{label} {spec!r}", table[spec], check)
+    if ":" in spec:
+        return _checked(f"{label} {spec!r}", _imported(f"{label} {spec!r}", spec), check)
+    declared = _declared(group)
+    if spec in declared:
+        where = f"{label} {spec!r} (entry point {declared[spec].value})"
+        return _checked(where, _imported(where, declared[spec].value), check)
+    known = names(group, table)
+    expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
+    raise UsageError(f"{label} is {spec!r}, expected {expected}{did_you_mean(spec, known)}")
+
+
+def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the names that `load` knows without a module: the table's, then those of entry points."""
+    return list(dict.fromkeys([*(table or {}), *_declared(group)]))
+
+
+def spec_of(thing: Any, label: str) -> str:
+    """Return the `module:attribute` under which a class or function can be loaded again.
+
+    Args:
+        thing: class or function.
+        label: start of the message.
+
+    Raises:
+        UsageError: it is not an attribute of a module, so no other process could find it.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    for part in (name or "<unnamed>").split("."):
+        found = getattr(found, part, None)
+    if found is not thing or module == "__main__":
+        what = name or repr(thing)
+        reason = "it belongs to the script itself" if module == "__main__" else "it is not defined at the top of a module"
+        raise UsageError(f"{label}: {what} cannot be loaded by another process, {reason}: move it to a module of its own")
+    return f"{module}:{name}"
+
+
+def callable_with(*parameters: str) -> Check:
+    """Return a check that an object can be called with these positional arguments."""
+
+    def check(found: Any) -> str | None:
+        expected = f"a function of ({', '.join(parameters)})"
+        if not callable(found) or inspect.isclass(found):
+            return f"is {'a class' if inspect.isclass(found) else f'of type {type(found).__name__}'}, expected {expected}"
+        try:
+            signature = inspect.signature(found)
+        except (TypeError, ValueError):  # some functions written in C have none
+            return None
+        try:
+            signature.bind(*parameters)
+        except TypeError as error:
+            return f"has the signature {signature}, expected {expected}: {error}"
+        return None
+
+    return check
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the nearest of the known words, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _declared(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=f"fluvial.{group}")}
+
+
+def _imported(label: str, spec: str) -> Any:
+    """Return the attribute of `module:attribute`."""
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise UsageError(f"{label}: expected module:name")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if f"{module}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"{label}: there is no module {missing!r}, expected a file in the working folder or an installed package"
+            ) from error
+        raise UsageError(f"{label}: importing {module} raised ModuleNotFoundError: {_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{label}: importing {module} raised {type(error).__name__}: {_line(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [word for word in vars(found) if not word.startswith("_")] if hasattr(found, "__dict__") else []
+            raise UsageError(f"{label}: {module} has no {name!r}{did_you_mean(part, public)}")
+        found = getattr(found, part)
+    return found
+
+
+def _checked(label: str, found: Any, check: Check | None) -> Any:
+    if check is not None and (problem := check(found)) is not None:
+        raise UsageError(f"{label} {problem}")
+    return found
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
