@@ -117,7 +117,7 @@ def test_where_an_object_comes_from() -> None:
 
     main = type("Main", (), {"__module__": "__main__"})
     for thing in (local, main, lambda: None, 3):
-        with pytest.raises(UsageError, match="thing: .* cannot be loaded by another process, it .*: move it"):
+        with pytest.raises(UsageError, match=r"thing: .* cannot be loaded by another process, it .*: move it"):
             plugins.spec_of(thing, "thing")
     unnamed: Any = holder()
     with pytest.raises(UsageError, match="cannot be loaded"):
