@@ -26,7 +26,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types/fluvial && cd build/types/fluvial && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench .
 	MYPYPATH=build/types $(BIN)/python -P -m mypy -p fluvial
-	MYPYPATH=build/types:tests/helpers $(BIN)/python -P -m mypy tests
+	MYPYPATH=build/types:tests/helpers:tests/workers $(BIN)/python -P -m mypy tests
 
 bench: $(VENV)/installed
 	$(BIN)/python -P -m fluvial.bench phases

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def result(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
             *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *(str(WORKERS / "updates.py"), str(out)),
         ],
-        env={**small.environment(), "PYTHONSAFEPATH": "1"},
+        env={**launch.environment(), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=400,
@@ -175,7 +175,7 @@ def test_one_command_measures_and_ends_in_json(tmp_path: Path) -> None:
             *("--sizes", "tiny", "--train", "full", "--steps", "2", "--counted", "1", "2", "3", "--ranks", "2"),
             *("--samples", "2", "--micro-batch", "1", "--runs", "1"),
         ],
-        env=small.environment(),
+        env=launch.environment(),
         capture_output=True,
         text=True,
         timeout=240,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nets import Info
+from tiny_models import Info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
+from kernel_operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
 from torch import Tensor
 
 from fluvial import kernels

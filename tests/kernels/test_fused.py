@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
+from kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.library import opcheck

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import launch
 import pytest
 import ranked
-import small
 import torch
 from safetensors.torch import load_file
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     ranked.save(folder)
     (folder / "two").mkdir()
-    small.script(Path(ranked.__file__), str(folder), str(folder / "two"), ranks=2)
+    launch.script(Path(ranked.__file__), str(folder), str(folder / "two"), ranks=2)
     return folder
 
 

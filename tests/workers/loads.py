@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from nets import Net
+from tiny_models import Net
 from torch.distributed.tensor import DTensor
 from towers import tower
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tiny
+import tiny_jobs as tiny
 import torch
 
 from fluvial.engines.cli.main import exit_with

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nets import SHARDINGS, Net, data, squared
+from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
 from fluvial.engines.cli.main import exit_with

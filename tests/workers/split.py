@@ -9,7 +9,7 @@ from typing import Any
 
 import tokens
 import toys
-from runs import config
+from handwriting_jobs import config
 
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.parallelize import EngineConfig

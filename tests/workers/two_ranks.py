@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nets import Net, data, squared
+from tiny_models import Net, data, squared
 
 from fluvial.bench.counting import Collectives
 from fluvial.engines.cli.main import exit_with

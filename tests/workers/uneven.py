@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import config, job
+from handwriting_jobs import config, job
 from torch import Tensor
 
 from fluvial.engines.cli.main import exit_with

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -563,7 +563,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder, out = tmp_path_factory.mktemp("ranks") / "checkpoints", tmp_path_factory.mktemp("out") / "result.json"
     done = subprocess.run(
         [sys.executable, "-P", str(WORKERS / "saving.py"), str(folder), str(out)],
-        env={**small.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
+        env={**launch.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=240,

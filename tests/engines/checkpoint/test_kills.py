@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 
 WORKERS = Path(__file__).parents[2] / "workers"
 SCENES = {
@@ -44,7 +44,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-P", str(WORKERS / "kills.py"), str(tmp_path_factory.mktemp("kills"))]
     done = subprocess.run(
         [*command, json.dumps({**KILLED, **FULL, **RANDOM})],
-        env={**small.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
+        env={**launch.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=600,

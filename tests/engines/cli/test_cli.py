@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
@@ -146,7 +146,7 @@ def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pyt
     code = cli.run([word.format(**words) for word in typed.split()])
     captured = capfd.readouterr()
     assert code == 2, captured
-    line = small.one_line(captured.err)
+    line = launch.one_line(captured.err)
     assert line.startswith("fluvial: ")
     assert says.format(**words) in line
     assert not (folder / "new" / "config.json").exists()
@@ -225,7 +225,7 @@ def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(memory, "account", wrong)
     assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 1
-    line = small.one_line(capfd.readouterr().err)
+    line = launch.one_line(capfd.readouterr().err)
     assert line.endswith("the plan does not agree with what was measured: moments, allocated at the peak")
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import tokens
 import torch
-from nets import Net
+from tiny_models import Net
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
@@ -22,7 +22,7 @@ WORKERS = Path(__file__).parents[2] / "workers"
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """The number of ranks, in pairs, and what context.py found."""
     out = tmp_path_factory.mktemp("context") / "result.json"
-    small.script(WORKERS / "context.py", str(out), ranks=request.param)
+    launch.script(WORKERS / "context.py", str(out), ranks=request.param)
     return request.param, json.loads(out.read_text())
 
 
@@ -81,7 +81,7 @@ def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None
     found = {}
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.json"
-        small.script(WORKERS / "split.py", str(out), ranks=ranks)
+        launch.script(WORKERS / "split.py", str(out), ranks=ranks)
         found[ranks] = json.loads(out.read_text())
     for train, expected in found[1].items():
         split = found[2][train]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Net, data, squared
+from tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launch
 import peft
 import pytest
-import small
 import torch
 from adapted import MODEL, adapted, inputs, perturb, run, velocity
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -45,7 +45,7 @@ def one() -> Iterator[World]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What export_ranks.py wrote on two ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    small.script(WORKERS / "export_ranks.py", str(out), ranks=2)
+    launch.script(WORKERS / "export_ranks.py", str(out), ranks=2)
     return out
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, data, squared
+from tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Info, Net, data, squared
+from tiny_models import Info, Net, data, squared
 from torch import Tensor
 
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig

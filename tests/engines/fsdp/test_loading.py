@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import launch
 import pytest
-import small
 import torch
 from accelerate import init_empty_weights
-from nets import Net, data
 from safetensors.torch import save_file
+from tiny_models import Net, data
 from torch import Tensor
 from towers import BYTES, tower
 
@@ -43,7 +43,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     save(tmp_path, module.state_dict(), parts=2)
     save(tmp_path / "net", Net().state_dict())
     out = tmp_path / "result.json"
-    small.script(WORKERS / "loads.py", str(tmp_path), str(out), ranks=4)
+    launch.script(WORKERS / "loads.py", str(tmp_path), str(out), ranks=4)
     for found in json.loads(out.read_text()).values():
         assert found["wrong"] == [[]] * 4
         assert max(found["grew"]) < 0.75 * BYTES, found["grew"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from nets import Net, data, squared
+from tiny_models import Net, data, squared
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

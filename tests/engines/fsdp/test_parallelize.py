@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tokens
 import torch
-from nets import Info, Net, squared
+from tiny_models import Info, Net, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, job
+from handwriting_jobs import config, job
 
 from fluvial.bench.counting import HostReads
 from fluvial.engines.fsdp.world import World, init_world

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
-from nets import SHARDINGS, Net, data, squared
+from tiny_models import SHARDINGS, Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
@@ -24,7 +24,7 @@ UNITS = 3  # two blocks and the root
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """The number of ranks, and what ranks.py found."""
     out = tmp_path_factory.mktemp("ranks") / "result.json"
-    small.script(WORKERS / "ranks.py", str(out), ranks=request.param)
+    launch.script(WORKERS / "ranks.py", str(out), ranks=request.param)
     return request.param, json.loads(out.read_text())
 
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
 
 WORKERS = Path(__file__).parents[2] / "workers"
@@ -17,7 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     result = {}
     for ranks in (1, 2):
         out = tmp_path_factory.mktemp("uneven") / "result.json"
-        small.script(WORKERS / "uneven.py", str(out), ranks=ranks)
+        launch.script(WORKERS / "uneven.py", str(out), ranks=ranks)
         result[ranks] = json.loads(out.read_text())
     return result
 

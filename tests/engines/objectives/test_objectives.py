@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import tiny
+import tiny_jobs as tiny
 import torch
 
 from fluvial.engines.errors import UsageError

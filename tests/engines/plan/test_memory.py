@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, data, squared
+from tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def test_moves_level_the_ranks(counts: list[int]) -> None:
 def test_pairs_move_whole(tmp_path: Path, ranks: int) -> None:
     """On real ranks: each pair with its own tensors and its own conditioning, once."""
     out = tmp_path / "result.json"
-    small.script(WORKERS / "moving.py", str(out), ranks=ranks)
+    launch.script(WORKERS / "moving.py", str(out), ranks=ranks)
     for case in json.loads(out.read_text()):
         found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
         assert sorted(found) == sorted(case["expected"])

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import tiny
+import tiny_jobs as tiny
 import torch
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import tiny_jobs as tiny
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn

@@ -13,8 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
 from rich.console import Console
 
@@ -75,14 +75,14 @@ class Launched:
 @contextmanager
 def launched(out: Path, *args: str, restarts: int = 0) -> Iterator[Launched]:
     """Start a run on two ranks; none of its processes is left behind."""
-    command = small.command("train", "handwriting", "--out", str(out), *args, ranks=2)
+    command = launch.command("train", "handwriting", "--out", str(out), *args, ranks=2)
     at = command.index("--standalone")
     command[at:at] = ["--max-restarts", str(restarts)]
     stdout, stderr = (out.with_name(f"{out.name}.{name}") for name in ("stdout", "stderr"))
     with (
         stdout.open("w") as texts,
         stderr.open("w") as errors,
-        subprocess.Popen(command, env=small.environment(), stdout=texts, stderr=errors, text=True) as process,
+        subprocess.Popen(command, env=launch.environment(), stdout=texts, stderr=errors, text=True) as process,
     ):
         run = Launched(process, out, stdout, stderr)
         try:
@@ -98,15 +98,15 @@ def launched(out: Path, *args: str, restarts: int = 0) -> Iterator[Launched]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that nothing happened to."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    small.train(out, *FLAGS, ranks=2)
+    launch.train(out, *FLAGS, ranks=2)
     return out
 
 
 def expect_same(out: Path, straight: Path) -> None:
     """The same bits and records, but for their times."""
-    assert small.weights(out) == small.weights(straight)
+    assert launch.weights(out) == launch.weights(straight)
     timeless = [
-        [{key: value for key, value in record.items() if key not in TIMED} for record in small.records(path)]
+        [{key: value for key, value in record.items() if key not in TIMED} for record in launch.records(path)]
         for path in (out, straight)
     ]
     assert timeless[0] == timeless[1]
@@ -124,7 +124,7 @@ def expect_whole(out: Path) -> None:
 def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
     """One kill -9 is answered by torchrun's restart and one by a person's: the same bits, and one line of the other rank."""
     out = tmp_path / "run"
-    with launched(out, *small.SMALL, *FLAGS, restarts=1) as run:
+    with launched(out, *launch.SMALL, *FLAGS, restarts=1) as run:
         run.reaches(3)
         os.kill(run.worker(1), signal.SIGKILL)
         run.reaches(6)  # by itself
@@ -135,7 +135,7 @@ def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
     assert "resumed" in run.stdout.read_text()
     assert not (out / "summary.json").exists()
     expect_whole(out)
-    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
     assert done.returncode == 0, done.stderr
     expect_same(out, straight)
 
@@ -147,7 +147,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     A limit on the size of one process's files is its full disk.
     """
     out = tmp_path / "run"
-    with launched(out, *small.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
+    with launched(out, *launch.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
         run.reaches(3)
         run.process.terminate()
         assert run.ends() == []
@@ -167,7 +167,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     assert [path.name for path in checkpoint.listed(out / "checkpoints")] == saved
     expect_whole(out)
 
-    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
     assert done.returncode == 0, done.stderr
     expect_same(out, straight)
 
@@ -176,7 +176,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
     out, seconds = tmp_path / "run", 10
-    with launched(out, *small.SMALL, "--updates", "500", "--collective-timeout", str(seconds)) as run:
+    with launched(out, *launch.SMALL, "--updates", "500", "--collective-timeout", str(seconds)) as run:
         run.reaches(3)
         hangs = run.worker(1)
         os.kill(hangs, signal.SIGSTOP)
@@ -279,7 +279,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch:
     out = tmp_path / "run"
     attempt(monkeypatch, 0)
     train(config(out))
-    before = small.weights(out)
+    before = launch.weights(out)
     file = next((out / "checkpoints" / "000004").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:1000])
     (out / "weights" / "diffusion_pytorch_model.safetensors").unlink()
@@ -289,7 +289,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"passed over: checkpoint {out / 'checkpoints' / '000004'} is damaged" in text
     assert f"resumed {out / 'checkpoints' / '000002'} after update 2" in text
-    assert small.weights(out) == before
+    assert launch.weights(out) == before
 
 
 def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

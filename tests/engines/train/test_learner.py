@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launch
 import pytest
-import small
-import tiny
+import tiny_jobs as tiny
 import torch
 from torch import Tensor
 
@@ -553,7 +553,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     result = {}
     for size in (1, 2):
         out = tmp_path_factory.mktemp("ranks") / "result.json"
-        small.script(WORKERS / "objective_ranks.py", str(out), ranks=size)
+        launch.script(WORKERS / "objective_ranks.py", str(out), ranks=size)
         result[size] = json.loads(out.read_text())
     return result
 

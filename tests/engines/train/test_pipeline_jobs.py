@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import anypipe
+import launch
 import numpy as np
 import pipelines
 import pytest
-import small
 from anypipe import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
@@ -70,7 +70,7 @@ def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str,
     )
     code = cli.run([*flags(folder, name, recipe), "--out", str(tmp_path / "run")])
     assert code == 0, capfd.readouterr().err
-    updates = [record for record in small.records(tmp_path / "run") if "grad_norm" in record]
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert len(updates) == 2
     assert updates[0]["grad_norm"] > 0
     if kind == "on steps":
@@ -89,7 +89,7 @@ def test_in_low_precision(folder: Path, tmp_path: Path, name: str, capfd: pytest
     low = ["--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16"]
     code = cli.run([*flags(folder, name, "grpo"), *low, "--out", str(tmp_path / "run")])
     assert code == 0, capfd.readouterr().err
-    first = next(record for record in small.records(tmp_path / "run") if "grad_norm" in record)
+    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
     assert first["first_pass_max_abs_log_ratio"] == 0.0
     assert first["grad_norm"] > 0
 
@@ -99,7 +99,7 @@ def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(folder))
     typed = ["--rewards", "jpeg", "own_reward:bright=2", "--out", str(tmp_path / "run")]
     assert cli.run([*flags(folder, "sd3", "grpo"), *typed]) == 0
-    record = next(record for record in small.records(tmp_path / "run") if "rewards" in record)
+    record = next(record for record in launch.records(tmp_path / "run") if "rewards" in record)
     assert record["reward"]["mean"] == pytest.approx(
         record["rewards"]["jpeg"] + 2 * record["rewards"]["own_reward:bright"], rel=1e-4
     )
@@ -121,7 +121,7 @@ def test_wrong_input_is_one_line(
 ) -> None:
     """Before anything is computed."""
     assert cli.run([*flags(folder, "sd3", "grpo"), *typed.split(), "--out", str(tmp_path / "run")]) == 2
-    assert says in small.one_line(capfd.readouterr().err)
+    assert says in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.slow
@@ -133,10 +133,10 @@ def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: p
     taught = ["--objective.teacher", str(tmp_path / "run" / "weights"), "--rollout.group", "1", "--optimizer.lr", "0.01"]
     code = cli.run([*flags(folder, name, "distill"), *taught, "--updates", "4", "--out", str(tmp_path / "student")])
     assert code == 0, capfd.readouterr().err
-    losses = [record["loss"] for record in small.records(tmp_path / "student") if "loss" in record]
+    losses = [record["loss"] for record in launch.records(tmp_path / "student") if "loss" in record]
     assert losses[0] > 1e-9  # the teacher is not the base model
     assert cli.run([*flags(folder, name, "distill"), "--objective.teacher", str(folder), "--rollout.group", "1"]) == 2
-    assert "config.json is missing" in small.one_line(capfd.readouterr().err)
+    assert "config.json is missing" in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wan-experts", "sana"))])
@@ -155,7 +155,7 @@ def test_images_before_and_after(folder: Path, tmp_path: Path, name: str, capfd:
     assert (both[: len(alone)] == alone).all()
     assert (both[len(alone) + 40 :] != alone[40:]).any()
     assert cli.run([*words, "--lora", str(folder)]) == 2
-    assert "--lora" in small.one_line(capfd.readouterr().err)
+    assert "--lora" in launch.one_line(capfd.readouterr().err)
 
 
 def test_the_models_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +169,6 @@ def test_the_models_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
 def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each in one line."""
     assert cli.run(["train", "grpo", "--model", str(folder / "sd3")]) == 2
-    assert "--prompts prompts.txt" in small.one_line(capfd.readouterr().err)
+    assert "--prompts prompts.txt" in launch.one_line(capfd.readouterr().err)
     assert cli.run(["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]) == 2
-    assert "model_index.json" in small.one_line(capfd.readouterr().err)
+    assert "model_index.json" in launch.one_line(capfd.readouterr().err)

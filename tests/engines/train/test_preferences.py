@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import tiny_jobs as tiny
 import torch
 from PIL import Image
 from torch import Tensor

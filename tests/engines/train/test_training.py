@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
+from handwriting_jobs import alternating, config, job
 from rich.console import Console
-from runs import alternating, config, job
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -69,7 +69,7 @@ def test_the_summary(run: Path) -> None:
 
 def test_the_records(run: Path) -> None:
     """One a update, with an on-policy ratio of exactly 1, and one an evaluation."""
-    records = small.records(run)
+    records = launch.records(run)
     assert [(record["update"], "exact" in record) for record in records] == [
         (0, True),
         (1, False),
@@ -106,8 +106,8 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
     """The same one twice gives the same weights; another one gives others."""
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(config(tmp_path / name, updates=1, seed=seed), job())
-    assert small.weights(tmp_path / "a") == small.weights(tmp_path / "b")
-    assert small.weights(tmp_path / "a") != small.weights(tmp_path / "c")
+    assert launch.weights(tmp_path / "a") == launch.weights(tmp_path / "b")
+    assert launch.weights(tmp_path / "a") != launch.weights(tmp_path / "c")
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
@@ -118,7 +118,7 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
     summary = train(config(tmp_path / "run", rollout=rollout, train=kind, updates=1), job())
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
     assert summary["skipped_steps"] == 0
-    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
+    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
     assert record["grad_norm"] > 0
     # The last step of CPS is deterministic, and not trained on.
     assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
@@ -129,7 +129,7 @@ def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
     rollout = RolloutConfig(prompts=2, group=4, steps=3, window=2, sampler=sampler)
     summary = train(config(tmp_path / "run", rollout=rollout, updates=1, objective=Guard()), job())
-    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
+    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
     assert record["grad_norm"] > 0
@@ -165,7 +165,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     moved = {name for name in base if not torch.equal(base[name], merged[name])}
     assert moved
     assert all(name.endswith(".weight") for name in moved)
-    assert small.records(tmp_path / "run")[-2]["objective"]["kl_ref"] > 0
+    assert launch.records(tmp_path / "run")[-2]["objective"]["kl_ref"] > 0
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -173,7 +173,7 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
     changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
     train(config(tmp_path / "run", train=kind, **changes), job())
-    updates = [record for record in small.records(tmp_path / "run") if "objective" in record]
+    updates = [record for record in launch.records(tmp_path / "run") if "objective" in record]
     assert [update["first_pass_max_abs_log_ratio"] for update in updates] == [0.0, 0.0]
     assert updates[0]["objective"]["kl_ref"] == 0.0
     assert updates[1]["objective"]["kl_ref"] > 0.0
@@ -203,7 +203,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     }.items():  # fmt: skip
         rollout = replace(config(tmp_path).rollout, guidance=guidance)
         train(config(tmp_path / name, train=kind, updates=1, rollout=rollout), job())
-        record = next(record for record in small.records(tmp_path / name) if "reward" in record)
+        record = next(record for record in launch.records(tmp_path / name) if "reward" in record)
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
     assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
@@ -217,13 +217,13 @@ def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any)
     for init in ("sharded", "whole"):
         run = config(tmp_path / init, train=kind, init=init, kl=KLConfig(coef=0.1))
         train(run, job())
-    assert small.weights(tmp_path / "sharded") == small.weights(tmp_path / "whole")
+    assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
 
 
 def test_flops_are_recorded(tmp_path: Path) -> None:
     """A positive speed; no share of a peak that nobody knows."""
     train(config(tmp_path / "run", updates=1), job())
-    record = next(record for record in small.records(tmp_path / "run") if "reward" in record)
+    record = next(record for record in launch.records(tmp_path / "run") if "reward" in record)
     assert record["speed"]["update_flops"] > 1e6
     assert "mfu" not in record["speed"]
 
@@ -254,7 +254,7 @@ def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str
     assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
     assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
     train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())
-    assert small.weights(tmp_path / "run") == small.weights(tmp_path / "straight")
+    assert launch.weights(tmp_path / "run") == launch.weights(tmp_path / "straight")
 
 
 def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
     """Items without advantage are not computed; one is left, of weight 0, and the weights stay."""
     constant = job(lambda images, prompts: torch.ones(len(prompts)))
     train(config(tmp_path / "run", updates=1, advantage=AdvantageConfig(scale=scale)), constant)
-    record = next(record for record in small.records(tmp_path / "run") if "objective" in record)
+    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
     assert record["pairs"] == 1
     assert record["grad_norm"] == 0.0
 
@@ -326,7 +326,7 @@ def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
     for name, kl, expected in (("a", KLConfig(), 8), ("b", KLConfig(coef=1e-30), 16)):
         half.calls = 0  # type: ignore[attr-defined]
         train(config(tmp_path / name, updates=1, kl=kl), job(half))
-        record = next(record for record in small.records(tmp_path / name) if "objective" in record)
+        record = next(record for record in launch.records(tmp_path / name) if "objective" in record)
         assert record["pairs"] == expected
         norms.append(record["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -416,7 +416,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, "-P", *launcher, str(script)],
-        env={**small.environment(), "PYTHONSAFEPATH": "1"},
+        env={**launch.environment(), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -426,7 +426,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
     assert len(ours) == 1, done.stderr
     assert says in ours[0]
     if ranks == 1:
-        small.one_line(done.stderr)
+        launch.one_line(done.stderr)
 
 
 def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
@@ -466,20 +466,20 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
         *("--updates", "7", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
         *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
     ]
-    small.train(tmp_path / "straight", *flags)
+    launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
     with subprocess.Popen(
-        small.command("train", "handwriting", "--out", str(killed), *small.SMALL, *flags), env=small.environment()
+        launch.command("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags), env=launch.environment()
     ) as process:
         wait_for_update(killed, 5, process)
         process.kill()
     assert not (killed / "summary.json").exists()
     # A run goes on with its own settings: no flag has to be typed again.
-    done = small.fluvial("train", "handwriting", "--out", str(killed), "--resume")
+    done = launch.fluvial("train", "handwriting", "--out", str(killed), "--resume")
     assert done.returncode == 0, done.stderr
-    assert small.weights(killed) == small.weights(tmp_path / "straight")
+    assert launch.weights(killed) == launch.weights(tmp_path / "straight")
     timeless = [
-        [{key: value for key, value in record.items() if key not in ("seconds", "speed")} for record in small.records(out)]
+        [{key: value for key, value in record.items() if key not in ("seconds", "speed")} for record in launch.records(out)]
         for out in (tmp_path / "straight", killed)
     ]
     assert timeless[0] == timeless[1]
@@ -503,8 +503,8 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
     out = tmp_path / "run"
     flags = ["--updates", "500", "--checkpoint-every", "500"]
     with subprocess.Popen(
-        small.command("train", "handwriting", "--out", str(out), *small.SMALL, *flags),
-        env=small.environment(),
+        launch.command("train", "handwriting", "--out", str(out), *launch.SMALL, *flags),
+        env=launch.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -517,8 +517,8 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
     assert len(saved) == 1
     assert f"{number.name}: stopped after update {int(saved[0])}, all saved; go on with --resume --out {out}" in text
     assert errors == ""
-    done = small.fluvial(
-        "train", "handwriting", "--out", str(out), *small.SMALL, "--updates", str(int(saved[0]) + 1), "--resume"
+    done = launch.fluvial(
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", str(int(saved[0]) + 1), "--resume"
     )
     assert done.returncode == 0, done.stderr
     assert f"after update {int(saved[0])}" in done.stdout
@@ -528,8 +528,8 @@ def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
     """Whatever is being done."""
     out = tmp_path / "run"
     with subprocess.Popen(
-        small.command("train", "handwriting", "--out", str(out), "--micro-batch", "64"),
-        env=small.environment(),
+        launch.command("train", "handwriting", "--out", str(out), "--micro-batch", "64"),
+        env=launch.environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -543,30 +543,30 @@ def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
 def test_resuming_a_damaged_run_names_the_whole_checkpoint(tmp_path: Path) -> None:
     """--resume refuses the damaged newest one and offers an older one, with which the run goes on."""
     out = tmp_path / "run"
-    small.train(out, "--updates", "4")
+    launch.train(out, "--updates", "4")
     file = next((out / "checkpoints" / "000004").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:1000])
-    done = small.fluvial("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "5", "--resume")
+    done = launch.fluvial("train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "5", "--resume")
     assert done.returncode == 1
-    line = small.one_line(done.stderr)
+    line = launch.one_line(done.stderr)
     older = out / "checkpoints" / "000002"
     assert "000004 is damaged" in line
     assert f"use --resume-from {older}" in line
-    small.train(out, "--updates", "5", "--resume-from", str(older))
+    launch.train(out, "--updates", "5", "--resume-from", str(older))
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     """It would be another run."""
     out = tmp_path / "run"
-    small.train(out, "--updates", "2")
+    launch.train(out, "--updates", "2")
     for flags, says in (
         (["--seed", "5"], "is of another run: seed 0 there, 5 here"),
         (["--rollout.eta", "0.5"], "is of another run: rollout.eta 0.8 there, 0.5 here"),
         (["--updates", "1"], "--updates is 1, but"),
     ):
-        done = small.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
+        done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
         assert done.returncode in (1, 2)
-        assert says in small.one_line(done.stderr)
+        assert says in launch.one_line(done.stderr)
 
 
 def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
@@ -578,11 +578,11 @@ def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other" / "diffusion_pytorch_model.safetensors"
     save_file({name: tensor / 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     out = tmp_path / "run"
-    small.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))
-    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "other"))
+    launch.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "other"))
     assert done.returncode == 1
-    assert "is of another run: base_weights" in small.one_line(done.stderr)
-    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "same"))
+    assert "is of another run: base_weights" in launch.one_line(done.stderr)
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "same"))
     assert done.returncode == 0, done.stderr
 
 
@@ -590,33 +590,35 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path
     """With --resume, as a restart by torchrun does."""
     out = tmp_path / "run"
     with subprocess.Popen(
-        small.command("train", "handwriting", "--out", str(out), *small.SMALL, "--updates", "3", "--checkpoint-every", "3"),
-        env=small.environment(),
+        launch.command(
+            "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
+        ),
+        env=launch.environment(),
     ) as process:
         wait_for_update(out, 0, process)
         process.kill()
-    done = small.fluvial("train", "handwriting", "--out", str(out), "--resume")
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume")
     assert done.returncode == 0, done.stderr
-    assert [record["update"] for record in small.records(out) if "objective" in record] == [1, 2, 3]
+    assert [record["update"] for record in launch.records(out) if "objective" in record] == [1, 2, 3]
 
 
 def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     """It evaluates and exports again, to the same bits, and records nothing twice; odd lines in the metrics are dropped."""
     out = tmp_path / "run"
     train(config(out), job())
-    before, records = small.weights(out), small.records(out)
+    before, records = launch.weights(out), launch.records(out)
     (out / "samples" / "before.png").unlink()
     with (out / "metrics.jsonl").open("ab") as file:
         file.write(b'3\n\xff{"upd')
     train(config(out, resume=True), job())
-    assert small.weights(out) == before
-    assert small.records(out) == records
+    assert launch.weights(out) == before
+    assert launch.records(out) == records
 
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
     out = tmp_path / "run"
-    small.train(out, "--updates", "2")
+    launch.train(out, "--updates", "2")
     script = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -633,17 +635,17 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
             "handwriting",
             "--out",
             str(out),
-            *small.SMALL,
+            *launch.SMALL,
             "--updates",
             "4",
             "--resume",
         ],
-        env=small.environment(),
+        env=launch.environment(),
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 1, done.stderr
-    assert "earlier checkpoints are as they were" in small.one_line(done.stderr)
+    assert "earlier checkpoints are as they were" in launch.one_line(done.stderr)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]
-    small.train(out, "--updates", "3", "--resume")
+    launch.train(out, "--updates", "3", "--resume")

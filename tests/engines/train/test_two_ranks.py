@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
-import small
 import torch
-from nets import Net, data, squared
 from safetensors.torch import load_file
+from tiny_models import Net, data, squared
 
 from fluvial.models.handwriting import BASE
 
@@ -20,7 +20,7 @@ WORKERS = Path(__file__).parents[2] / "workers"
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two_ranks.py found."""
     out = tmp_path_factory.mktemp("ranks") / "result.json"
-    small.script(WORKERS / "two_ranks.py", str(out), ranks=2)
+    launch.script(WORKERS / "two_ranks.py", str(out), ranks=2)
     return json.loads(out.read_text())
 
 
@@ -84,9 +84,9 @@ def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
 def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> None:
     """The same rollouts to the bit while the weights are the same, and the same weights to the order of float32 sums."""
     flags = ["--updates", "3", "--train", kind, "--kl.coef", "0.1", "--optimizer.ema-decay", "0.5"]
-    small.train(tmp_path / "one", *flags)
-    small.train(tmp_path / "two", *flags, ranks=2)
-    one, two = small.records(tmp_path / "one"), small.records(tmp_path / "two")
+    launch.train(tmp_path / "one", *flags)
+    launch.train(tmp_path / "two", *flags, ranks=2)
+    one, two = launch.records(tmp_path / "one"), launch.records(tmp_path / "two")
     first_one, first_two = (next(record for record in records if "reward" in record) for records in (one, two))
     assert first_one["reward"] == first_two["reward"]
     assert first_one["pairs"] == first_two["pairs"]
@@ -104,9 +104,9 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
 @pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A checkpoint of two ranks is continued by one, and ends where one rank alone does, to the order of float32 sums."""
-    small.train(tmp_path / "alone", "--updates", "3")
-    small.train(tmp_path / "run", "--updates", "2", "--checkpoint-async", ranks=2)
-    small.train(tmp_path / "run", "--updates", "3", "--resume")
+    launch.train(tmp_path / "alone", "--updates", "3")
+    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint-async", ranks=2)
+    launch.train(tmp_path / "run", "--updates", "3", "--resume")
     left, right = (load_file(tmp_path / n / "weights" / "diffusion_pytorch_model.safetensors") for n in ("alone", "run"))
     distance = sum(float(((left[name] - right[name]).double() ** 2).sum()) for name in left) ** 0.5
     base = load_file(BASE / "diffusion_pytorch_model.safetensors")
@@ -117,7 +117,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 def test_bad_input_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
     """The main rank's line, torchrun's own summary aside, and no traceback of ours."""
     (tmp_path / "config.json").write_text("{}")
-    done = small.fluvial("train", "handwriting", "--out", str(tmp_path), ranks=2)
+    done = launch.fluvial("train", "handwriting", "--out", str(tmp_path), ranks=2)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
     assert ours == [

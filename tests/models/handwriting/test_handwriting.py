@@ -152,9 +152,9 @@ def test_the_base_model_has_something_left_to_learn() -> None:
 @pytest.mark.slow
 def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """The command of the record gives the shipped weights: to the bit here, to rounding on other processors."""
-    import small
+    import launch
 
-    done = small.fluvial("pretrain", "handwriting", "--out", str(tmp_path / "base"), timeout=900)
+    done = launch.fluvial("pretrain", "handwriting", "--out", str(tmp_path / "base"), timeout=900)
     assert done.returncode == 0, done.stderr
     shipped = load_file(BASE / "diffusion_pytorch_model.safetensors")
     made = load_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors")

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+import experts
+import launch
 import pytest
-import sides
-import small
 import torch
 from pipelines import ROWS, save
 from safetensors.torch import load_file
@@ -17,10 +17,10 @@ from fluvial.models.pipelines.experts import EXPERTS
 def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None:
     """They agree to run both experts, or one would wait for the other; each expert learns, and is exported to a folder."""
     folder = save(ROWS["wan-experts"], tmp_path / "wan")
-    small.script(Path(sides.__file__), str(folder), str(tmp_path / "two"), ranks=2)
+    launch.script(Path(experts.__file__), str(folder), str(tmp_path / "two"), ranks=2)
     found = load_file(tmp_path / "two" / "gradients.safetensors")
     with init_world() as one:
-        expected = sides.update(folder, tmp_path / "one", one)
+        expected = experts.update(folder, tmp_path / "one", one)
     assert set(found) == set(expected)
     for name, gradient in expected.items():
         assert gradient.any(), name
