@@ -329,13 +329,14 @@ def _preferences(name: str, program: str, args: list[str]) -> None:
     from fluvial.core.random import fold_in, key, uniform
     from fluvial.engines.rewards import runner as rewards
     from fluvial.engines.rollout.generate import generate, on_device
+    from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.train import job as jobs
 
     job = jobs.named(name, weights=config.weights)
     jobs.claim_preferences(config.out)
     weighted = rewards.chosen(job.rewards, config.rewards)
     root, batch = key(config.seed), config.prompts * config.group
-    places = (uniform(fold_in(root, 0), (config.prompts,)) * len(job.train_prompts)).long().tolist()
+    places = (uniform(fold_in(root, Stream.PREFERENCE_PROMPTS), (config.prompts,)) * len(job.train_prompts)).long().tolist()
     prompts = [job.train_prompts[places[i // config.group]] for i in range(batch)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chunks = generate(
@@ -345,7 +346,7 @@ def _preferences(name: str, program: str, args: list[str]) -> None:
         range(batch),
         shape=job.shape,
         schedule=on_device(job.model.schedule(config.steps, job.shape), device),
-        key=fold_in(root, 1),
+        key=fold_in(root, Stream.PREFERENCE_SAMPLES),
         micro_batch=config.micro_batch,
     )
     drawn = torch.cat([chunk.images.cpu() for chunk in chunks])

@@ -21,12 +21,10 @@ from fluvial.core.rollout import Trajectory, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.solvers import Solver, solve
+from fluvial.engines.rollout.streams import Stream
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
 from fluvial.models.guidance import Guided, guided_velocity
-
-# Initial noise and the noise of the steps are drawn from keys apart.
-INITIAL, STEPS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def generate(
             return v.float() if autocast else v
 
         with torch.no_grad():
-            noise = normal(fold_in(first, INITIAL), (len(chunk), *shape))
+            noise = normal(fold_in(first, Stream.INITIAL), (len(chunk), *shape))
             if solver != "euler":
                 final = solve(solver, velocity, noise, schedule, prediction=model.prediction)
                 yield Chunk(chunk, cond, unrecorded(final), model.decode(final))
@@ -168,7 +166,7 @@ def generate(
                 schedule.levels,
                 transition=transition or deterministic,
                 deterministic=deterministic,
-                key=fold_in(own, STEPS),
+                key=fold_in(own, Stream.STEPS),
                 window=window,
                 record=None if window and record else (),
                 form=form,

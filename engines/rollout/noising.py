@@ -7,10 +7,9 @@ from fluvial.core.checks import per_sample
 from fluvial.core.flow_matching import interpolate
 from fluvial.core.random import Key, fold_in, normal, uniform
 from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.config import NoisingConfig
 from fluvial.models import Prediction, Schedule
-
-LEVELS, NOISE = 0, 1  # streams of a sample's randomness
 
 
 def noised(
@@ -39,7 +38,7 @@ def noised(
     levels, timesteps = draw_levels(keys, schedule, config)
     parts = []
     for m in range(config.each):
-        level, noise = levels[:, m], normal(fold_in(fold_in(keys, NOISE), m), tuple(x0.shape), dtype=x0.dtype)
+        level, noise = levels[:, m], normal(fold_in(fold_in(keys, Stream.NOISE), m), tuple(x0.shape), dtype=x0.dtype)
         parts.append(noised_at(x0, noise, level, prediction=prediction))
     return Items(
         x=torch.cat([x for x, _ in parts]),
@@ -84,7 +83,7 @@ def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> tuple[T
     assert isinstance(keys.low, Tensor)
     batch, device = len(keys.low), keys.low.device
     levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
-    steps, drawn = len(timesteps), fold_in(keys, LEVELS)
+    steps, drawn = len(timesteps), fold_in(keys, Stream.LEVELS)
     if config.levels == "schedule":
         step = torch.argsort(uniform(drawn, (batch, steps)), dim=1)[:, : config.each]
         return levels[step], timesteps[step]

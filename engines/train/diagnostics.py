@@ -14,6 +14,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.errors import RunError
 from fluvial.engines.rollout.generate import generate
 from fluvial.engines.rollout.noising import noised_at
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
 
@@ -64,13 +65,13 @@ class Probe(NamedTuple):
         """
         root, prompts = key(SEED), _prompts(job)
         chunks = generate(
-            job.model, module, prompts, range(SAMPLES), shape=job.shape, schedule=schedule, key=fold_in(root, 0),
-            micro_batch=micro_batch,
+            job.model, module, prompts, range(SAMPLES), shape=job.shape, schedule=schedule,
+            key=fold_in(root, Stream.PROBE_SAMPLES), micro_batch=micro_batch,
         )  # fmt: skip
         x0 = torch.cat([chunk.trajectory.final for chunk in chunks])
         step = torch.arange(SAMPLES, device=x0.device) * len(schedule.timesteps) // SAMPLES
         level, timestep = schedule.levels.to(x0.device)[step], schedule.timesteps[step]
-        noise = normal(fold_in(fold_in(root, 1), torch.arange(SAMPLES, device=x0.device)), tuple(x0.shape))
+        noise = normal(fold_in(fold_in(root, Stream.PROBE_NOISE), torch.arange(SAMPLES, device=x0.device)), tuple(x0.shape))
         x = noised_at(x0, noise, level, prediction=job.model.prediction)[0]
         bare = Probe(x, level, timestep, x)
         return bare._replace(v=bare._velocity(job, module, micro_batch))

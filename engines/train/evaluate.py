@@ -10,6 +10,7 @@ from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, generate, slots
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
 
@@ -55,11 +56,11 @@ def evaluate(
     """
     root = key(SEED)
     ids, _ = slots(samples, micro_batch=micro_batch, world=world)
-    places = (uniform(fold_in(root, 0), (samples,)) * len(job.heldout_prompts)).long().tolist()
+    places = (uniform(fold_in(root, Stream.EVALUATION_PROMPTS), (samples,)) * len(job.heldout_prompts)).long().tolist()
     prompts = [job.heldout_prompts[places[i]] for i in ids]
     chunks = generate(
-        job.model, module, prompts, ids, shape=job.shape, schedule=schedule, key=fold_in(root, 1), micro_batch=micro_batch,
-        guidance=guidance,
+        job.model, module, prompts, ids, shape=job.shape, schedule=schedule,
+        key=fold_in(root, Stream.EVALUATION_SAMPLES), micro_batch=micro_batch, guidance=guidance,
     )  # fmt: skip
     images = torch.cat([chunk.images.cpu() for chunk in chunks])
     scores = []

@@ -19,15 +19,13 @@ from fluvial.engines.rollout import items
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.rollout.noising import noised, preferred
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job, Preference
 from fluvial.engines.train.policies import Policies, velocities
 from fluvial.kernels import step_log_prob
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import guided_velocity
-
-# Streams of a rollout's randomness in what is learnt from it.
-NOISING, MINIBATCH, FRACTION = 10, 11, 12
 
 
 class Learnt(NamedTuple):
@@ -114,7 +112,7 @@ class Learner:
             flat, info = self._recorded(trajectory, cond, own_target_weight, own_weight, mine)
         else:
             taken = torch.ones(batch, config.noising.each)
-            keys = fold_in(fold_in(key, NOISING), torch.tensor(self._numbers(mine), device=device))
+            keys = fold_in(fold_in(key, Stream.NOISING), torch.tensor(self._numbers(mine), device=device))
             flat = noised(
                 trajectory.final,
                 keys,
@@ -150,7 +148,7 @@ class Learner:
         cond = optree.tree_map(
             lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, prompts)
         )
-        keys = fold_in(fold_in(key, NOISING), torch.tensor([numbers[row] for row in rows], device=device))
+        keys = fold_in(fold_in(key, Stream.NOISING), torch.tensor([numbers[row] for row in rows], device=device))
         ones = mine.rows(torch.ones(real)).to(device)
         win, lose = (
             noised(
@@ -184,7 +182,7 @@ class Learner:
         batch, fraction = self.config.rollout.batch, self.config.rollout.fraction
         if fraction == 1:
             return torch.ones(batch, recorded)
-        drawn = uniform(fold_in(fold_in(key, FRACTION), torch.arange(batch)), (batch, recorded))
+        drawn = uniform(fold_in(fold_in(key, Stream.FRACTION), torch.arange(batch)), (batch, recorded))
         place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
         return (place < max(round(fraction * recorded), 1)).float()
 
@@ -239,7 +237,7 @@ class Learner:
                 flat = flat._replace(v_old=self._velocities(module, flat, cond, len(flat.level)))
         infos = []
         for epoch in range(config.epochs):
-            shuffled = uniform(fold_in(fold_in(key, MINIBATCH), epoch), (max(mine.batch, 1),)).argsort().argsort()
+            shuffled = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(mine.batch, 1),)).argsort().argsort()
             part = shuffled[: mine.batch] * minibatches // max(mine.batch, 1)
             for minibatch in range(minibatches):
                 chosen = adds * (part == minibatch)[:, None] if minibatches > 1 else adds

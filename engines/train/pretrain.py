@@ -22,6 +22,7 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots
 from fluvial.engines.rollout.noising import noised_at
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.run_folder import write_json
@@ -30,7 +31,6 @@ from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, writ
 from fluvial.models.handwriting.model import SHIFT
 from fluvial.models.handwriting.unet import alphas_cumprod
 
-PROMPTS, PICTURES, NOISE, LEVEL = range(4)  # streams of an update's randomness
 RECORD = "made-by.json"
 
 
@@ -118,11 +118,11 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             for update in range(config.updates):
                 start = time.perf_counter()
                 keys = fold_in(root, update)
-                places = (uniform(fold_in(keys, PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
+                places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
                 chosen = [prompts[place] for place in places]
-                x0 = write(fold_in(keys, PICTURES), chosen)
-                u = uniform(fold_in(keys, LEVEL), (config.batch,))
-                samples = fold_in(fold_in(keys, NOISE), torch.arange(config.batch))
+                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), chosen)
+                u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
+                samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
                 items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
                 ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
                 mine = torch.tensor(ids)

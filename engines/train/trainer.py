@@ -35,6 +35,7 @@ from fluvial.engines.report import images
 from fluvial.engines.report.progress import RunProgress, table
 from fluvial.engines.rewards.runner import Rewards, chosen
 from fluvial.engines.rollout.generate import Chunk, generate, on_device, slots
+from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import restart, run_folder
 from fluvial.engines.train.config import TrainConfig, check_model
@@ -49,8 +50,6 @@ from fluvial.engines.train.stop import StopRequest, stop_request
 from fluvial.models import is_recorded
 from fluvial.models.lora import add_lora
 
-# Streams of a rollout's randomness, folded into the key of (seed, update at which it is made).
-WINDOW, PROMPTS, SAMPLES = 0, 1, 2
 # What a run may change between its start and a resumption without becoming another run.
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
@@ -279,7 +278,11 @@ class Trainer:
         rollouts = self.engine.updates // config.updates_per_rollout
         with _timed(seconds, "update"):
             if self.preferences:
-                places = (uniform(fold_in(root, PROMPTS), (config.rollout.prompts,)) * len(self.preferences)).long().tolist()
+                places = (
+                    (uniform(fold_in(root, Stream.PROMPTS), (config.rollout.prompts,)) * len(self.preferences))
+                    .long()
+                    .tolist()
+                )
                 numbers = list(range(config.rollout.prompts))
                 learnt = self.learner.learn_preferences([self.preferences[place] for place in places], numbers, root)
             else:
@@ -295,23 +298,23 @@ class Trainer:
     def _rollout(self, root: Key, runner: Rewards) -> list[Chunk]:
         """Make this rank's samples, and start to evaluator them; or take them from the job's data."""
         config, rollout = self.config, self.config.rollout
-        places = (uniform(fold_in(root, PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
+        places = (uniform(fold_in(root, Stream.PROMPTS), (rollout.prompts,)) * len(self.job.train_prompts)).long().tolist()
         ids, _ = slots(rollout.batch, micro_batch=config.micro_batch, world=self.world)
         prompts = [self.job.train_prompts[places[i // rollout.group]] for i in ids]
         if not config.makes_samples:
-            return self._data(ids, prompts, fold_in(root, SAMPLES))
+            return self._data(ids, prompts, fold_in(root, Stream.SAMPLES))
         if config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
         on_steps, deterministic_rollout = config.objective.trains_on == "steps", rollout.sampler == "ode"
-        window = sde_window(fold_in(root, WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
+        window = sde_window(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range)
         chunks = []
         with self.policies.behaviour(self.engine) as module:
             for chunk in generate(
                 self.job.model, module, prompts, ids,
                 shape=self.job.shape,
                 initial=[i // rollout.group for i in ids] if rollout.shared_noise else None,
-                schedule=self.schedule, key=fold_in(root, SAMPLES),
+                schedule=self.schedule, key=fold_in(root, Stream.SAMPLES),
                 micro_batch=config.micro_batch, transition=self.learner.sampler,
                 window=window if on_steps or not deterministic_rollout else (), record=on_steps, solver=rollout.solver,
                 form=config.recorded_form, reduction=rollout.reduction,

@@ -1,0 +1,60 @@
+"""Every stream of randomness of a run, in one place.
+
+Randomness is drawn from explicit keys (`core.random`). A key is split by folding in the number of a stream, so that what is
+drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
+
+    rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION
+      sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
+      noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
+    evaluation    key(evaluate.SEED)                      EVALUATION_*
+    probe         key(diagnostics.SEED)                   PROBE_*
+    preferences   key(seed) of `fluvial preferences`      PREFERENCE_*
+    pretraining   fold_in(key(seed), update)              PRETRAIN_*
+
+`evaluation`, `probe` and `preferences` draw their samples from a key of `generate` too, which splits it as `sample` above.
+The numbers are part of the results: another number is another run.
+"""
+
+from enum import IntEnum, unique
+from typing import Literal
+
+Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "preferences", "pretraining"]
+
+
+@unique
+class Stream(IntEnum):
+    """A stream of randomness: the number that is folded into its parent's key, e.g. `fold_in(root, Stream.WINDOW)`.
+
+    Two streams of one parent with the same number fail when this file is imported; streams of different parents may share
+    one.
+    """
+
+    parent: Parent
+
+    def __new__(cls, parent: Parent, number: int) -> "Stream":
+        """Return the member that counts as `number` and is unique among the streams of its parent."""
+        stream = int.__new__(cls, number)
+        stream._value_ = (parent, number)  # type: ignore[assignment]
+        stream.parent = parent
+        return stream
+
+    WINDOW = "rollout", 0  # where the stochastic steps lie
+    PROMPTS = "rollout", 1  # which prompts, or which given preferences
+    SAMPLES = "rollout", 2
+    NOISING = "rollout", 10  # noise put on clean samples
+    MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
+    FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
+    INITIAL = "sample", 0  # initial noise
+    STEPS = "sample", 1  # noise of the steps
+    LEVELS = "noising", 0  # which noise levels
+    NOISE = "noising", 1
+    EVALUATION_PROMPTS = "evaluation", 0
+    EVALUATION_SAMPLES = "evaluation", 1
+    PROBE_SAMPLES = "probe", 0
+    PROBE_NOISE = "probe", 1
+    PREFERENCE_PROMPTS = "preferences", 0
+    PREFERENCE_SAMPLES = "preferences", 1
+    PRETRAIN_PROMPTS = "pretraining", 0
+    PRETRAIN_IMAGES = "pretraining", 1
+    PRETRAIN_NOISE = "pretraining", 2
+    PRETRAIN_LEVELS = "pretraining", 3
