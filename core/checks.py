@@ -1,8 +1,12 @@
-"""Argument checks: they always run, and raise one line with what was got and what was expected."""
+"""Argument checks. They always run, and raise one line that says what is wrong and what was expected."""
 
+import dataclasses
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -53,19 +57,119 @@ def check_per_sample(function: str, batch: int, **scalars: Tensor) -> None:
             raise ValueError(f"{function}: {name} has shape {list(scalar.shape)}, expected [] or [{batch}]")
 
 
-def check_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{function}: {name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+def check_choice(function: str, name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError unless the argument `name` of `function` is one of `choices`; the message has the nearest match."""
+    if not _is_among(value, choices):
+        raise ValueError(f"{function}: {name} is {value!r}, expected {_accepted(value, choices)}")
 
 
 def check_number(function: str, name: str, value: float, *, low: float = -math.inf, high: float = math.inf) -> None:
-    """Raise unless `value` is a finite Python number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{function}: {name} is a {type(value).__name__}, expected a number")
+    """Raise unless the argument `name` of `function` is a finite Python number in [low, high].
+
+    Raises:
+        TypeError: `value` is not an int or a float. A bool is not a number.
+        ValueError: `value` is infinite, NaN or out of range.
+    """
+    _check_number(f"{function}: {name}", value, low, high, whole=False)
+
+
+def check_integer(function: str, name: str, value: int, *, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raise unless the argument `name` of `function` is a Python int in [low, high], with the errors of `check_number`."""
+    _check_number(f"{function}: {name}", value, low, high, whole=True)
+
+
+def check_literal(owner: str, field: str, value: object, accepted: Collection[object]) -> None:
+    """Raise ValueError unless the field `owner.field` is one of the accepted values; the message has the nearest match."""
+    if not _is_among(value, accepted):
+        raise ValueError(f"{owner}.{field} is {value!r}, expected {_accepted(value, accepted)}")
+
+
+def check_literals(config: Any, owner: str | None = None) -> None:
+    """Raise ValueError unless every field of a dataclass with a Literal type has one of its values.
+
+    `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are understood.
+
+    Args:
+        config: dataclass instance; call this from its `__post_init__`.
+        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig.
+    """
+    owner = _owner(config) if owner is None else owner
+    for field, members in _field_types(config):
+        _check_literal_field(owner, field, getattr(config, field), members)
+
+
+def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
+    """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
+
+    `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in a config's `__post_init__` is all that its numbers need.
+    A bool or a string is not a number, a number is not a bool, an int may stand for a float, and None passes where the
+    type allows it.
+
+    Args:
+        config: dataclass instance.
+        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig.
+        bounds: closed interval of each numeric field that has one; without one, any finite number passes.
+
+    Raises:
+        TypeError: a field has a value of another type.
+        ValueError: a value is not accepted, not finite or out of bounds.
+    """
+    owner = _owner(config) if owner is None else owner
+    for field, members in _field_types(config):
+        value = getattr(config, field)
+        _check_literal_field(owner, field, value, members)
+        if set(members) <= {int, float, NoneType}:
+            if value is not None or NoneType not in members:
+                low, high = bounds.get(field, (-math.inf, math.inf))
+                _check_number(f"{owner}.{field}", value, low, high, whole=float not in members)
+        elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
+            raise TypeError(f"{owner}.{field} is a {type(value).__name__}, expected True or False")
+
+
+def _owner(config: Any) -> str:
+    return type(config).__name__.removesuffix("Config").lower()
+
+
+def _field_types(config: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the name of each field of a dataclass, and the members of its type where that is a union."""
+    types = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        kind = types[field.name]
+        yield field.name, get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _check_literal_field(owner: str, field: str, value: object, members: tuple[Any, ...]) -> None:
+    literals = [member for member in members if get_origin(member) is Literal]
+    sequences = [member for member in members if get_origin(member) is tuple and get_args(member)[1:] == (...,)]
+    others = tuple(member for member in members if isinstance(member, type) and member is not tuple)
+    if isinstance(value, tuple) and len(sequences) == 1:
+        for item in value:
+            _check_literal_field(owner, field, item, get_args(sequences[0])[:1])
+    elif literals and not isinstance(value, others):
+        accepted = tuple(choice for literal in literals for choice in get_args(literal))
+        check_literal(owner, field, value, (*accepted, None) if NoneType in members else accepted)
+
+
+def _is_among(value: object, accepted: Collection[object]) -> bool:
+    """Whether a value is one of those accepted; True is not 1."""
+    return any(type(value) is type(choice) and value == choice for choice in accepted)
+
+
+def _accepted(value: object, accepted: Collection[object]) -> str:
+    """Return the accepted values for a message, with the one that a wrong string was probably meant to be."""
+    words = {choice.lower(): choice for choice in accepted if isinstance(choice, str)}
+    near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+    suggestion = f" (did you mean {words[near[0]]!r}?)" if near else ""
+    one_of = "one of " if len(accepted) > 1 else ""
+    return f"{one_of}{', '.join(map(repr, accepted))}{suggestion}"
+
+
+def _check_number(where: str, value: object, low: float, high: float, *, whole: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise TypeError(f"{where} is a {type(value).__name__}, expected {'an integer' if whole else 'a number'}")
     if not low <= value <= high or value in (math.inf, -math.inf):
-        bounds = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{function}: {name} is {value}, expected a finite number {bounds}")
+        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}" if low > -math.inf else "of any size"
+        raise ValueError(f"{where} is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}")
 
 
 _looking = True

@@ -1,0 +1,109 @@
+"""The checks of a config's fields: Literals, types and bounds, each refused with what is accepted."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from fluvial.core.checks import check_choice, check_fields, check_integer, check_literal, check_literals
+
+Sampler = Literal["flow_sde", "dance_sde", "cps"]
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """A config with a field of every kind."""
+
+    sampler: Sampler = "cps"
+    solver: Literal["euler", "dpmpp_2m"] | None = None
+    order: Literal[1, 2] = 1
+    dtype: Literal["auto"] | int = "auto"
+    forms: tuple[Literal["density", "unscaled"], ...] = ()
+    steps: int = 10
+    eta: float = 0.5
+    clip: float | None = None
+    shared: bool = False
+    name: str = ""
+
+
+def broken(**values: Any) -> WalkConfig:
+    """A config with values that its type forbids, built past the run-time type checks of the test session."""
+    config = WalkConfig()
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"sampler": "flow-sde"},
+            r"^walk\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$",
+        ),
+        ({"sampler": "CPS"}, r"did you mean 'cps'\?"),
+        ({"sampler": "zzz"}, r"expected one of 'flow_sde', 'dance_sde', 'cps'$"),
+        ({"sampler": None}, "walk.sampler is None, expected one of"),
+        ({"solver": "heun"}, r"walk\.solver is 'heun', expected one of 'euler', 'dpmpp_2m', None$"),
+        ({"order": True}, r"walk\.order is True, expected one of 1, 2$"),
+        ({"order": "1"}, r"walk\.order is '1', expected one of 1, 2$"),
+        ({"dtype": "auot"}, r"walk\.dtype is 'auot', expected 'auto' \(did you mean 'auto'\?\)$"),
+        ({"forms": ("density", "unscald")}, r"walk\.forms is 'unscald', .*did you mean 'unscaled'"),
+    ],
+)
+def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(values: dict[str, Any], message: str) -> None:
+    for check in (check_literals, check_fields):
+        with pytest.raises(ValueError, match=message) as caught:
+            check(broken(**values))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"steps": "10"}, TypeError, r"^walk\.steps is a str, expected an integer$"),
+        ({"steps": 2.0}, TypeError, r"walk\.steps is a float, expected an integer"),
+        ({"steps": True}, TypeError, r"walk\.steps is a bool, expected an integer"),
+        ({"steps": 0}, ValueError, r"walk\.steps is 0, expected an integer >= 1$"),
+        ({"eta": "0.5"}, TypeError, r"walk\.eta is a str, expected a number"),
+        ({"eta": True}, TypeError, r"walk\.eta is a bool, expected a number"),
+        ({"eta": None}, TypeError, r"walk\.eta is a NoneType, expected a number"),
+        ({"eta": math.nan}, ValueError, r"walk\.eta is nan, expected a finite number in \[0, 1\]"),
+        ({"eta": 1.5}, ValueError, r"walk\.eta is 1.5, expected a finite number in \[0, 1\]"),
+        ({"clip": math.inf}, ValueError, r"walk\.clip is inf, expected a finite number of any size"),
+        ({"shared": "no"}, TypeError, r"walk\.shared is a str, expected True or False"),
+        ({"shared": 1}, TypeError, r"walk\.shared is a int, expected True or False"),
+    ],
+)
+def test_a_field_of_another_type_or_out_of_bounds_is_named(
+    values: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check_fields(broken(**values), steps=(1, math.inf), eta=(0, 1))
+
+
+def test_values_of_the_fields_types_pass() -> None:
+    for config in (
+        WalkConfig(),
+        WalkConfig(sampler="flow_sde", solver="euler", order=2, dtype=3, forms=("density", "unscaled"), eta=1, clip=0.1),
+    ):
+        check_literals(config)
+        check_fields(config, steps=(1, 10), eta=(0, 1))
+
+
+def test_the_owner_is_the_class_or_what_is_passed() -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.sampler is 'sde'"):
+        check_literals(broken(sampler="sde"), "rollout")
+    with pytest.raises(ValueError, match=r"^objective\.mode is 'al', expected 'all' \(did you mean 'all'\?\)$"):
+        check_literal("objective", "mode", "al", ("all",))
+
+
+def test_an_argument_of_a_function_is_named_with_the_function() -> None:
+    with pytest.raises(ValueError, match=r"^log_prob: form is 'densty', .* \(did you mean 'density'\?\)$"):
+        check_choice("log_prob", "form", "densty", ("density", "unscaled"))
+    with pytest.raises(TypeError, match=r"^linear: T is a bool, expected an integer$"):
+        check_integer("linear", "T", True)
+    with pytest.raises(ValueError, match=r"^linear: T is 0, expected an integer >= 1$"):
+        check_integer("linear", "T", 0, low=1)
+    check_integer("linear", "T", 1, low=1)
