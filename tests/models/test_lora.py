@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import adapted
+import lora_model
 import peft
 import pytest
 import torch
-from adapted import LORA, MODEL, inputs, loss_of, perturb, run
+from lora_model import LORA, MODEL, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +53,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def test_a_new_adapter_changes_nothing() -> None:
     """To the bit; only the adapters are trained; every target has one."""
-    module = adapted.adapted()
+    module = lora_model.adapted()
     assert torch.equal(run(module), run(MODEL.build()))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert trained
@@ -65,7 +65,7 @@ def test_a_new_adapter_changes_nothing() -> None:
 def test_the_seed_decides_the_adapter() -> None:
     """And torch's global generator is left alone."""
     before = torch.random.get_rng_state()
-    one, same_seed, other = (values(adapted.adapted(seed=seed), "default") for seed in (1, 1, 2))
+    one, same_seed, other = (values(lora_model.adapted(seed=seed), "default") for seed in (1, 1, 2))
     assert same(one, same_seed)
     assert not same(one, other)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -80,14 +80,14 @@ def test_the_adapter_is_what_peft_makes() -> None:
         peft.inject_adapter_in_model(peft.LoraConfig(r=LORA.rank, target_modules=targets, lora_dropout=0.0), plain)
     want = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" in name}
     for adapters in (("default",), ALL):
-        module = adapted.adapted(*adapters, seed=5)
+        module = lora_model.adapted(*adapters, seed=5)
         names, found = adapter_names(module, "default"), values(module, "default")
         assert same(want, {names[name]: tensor for name, tensor in found.items()})
 
 
 def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
     """All but `default` is frozen, the base too."""
-    module = adapted.adapted(*ALL)
+    module = lora_model.adapted(*ALL)
     assert same(values(module, "default"), values(module, "old"))
     assert same(values(module, "default"), values(module, "ref"))
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -115,7 +115,7 @@ def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
 
 def test_names_are_those_of_peft() -> None:
     """As it writes them to files, and the same for all adapters."""
-    module = adapted.adapted(*ALL)
+    module = lora_model.adapted(*ALL)
     for adapter in ALL:
         perturb(module, adapter, seed=ALL.index(adapter))
         assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
@@ -123,7 +123,7 @@ def test_names_are_those_of_peft() -> None:
 
 def test_without_lora_is_the_reference() -> None:
     """Inside the context the base computes, after it the adapters do again."""
-    module = adapted.adapted()
+    module = lora_model.adapted()
     perturb(module)
     base, with_adapters = run(MODEL.build()), run(module)
     assert not torch.allclose(base, with_adapters, atol=1e-3)
@@ -134,10 +134,10 @@ def test_without_lora_is_the_reference() -> None:
 
 def test_each_adapter_computes_in_its_context() -> None:
     """As a module that holds it alone; nested, and after an exception; what is trained stays as it is."""
-    module, want = adapted.adapted(*ALL), {}
+    module, want = lora_model.adapted(*ALL), {}
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
-        alone = adapted.adapted()
+        alone = lora_model.adapted()
         perturb(alone, seed=seed)
         want[adapter] = run(alone)
     trained = [parameter.requires_grad for parameter in module.parameters()]
@@ -159,7 +159,7 @@ def test_each_adapter_computes_in_its_context() -> None:
 
 def test_what_is_not_there_is_named() -> None:
     """The message says which adapters there are; without any, the module is its own reference."""
-    module, plain = adapted.adapted("default", "old"), MODEL.build()
+    module, plain = lora_model.adapted("default", "old"), MODEL.build()
     with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
         pass
     with pytest.raises(ValueError, match="there is no adapter ref"):
@@ -174,7 +174,7 @@ def test_what_is_not_there_is_named() -> None:
 
 def test_copy_and_blend() -> None:
     """In place, with the numbers of the equation, and neither changes the source."""
-    module = adapted.adapted(*ALL)
+    module = lora_model.adapted(*ALL)
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
     default, old, ref = (values(module, adapter) for adapter in ALL)
@@ -193,7 +193,7 @@ def test_copy_and_blend() -> None:
 
 def test_merged_is_the_same_function_without_adapters() -> None:
     """And has the names of the plain model."""
-    module = adapted.adapted()
+    module = lora_model.adapted()
     perturb(module)
     before = run(module)
     merge_lora(module)
@@ -205,7 +205,7 @@ def test_merged_is_the_same_function_without_adapters() -> None:
 
 def test_another_adapter_can_be_merged() -> None:
     """It alone goes into the weights; then the module is plain enough for new adapters."""
-    module = adapted.adapted("default", "old")
+    module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
     with use_adapter(module, "old"):
@@ -272,7 +272,7 @@ def engine_of(module: nn.Module, one: World, **sharding: Any) -> Engine:
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_an_update_changes_the_trained_adapter_alone(one: World, sharding: dict[str, Any]) -> None:
     """To what plain torch makes of it, with old policy and reference in the loss, checkpointed or not."""
-    plain, module = adapted.adapted(*ALL), adapted.adapted(*ALL)
+    plain, module = lora_model.adapted(*ALL), lora_model.adapted(*ALL)
     for each in (plain, module):
         perturb(each, "default", seed=0)
         perturb(each, "old", seed=1)
@@ -302,7 +302,7 @@ UNUSED = {f"transformer_blocks.3.attn.add_q_proj.lora_{factor}.default.weight" f
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_sharded_adapters_are_copied_and_blended(one: World, sharding: dict[str, Any]) -> None:
     """Also right after a forward pass, which leaves parameters gathered; the next one computes with the new values."""
-    module = adapted.adapted(*ALL)
+    module = lora_model.adapted(*ALL)
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
     engine_of(module, one, **sharding)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import launch
+import pipeline_ranks
 import pytest
-import ranked
 import torch
 from safetensors.torch import load_file
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every pipeline, and below `two` what two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranked.save(folder)
+    pipeline_ranks.save(folder)
     (folder / "two").mkdir()
-    launch.script(Path(ranked.__file__), str(folder), str(folder / "two"), ranks=2)
+    launch.script(Path(pipeline_ranks.__file__), str(folder), str(folder / "two"), ranks=2)
     return folder
 
 
@@ -32,10 +32,10 @@ def one() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize(("name", "shared"), ranked.RUNS)
+@pytest.mark.parametrize(("name", "shared"), pipeline_ranks.RUNS)
 def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name: str, shared: int) -> None:
     """Velocities, log-probs, loss and every gradient; ranks that share a sample have the same log-prob of it, to the bit."""
-    expected = ranked.update(folder, name, one)
+    expected = pipeline_ranks.update(folder, name, one)
     found = load_file(folder / "two" / f"{name}-{shared}.safetensors")
     losses = json.loads((folder / "two" / "losses.json").read_text())
     for what in ("velocity", "log_prob"):
@@ -50,7 +50,7 @@ def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ranked.SPLIT[:3])
+@pytest.mark.parametrize("name", pipeline_ranks.SPLIT[:3])
 def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
     """Three tokens of a image are none for two ranks, wherever in the network they are split."""
     refused = json.loads((folder / "two" / "refused.json").read_text())

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import tokens
+import tiny_transformers
 import torch
 
 from fluvial.engines.cli.main import exit_with
@@ -20,30 +20,32 @@ def main(args: list[str]) -> int:
     result: dict[str, Any] = {}
     warnings.simplefilter("ignore")  # deprecations within diffusers
     with init_world() as world:
-        for name, (build, velocity) in tokens.MODELS.items():
+        for name, (build, velocity) in tiny_transformers.MODELS.items():
             result[name] = {}
-            for lies, options in tokens.LIES.items():
+            for lies, options in tiny_transformers.LIES.items():
                 net = build()
                 engine = Engine(
-                    net, tokens.blocks(net), OptimizerConfig(lr=0.01), world,
+                    net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), world,
                     updates=1, sharding=EngineConfig(context_parallel=2, **options),
                 )  # fmt: skip
-                share = tokens.ITEMS // engine.world.data_size
+                share = tiny_transformers.ITEMS // engine.world.data_size
                 mine = slice(engine.world.data_rank * share, (engine.world.data_rank + 1) * share)
-                items = {key: tensor[mine] for key, tensor in tokens.data().items()}
+                items = {key: tensor[mine] for key, tensor in tiny_transformers.data().items()}
                 with engine.inference() as module:
                     found = engine.world.gather(velocity(module, items))
                 info = engine.update(
-                    items, torch.ones(share), tokens.loss_of(velocity, engine.module),
-                    count=tokens.ITEMS, micro_batch=2, pad_to=share,
+                    items, torch.ones(share), tiny_transformers.loss_of(velocity, engine.module),
+                    count=tiny_transformers.ITEMS, micro_batch=2, pad_to=share,
                 )  # fmt: skip
                 result[name][lies] = {
-                    "gradients": {key: tensor.tolist() for key, tensor in tokens.gradients(engine).items()},
+                    "gradients": {key: tensor.tolist() for key, tensor in tiny_transformers.gradients(engine).items()},
                     "info": info._asdict(),
                     "velocity": found.tolist(),
                 }
             try:
-                velocity(engine.module, tokens.data(tokens=6) | {"text": torch.zeros(tokens.ITEMS, 3, 6)})
+                velocity(
+                    engine.module, tiny_transformers.data(tokens=6) | {"text": torch.zeros(tiny_transformers.ITEMS, 3, 6)}
+                )
             except UsageError as error:
                 result[name]["odd"] = str(error)
         if world.is_main:

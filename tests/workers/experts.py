@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pipelines import TEXT
 from safetensors.torch import save_file
+from tiny_pipelines import TEXT
 from torch import Tensor
 
 from fluvial.engines.cli.main import exit_with

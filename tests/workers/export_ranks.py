@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapted import MODEL, adapted, inputs, loss_of, perturb, run
+from lora_model import MODEL, adapted, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from large_layers import tower
 from tiny_models import Net
 from torch.distributed.tensor import DTensor
-from towers import tower
 
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.module import ShardedModule

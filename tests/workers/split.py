@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tokens
-import toys
+import tiny_token_job
+import tiny_transformers
 from handwriting_jobs import config
 
 from fluvial.engines.cli.main import exit_with
@@ -32,11 +32,11 @@ def main(args: list[str]) -> int:
                 engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
             )  # fmt: skip
             run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
-            trainer, records, gradients = Trainer(run, toys.job(), world, console=None), [], []
+            trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
             runner = Rewards(list(trainer.rewards.values()))
             for _ in range(2):
                 records.append(trainer.update(runner, StopRequest())[0])
-                gradients.append({name: g.tolist() for name, g in tokens.gradients(trainer.engine).items()})
+                gradients.append({name: g.tolist() for name, g in tiny_transformers.gradients(trainer.engine).items()})
             runner.close()
             result[train] = {
                 "rewards": [record["reward"] for record in records],

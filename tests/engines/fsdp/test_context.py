@@ -7,7 +7,7 @@ from typing import Any
 
 import launch
 import pytest
-import tokens
+import tiny_transformers
 import torch
 from tiny_models import Net
 
@@ -33,34 +33,34 @@ def one() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("lies", tokens.LIES)
-@pytest.mark.parametrize("model", tokens.MODELS)
+@pytest.mark.parametrize("lies", tiny_transformers.LIES)
+@pytest.mark.parametrize("model", tiny_transformers.MODELS)
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: tuple[int, dict[str, Any]], one: World, model: str, lies: str
 ) -> None:
     """Velocities, loss, and every gradient."""
     size, result = ranks
-    build, velocity = tokens.MODELS[model]
-    net, items, found = build(), tokens.data(), result[model][lies]
+    build, velocity = tiny_transformers.MODELS[model]
+    net, items, found = build(), tiny_transformers.data(), result[model][lies]
     with torch.no_grad():
         whole = velocity(net, items)
-    engine = Engine(net, tokens.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
+    engine = Engine(net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
     info = engine.update(
-        items, torch.ones(tokens.ITEMS), tokens.loss_of(velocity, net),
-        count=tokens.ITEMS, micro_batch=2, pad_to=tokens.ITEMS,
+        items, torch.ones(tiny_transformers.ITEMS), tiny_transformers.loss_of(velocity, net),
+        count=tiny_transformers.ITEMS, micro_batch=2, pad_to=tiny_transformers.ITEMS,
     )  # fmt: skip
-    assert found["info"]["items"] == tokens.ITEMS
+    assert found["info"]["items"] == tiny_transformers.ITEMS
     assert found["info"]["loss"] == pytest.approx(info.loss, rel=1e-5)
     assert found["info"]["grad_norm"] == pytest.approx(info.grad_norm, rel=1e-5)
     assert found["info"]["flops"] < info.flops
     copies = torch.tensor(found["velocity"]).reshape(size // 2, 2, -1, *whole.shape[1:])
     assert torch.equal(copies[:, 0], copies[:, 1])  # every rank of a pair has the same, so its log-probs have
     torch.testing.assert_close(copies[:, 0].flatten(0, 1), whole, rtol=1e-5, atol=1e-5)
-    for name, gradient in tokens.gradients(engine).items():
+    for name, gradient in tiny_transformers.gradients(engine).items():
         torch.testing.assert_close(torch.tensor(found["gradients"][name]), gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", tokens.MODELS)
+@pytest.mark.parametrize("model", tiny_transformers.MODELS)
 def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]], model: str) -> None:
     """By the name of the input and its number of tokens."""
     _, result = ranks

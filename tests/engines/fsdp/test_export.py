@@ -14,8 +14,8 @@ import launch
 import peft
 import pytest
 import torch
-from adapted import MODEL, adapted, inputs, perturb, run, velocity
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from lora_model import MODEL, adapted, inputs, perturb, run, velocity
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

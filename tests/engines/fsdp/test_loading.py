@@ -8,10 +8,10 @@ import launch
 import pytest
 import torch
 from accelerate import init_empty_weights
+from large_layers import BYTES, tower
 from safetensors.torch import save_file
 from tiny_models import Net, data
 from torch import Tensor
-from towers import BYTES, tower
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.export import MODEL

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokens
+import tiny_transformers
 import torch
 from tiny_models import Info, Net, squared
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def gradients(built: Engine) -> dict[str, Tensor]:
     """The gradients of an update of two micro-batches."""
     items = {"x": torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(4)}
     built.update(items, torch.ones(4), squared(built.module), count=4, micro_batch=2, pad_to=4)
-    return tokens.gradients(built)
+    return tiny_transformers.gradients(built)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -120,14 +120,14 @@ def test_checkpointing_trades_memory_for_operations(one: World) -> None:
 
 def test_an_attention_backend_is_set_or_refused(one: World) -> None:
     """Where diffusers' model asks for one; else in words, also where diffusers itself would say nothing."""
-    net = tokens.flux()
-    expected = tokens.flux_velocity(net, tokens.data())
-    Engine(net, tokens.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention="native"))
-    torch.testing.assert_close(tokens.flux_velocity(net, tokens.data()), expected)
+    net = tiny_transformers.flux()
+    expected = tiny_transformers.flux_velocity(net, tiny_transformers.data())
+    Engine(net, tiny_transformers.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention="native"))
+    torch.testing.assert_close(tiny_transformers.flux_velocity(net, tiny_transformers.data()), expected)
     blocks: Any = net.transformer_blocks
     assert {block.attn.processor._attention_backend for block in blocks} == {"native"}
     for module, backend, says in (
-        (tokens.flux(), "no_such", "attention no_such cannot be used"),
+        (tiny_transformers.flux(), "no_such", "attention no_such cannot be used"),
         (Handwriting(weights=None).build(), "native", "attention is native, but SD3Transformer2DModel does not choose"),
         (Net(), "native", "attention is native, but Net does not choose"),
     ):
@@ -150,14 +150,14 @@ def test_deterministic_algorithms_and_back() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("model", tokens.MODELS)
+@pytest.mark.parametrize("model", tiny_transformers.MODELS)
 def test_bfloat16_is_that_of_a_module_loaded_in_bfloat16(one: World, model: str, trained: bool) -> None:
     """To the bit: rotary embeddings keep their float32, which FSDP2 left to itself would cast at every block."""
-    build, velocity = tokens.MODELS[model]
-    items = {name: tensor.to(torch.bfloat16) for name, tensor in tokens.data().items() if name != "time"}
-    items["time"] = tokens.data()["time"]
+    build, velocity = tiny_transformers.MODELS[model]
+    items = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_transformers.data().items() if name != "time"}
+    items["time"] = tiny_transformers.data()["time"]
     loaded, net = build().to(torch.bfloat16), build().requires_grad_(trained)
-    sharded = ShardedModule(net, tokens.blocks(net), one, EngineConfig(compute="bfloat16"))
+    sharded = ShardedModule(net, tiny_transformers.blocks(net), one, EngineConfig(compute="bfloat16"))
     with sharded.inference() as module:
         found = velocity(module, items)
     assert torch.equal(found, velocity(loaded, items).detach())

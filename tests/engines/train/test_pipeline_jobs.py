@@ -3,20 +3,20 @@
 import json
 from pathlib import Path
 
-import anypipe
 import launch
 import numpy as np
-import pipelines
 import pytest
-from anypipe import WITHOUT_ADAPTER
+import tiny_pipelines
+import tiny_replayed
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_replayed import WITHOUT_ADAPTER
 
 from fluvial.engines.cli import main as cli
 from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
-ROWS = {name: row for name, row in pipelines.ROWS.items() if not row.variant or name == "wan-experts"}
+ROWS = {name: row for name, row in tiny_pipelines.ROWS.items() if not row.variant or name == "wan-experts"}
 REWARD = "def bright(images, prompts):\n    return images.flatten(1).mean(1)\n"
 
 
@@ -25,9 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny pipelines with random weights, prompts, and a reward of one's own."""
     folder = tmp_path_factory.mktemp("pipelines")
     for name, row in ROWS.items():
-        pipelines.save(row, folder / name)
+        tiny_pipelines.save(row, folder / name)
     for name in WITHOUT_ADAPTER:
-        anypipe.load(name, folder / name)
+        tiny_replayed.load(name, folder / name)
     (folder / "prompts.txt").write_text(PROMPTS)
     (folder / "own_reward.py").write_text(REWARD)
     return folder
@@ -39,7 +39,7 @@ def size(name: str) -> list[str]:
         height, width, *frames = ROWS[name].sizes[0]
         more = ["--pipeline.frames", str(frames[0])] if frames else []
     else:
-        call = dict(anypipe.ROWS[name].options)
+        call = dict(tiny_replayed.ROWS[name].options)
         height, width, _ = (call.pop(option) for option in ("height", "width", "guidance_scale"))
         more = ["--pipeline.call", *(f"{option}={json.dumps(value)}" for option, value in call.items())]
     return ["--pipeline.height", str(height), "--pipeline.width", str(width), *more]
@@ -47,7 +47,7 @@ def size(name: str) -> list[str]:
 
 def flags(folder: Path, name: str, recipe: str) -> list[str]:
     """Two updates of the recipe, as small as it gets."""
-    guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(anypipe.ROWS[name].options["guidance_scale"])]
+    guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
     rollout = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
     rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"
     own = {

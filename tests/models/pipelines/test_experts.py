@@ -6,8 +6,8 @@ import experts
 import launch
 import pytest
 import torch
-from pipelines import ROWS, save
 from safetensors.torch import load_file
+from tiny_pipelines import ROWS, save
 
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.pipelines.experts import EXPERTS

@@ -10,11 +10,11 @@ from typing import Any
 import optree
 import pytest
 import torch
-from adapted import perturb
 from diffusers import DiffusionPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import ROWS, TEXT, Row, save, wan
+from lora_model import perturb
+from tiny_pipelines import ROWS, TEXT, Row, save, wan
 from torch import Tensor, nn
 
 import fluvial.models.pipelines.base as common

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anypipe
 import optree
 import pytest
+import tiny_replayed
 import torch
-from anypipe import PROMPTS, ROWS, WITHOUT_ADAPTER
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
 from fluvial.core.random import key
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("pipelines")
 
     def of(name: str) -> Path:
-        anypipe.load(name, root / name)
+        tiny_replayed.load(name, root / name)
         return root / name
 
     return of
@@ -50,7 +50,7 @@ def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
 
 def theirs(name: str, folder: Path, noise: Tensor, *, output: str, lora: Path | None = None) -> Tensor:
     """What diffusers' pipeline itself makes of some noise, with an adapter or without."""
-    pipe = anypipe.load(name, folder)
+    pipe = tiny_replayed.load(name, folder)
     if lora is not None:
         pipe.load_lora_weights(lora)
     options = {**ROWS[name].options, "output_type": output, "return_dict": False}
@@ -243,7 +243,7 @@ def test_folders_without_what_it_takes_are_refused(index: dict[str, Any], says: 
 
 def test_a_solver_of_a_flow_makes_way_for_eulers_steps(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """As published Sana has one: of the same shift."""
-    pipe = anypipe.load("sana", folder("sana"))
+    pipe = tiny_replayed.load("sana", folder("sana"))
     shift = pipe.scheduler.config.shift
     pipe.scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
     pipe.save_pretrained(tmp_path)
@@ -254,7 +254,7 @@ def test_a_solver_of_a_flow_makes_way_for_eulers_steps(folder: Callable[[str], P
 
 def test_a_scheduler_that_is_none_of_a_flow_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """By its name, with what is expected."""
-    pipe = anypipe.load("sana", folder("sana"))
+    pipe = tiny_replayed.load("sana", folder("sana"))
     pipe.scheduler = DPMSolverMultistepScheduler()
     pipe.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"DPMSolverMultistepScheduler, expected FlowMatchEulerDiscreteScheduler"):

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anypipe
 import pytest
+import tiny_replayed
 import torch
-from anypipe import PROMPTS, ROWS, WITHOUT_ADAPTER
 from diffusers import FlowMatchHeunDiscreteScheduler
+from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
@@ -28,7 +28,7 @@ each = pytest.mark.parametrize("name", ROWS)
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """A fresh tiny pipeline, saved once."""
     folder = tmp_path_factory.mktemp("pipelines")
-    return lambda name: anypipe.load(name, Path(folder) / name)
+    return lambda name: tiny_replayed.load(name, Path(folder) / name)
 
 
 def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 0, **options: Any) -> Recording:

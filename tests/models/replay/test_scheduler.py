@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anypipe
 import pytest
+import tiny_replayed
 import torch
 from diffusers import (
     DDIMScheduler,
@@ -64,18 +64,18 @@ def walk(scheduler: Any, x: Tensor, *, first: int = 0, **options: Any) -> Tensor
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """A tiny pipeline, saved once."""
     folder = tmp_path_factory.mktemp("pipelines")
-    return lambda name: anypipe.load(name, Path(folder) / name)
+    return lambda name: tiny_replayed.load(name, Path(folder) / name)
 
 
-@pytest.mark.parametrize("name", anypipe.ROWS)
+@pytest.mark.parametrize("name", tiny_replayed.ROWS)
 def test_images_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]) -> None:
     """Dropped into a pipeline, whether it records or not."""
     pipe = load(name)
 
     def run() -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        options = {**anypipe.ROWS[name].options, "output_type": "pt", "return_dict": False}
-        return pipe(prompt=anypipe.PROMPTS, num_inference_steps=3, generator=generator, **options)[0]
+        options = {**tiny_replayed.ROWS[name].options, "output_type": "pt", "return_dict": False}
+        return pipe(prompt=tiny_replayed.PROMPTS, num_inference_steps=3, generator=generator, **options)[0]
 
     want = run()
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config)

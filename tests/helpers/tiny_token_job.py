@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tokens
+import tiny_transformers
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ class ToyCond(NamedTuple):
 
 
 class Toy:
-    """The velocity-model protocol over `tokens.flux`."""
+    """The velocity-model protocol over `tiny_transformers.flux`."""
 
     prediction: Prediction = "velocity"
     lora_targets = ("to_q", "to_k", "to_v", "proj_mlp")
@@ -32,11 +32,11 @@ class Toy:
 
     def build(self, *, empty: bool = False) -> nn.Module:
         """The transformer with random weights."""
-        return tokens.flux()
+        return tiny_transformers.flux()
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Both kinds."""
-        return tokens.blocks(module)
+        return tiny_transformers.blocks(module)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """As many tokens as pixels of height."""
@@ -59,7 +59,7 @@ class Toy:
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """The transformer's output."""
-        return tokens.flux_velocity(module, {"x": x, "text": cond.text, "pooled": cond.pooled, "time": sigma})
+        return tiny_transformers.flux_velocity(module, {"x": x, "text": cond.text, "pooled": cond.pooled, "time": sigma})
 
     def decode(self, latents: Tensor) -> Tensor:
         """The latents as grey images."""
@@ -78,4 +78,6 @@ def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def job() -> Job:
     """Make bright images."""
     prompts = ("a", "bb", "ccc")
-    return Job(Toy(), (TOKENS, tokens.WIDTH), prompts, prompts, {"brightness": brightness}, {"heldout": brightness})
+    return Job(
+        Toy(), (TOKENS, tiny_transformers.WIDTH), prompts, prompts, {"brightness": brightness}, {"heldout": brightness}
+    )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from qwen import qwen3_encoder, qwen_tokenizer, qwen_vl_encoder
+from tiny_qwen import qwen3_encoder, qwen_tokenizer, qwen_vl_encoder
 from torch import Tensor
 
 from fluvial.models.pipelines.base import Pipeline

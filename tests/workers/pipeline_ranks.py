@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import anypipe
 import optree
-import pipelines
+import tiny_pipelines
+import tiny_replayed
 import torch
-from anypipe import WITHOUT_ADAPTER
 from safetensors.torch import save_file
+from tiny_replayed import WITHOUT_ADAPTER
 from torch import Tensor
 
 from fluvial.core.gaussian import log_prob
@@ -29,7 +29,7 @@ from fluvial.models.replay.any_pipeline import AnyPipeline
 
 ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
-WITH_ADAPTER = tuple(name for name, row in pipelines.ROWS.items() if not row.variant)
+WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not row.variant)
 SPLIT = ("flux", "qwen-image", "wan", "flux2")  # those whose tokens diffusers can split
 # Every pipeline, and how many ranks share a sample.
 RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
@@ -53,18 +53,18 @@ class Update(NamedTuple):
 def save(root: Path) -> None:
     """Save every pipeline below a folder."""
     for name in WITH_ADAPTER:
-        pipelines.save(pipelines.ROWS[name], root / name)
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name)
     for name in WITHOUT_ADAPTER:
-        anypipe.load(name, root / name)
+        tiny_replayed.load(name, root / name)
 
 
 def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
     """Return a pipeline's model, and the shape of one sample."""
     if name in WITH_ADAPTER:
-        row = pipelines.ROWS[name]
-        model: DiffusionModel = open_model(root / name, text_tokens=pipelines.TEXT, device="cpu", **row.options)
+        row = tiny_pipelines.ROWS[name]
+        model: DiffusionModel = open_model(root / name, text_tokens=tiny_pipelines.TEXT, device="cpu", **row.options)
         return model, model.latent_shape(*row.sizes[0])
-    call = dict(anypipe.ROWS[name].options)
+    call = dict(tiny_replayed.ROWS[name].options)
     height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
     model = AnyPipeline(root / name, height=height, width=width, steps=STEPS, scale=scale, call=call, device="cpu")
     return model, model.latent_shape(height, width)

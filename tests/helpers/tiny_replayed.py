@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from pipelines import flux, sd3, t5_tokenizer, vae
-from qwen import qwen_tokenizer
-from qwen import settings as qwen_settings
+from tiny_pipelines import flux, sd3, t5_tokenizer, vae
+from tiny_qwen import qwen_tokenizer
+from tiny_qwen import settings as qwen_settings
 from torch import Tensor
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
