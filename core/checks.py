@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def check_integer(function: str, name: str, value: int, *, low: float = -math.in
 def check_literal(owner: str, field: str, value: object, accepted: Collection[object]) -> None:
     """Raise ValueError unless the field `owner.field` is one of the accepted values; the message has the nearest match."""
     if not _is_among(value, accepted):
-        raise ValueError(f"{owner}.{field} is {value!r}, expected {_accepted(value, accepted)}")
+        raise ValueError(f"{_name(owner, field)} is {value!r}, expected {_accepted(value, accepted)}")
 
 
 def check_literals(config: Any, owner: str | None = None) -> None:
@@ -91,10 +92,10 @@ def check_literals(config: Any, owner: str | None = None) -> None:
 
     Args:
         config: dataclass instance; call this from its `__post_init__`.
-        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig.
+        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig; "" for none.
     """
     owner = _owner(config) if owner is None else owner
-    for field, members in _field_types(config):
+    for field, members in _field_types(type(config)):
         _check_literal_field(owner, field, getattr(config, field), members)
 
 
@@ -107,7 +108,7 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
 
     Args:
         config: dataclass instance.
-        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig.
+        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig; "" for none.
         bounds: closed interval of each numeric field that has one; without one, any finite number passes.
 
     Raises:
@@ -115,27 +116,31 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
         ValueError: a value is not accepted, not finite or out of bounds.
     """
     owner = _owner(config) if owner is None else owner
-    for field, members in _field_types(config):
+    for field, members in _field_types(type(config)):
         value = getattr(config, field)
         _check_literal_field(owner, field, value, members)
         if set(members) <= {int, float, NoneType}:
             if value is not None or NoneType not in members:
                 low, high = bounds.get(field, (-math.inf, math.inf))
-                _check_number(f"{owner}.{field}", value, low, high, whole=float not in members)
+                _check_number(_name(owner, field), value, low, high, whole=float not in members)
         elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
-            raise TypeError(f"{owner}.{field} is a {type(value).__name__}, expected True or False")
+            raise TypeError(f"{_name(owner, field)} is a {type(value).__name__}, expected True or False")
 
 
 def _owner(config: Any) -> str:
     return type(config).__name__.removesuffix("Config").lower()
 
 
-def _field_types(config: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the name of each field of a dataclass, and the members of its type where that is a union."""
-    types = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        kind = types[field.name]
-        yield field.name, get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+def _name(owner: str, field: str) -> str:
+    return f"{owner}.{field}" if owner else field
+
+
+@functools.cache
+def _field_types(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Return the name of each field of a dataclass, and the members of its type where that is a union."""
+    types = get_type_hints(kind)
+    found = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
+    return tuple((name, get_args(of) if get_origin(of) in (Union, UnionType) else (of,)) for name, of in found)
 
 
 def _check_literal_field(owner: str, field: str, value: object, members: tuple[Any, ...]) -> None:

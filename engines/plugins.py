@@ -7,7 +7,6 @@ A name is one of three: built in (a key of the caller's table), declared by an i
 import difflib
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -52,25 +51,9 @@ def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
     return list(dict.fromkeys([*(table or {}), *_declared(group)]))
 
 
-def spec_of(thing: Any, label: str) -> str:
-    """Return the `module:attribute` under which a class or function can be loaded again.
-
-    Args:
-        thing: class or function.
-        label: start of the message.
-
-    Raises:
-        UsageError: it is not an attribute of a module, so no other process could find it.
-    """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    found: Any = sys.modules.get(module) if isinstance(module, str) else None
-    for part in (name or "<unnamed>").split("."):
-        found = getattr(found, part, None)
-    if found is not thing or module == "__main__":
-        what = name or repr(thing)
-        reason = "it belongs to the script itself" if module == "__main__" else "it is not defined at the top of a module"
-        raise UsageError(f"{label}: {what} cannot be loaded by another process, {reason}: move it to a module of its own")
-    return f"{module}:{name}"
+def spec_of(thing: Any) -> str:
+    """Return the `module:attribute` of a class or function, under which `load` finds it if it is at the top of a module."""
+    return f"{thing.__module__}:{thing.__qualname__}"
 
 
 def callable_with(*parameters: str) -> Check:
@@ -108,6 +91,9 @@ def _imported(label: str, spec: str) -> Any:
     module, _, name = spec.partition(":")
     if not module or not name:
         raise UsageError(f"{label}: expected module:name")
+    if module == "__main__" or "<" in name:
+        where = "inside of a function" if "<" in name else "in the script that was run"
+        raise UsageError(f"{label} is defined {where}, where no name leads to it: move it to the top of a module of its own")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
