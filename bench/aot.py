@@ -325,16 +325,25 @@ def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtyp
         {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": numbers},
     )
     for variant in variants:
-        policy = {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.5, "kl_scale": numbers, **options, **variant}
+        policy = {
+            "log_prob_old": numbers,
+            "advantage": numbers,
+            "clip_low": 0.1,
+            "clip_high": 0.1,
+            "kl_coef": 0.5,
+            "kl_scale": numbers,
+            **options,
+            **variant,
+        }
         yield lambda variant=variant: _both(  # type: ignore[misc]
-            lambda v, x, n: step_log_prob.step_log_prob(v, x, n, transition, **options, **variant), v, x, x_next
+            lambda v, x, n: step_log_prob.step_log_prob(transition, x, v, n, **options, **variant), v, x, x_next
         )
         yield lambda policy=policy: _both(  # type: ignore[misc]
-            lambda v, x, n: policy_loss.policy_loss(v, x, n, transition, numbers, numbers, **policy), v, x, x_next
+            lambda v, x, n: policy_loss.policy_loss(transition, x, v, n, **policy), v, x, x_next
         )
     for guidance in (variants[0], variants[2]):
         guided = {name: guidance[name] for name in ("v_uncond", "guidance")}
-        yield lambda guided=guided: sde_step.sde_step(v, x, transition, keys, **options, **guided)  # type: ignore[misc]
+        yield lambda guided=guided: sde_step.sde_step(transition, x, v, key=keys, **options, **guided)  # type: ignore[misc]
     yield lambda: _both(velocity_error.velocity_error, v, x)
     nft = {"beta": 0.1, "adv_clip": 5.0, "weight_min": 1e-5}
     yield lambda: _both(lambda t: nft_loss.nft_loss(t, v_ref, x, x_next, numbers, numbers, **nft), v)

@@ -65,22 +65,23 @@ def _transition(numbers: dict[str, Tensor]) -> Transition:
 
 def _step_log_prob(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     log_prob, kl = kernels.step_log_prob(
-        samples["v"], samples["x"], samples["x_next"], _transition(numbers), v_ref=samples.get("v_ref"), implementation=which
+        _transition(numbers), samples["x"], samples["v"], samples["x_next"], v_ref=samples.get("v_ref"), implementation=which
     )
     return log_prob if kl is None else log_prob + kl
 
 
 def _policy_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     loss, _ = kernels.policy_loss(
-        samples["v"], samples["x"], samples["x_next"], _transition(numbers), numbers["old"], numbers["advantage"],
-        clip_low=0.5, clip_high=0.5, v_ref=samples["v_ref"], kl_coef=0.1, kl_weight="exact", implementation=which,
+        _transition(numbers), samples["x"], samples["v"], samples["x_next"], log_prob_old=numbers["old"],
+        advantage=numbers["advantage"], clip_low=0.5, clip_high=0.5, v_ref=samples["v_ref"],
+        kl_coef=0.1, kl_weight="exact", implementation=which,
     )  # fmt: skip
     return loss
 
 
 def _sde_step(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     keys = Key(numbers["key.low"], numbers["key.high"])
-    return kernels.sde_step(samples["v"], samples["x"], _transition(numbers), keys, implementation=which)[1]
+    return kernels.sde_step(_transition(numbers), samples["x"], samples["v"], key=keys, implementation=which)[1]
 
 
 def _velocity_error(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:

@@ -318,8 +318,8 @@ def update_engine(
             timestep=batch.timestep, forwards=forwards, gradient=gradient,
         )  # fmt: skip
         return policy_loss(
-            v, batch.x, batch.x_next, sampler(batch.level, batch.level_next), batch.log_prob_old, batch.target_weight,
-            clip_low=CLIP, clip_high=CLIP,
+            sampler(batch.level, batch.level_next), batch.x, v, batch.x_next, log_prob_old=batch.log_prob_old,
+            advantage=batch.target_weight, clip_low=CLIP, clip_high=CLIP,
         )  # fmt: skip
 
     held = len(rollout.flat.level)

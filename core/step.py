@@ -22,10 +22,10 @@ KL_WEIGHTS: tuple[KLWeight, ...] = ("rate", "exact")
 
 
 def step_log_prob(
-    v: Samples,
-    x: Samples,
-    x_next: Samples,
     transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
     *,
     v_ref: Samples | None = None,
     v_uncond: Samples | None = None,
@@ -50,11 +50,11 @@ def step_log_prob(
 
 
 def sde_step(
-    v: Samples,
-    x: Samples,
     transition: Transition,
-    key: Key,
+    x: Samples,
+    v: Samples,
     *,
+    key: Key,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -77,13 +77,13 @@ def sde_step(
 
 
 def policy_loss(
-    v: Samples,
-    x: Samples,
-    x_next: Samples,
     transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
+    *,
     log_prob_old: PerSample,
     advantage: PerSample,
-    *,
     clip_low: float,
     clip_high: float,
     v_ref: Samples | None = None,
@@ -112,7 +112,7 @@ def policy_loss(
     """
     v = guided("policy_loss", v, v_uncond, guidance)
     scale = kl_scale(v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
-    log_prob, kl = step_log_prob(v, x, x_next, transition, v_ref=v_ref, form=form, reduction=reduction)
+    log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None:
         return loss, info

@@ -68,10 +68,10 @@ def resolve(
 
 
 def step_log_prob(
-    v: Samples,
-    x: Samples,
-    x_next: Samples,
     transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
     *,
     v_ref: Samples | None = None,
     v_uncond: Samples | None = None,
@@ -87,23 +87,23 @@ def step_log_prob(
     Args:
         implementation: see `resolve`.
     """
-    name, samples = "step_log_prob", _given(v=v, x=x, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
+    name, samples = "step_log_prob", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
     options: dict[str, Any] = {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     if chosen == "triton":
         from fluvial.kernels.fused.step_log_prob import step_log_prob as fused
 
-        return fused(v, x, x_next, transition, **options)
-    return _reference(step.step_log_prob, chosen)(v, x, x_next, transition, **options)
+        return fused(transition, x, v, x_next, **options)
+    return _reference(step.step_log_prob, chosen)(transition, x, v, x_next, **options)
 
 
 def sde_step(
-    v: Samples,
-    x: Samples,
     transition: Transition,
-    key: Key,
+    x: Samples,
+    v: Samples,
     *,
+    key: Key,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -118,7 +118,7 @@ def sde_step(
     Args:
         implementation: see `resolve`.
     """
-    name, samples = "sde_step", _given(v=v, x=x, v_uncond=v_uncond)
+    name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
     batch = v.shape[0]
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
@@ -136,18 +136,18 @@ def sde_step(
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import sde_step as fused
 
-        return fused(v, x, transition, keys, **options)
-    return _reference(step.sde_step, chosen)(v, x, transition, keys, **options)
+        return fused(transition, x, v, key=keys, **options)
+    return _reference(step.sde_step, chosen)(transition, x, v, key=keys, **options)
 
 
 def policy_loss(
-    v: Samples,
-    x: Samples,
-    x_next: Samples,
     transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
+    *,
     log_prob_old: PerSample,
     advantage: PerSample,
-    *,
     clip_low: float,
     clip_high: float,
     v_ref: Samples | None = None,
@@ -165,7 +165,7 @@ def policy_loss(
     Args:
         implementation: see `resolve`.
     """
-    name, samples = "policy_loss", _given(v=v, x=x, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
+    name, samples = "policy_loss", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
     check_number(name, "clip_low", clip_low, low=0, high=1)
     check_number(name, "clip_high", clip_high, low=0)
@@ -179,16 +179,16 @@ def policy_loss(
     numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     chosen = resolve(name, implementation, list(samples.values()), numbers)
     options: dict[str, Any] = {
-        "clip_low": clip_low, "clip_high": clip_high, "v_ref": v_ref, "kl_coef": kl_coef,
+        "log_prob_old": log_prob_old, "advantage": advantage, "clip_low": clip_low, "clip_high": clip_high,
+        "v_ref": v_ref, "kl_coef": kl_coef,
         "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction,
     }  # fmt: skip
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import policy_loss as fused
 
-        scale_of_kl = _number(kl_scale, v)
-        return fused(v, x, x_next, transition, log_prob_old, advantage, kl_scale=scale_of_kl, **options)
+        return fused(transition, x, v, x_next, kl_scale=_number(kl_scale, v), **options)
     reference = _reference(step.policy_loss, chosen)
-    return reference(v, x, x_next, transition, log_prob_old, advantage, kl_weight=kl_weight, dt=dt, **options)
+    return reference(transition, x, v, x_next, kl_weight=kl_weight, dt=dt, **options)
 
 
 def nft_loss(

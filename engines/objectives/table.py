@@ -146,7 +146,7 @@ class Clipped(_FromAdvantage):
         """As `kernels.policy_loss`."""
         step = _step(batch, transition)
         return policy_loss(
-            v, batch.x, step.x_next, step.transition, step.log_prob_old, batch.target_weight,
+            step.transition, batch.x, v, step.x_next, log_prob_old=step.log_prob_old, advantage=batch.target_weight,
             clip_low=self.clip_low, clip_high=self.clip_high, v_ref=batch.v_ref, kl_coef=config.kl_coef,
             kl_weight=config.kl_weight, dt=step.dt, form=config.form, reduction=config.reduction,
             implementation=config.implementation,
@@ -459,7 +459,7 @@ def _given(tensor: Tensor | None) -> Tensor:
 
 def _log_prob(v: Tensor, batch: Items, step: _Step, config: LossConfig) -> tuple[Tensor, Tensor | None]:
     return step_log_prob(
-        v, batch.x, step.x_next, step.transition, v_ref=batch.v_ref, form=config.form, reduction=config.reduction,
+        step.transition, batch.x, v, step.x_next, v_ref=batch.v_ref, form=config.form, reduction=config.reduction,
         implementation=config.implementation,
     )  # fmt: skip
 

@@ -140,7 +140,7 @@ def generate(
     deterministic = deterministic_step(model.prediction)
 
     def log_prob(transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
-        return step_log_prob(v, x, x_next, transition, implementation=implementation, **options)[0]
+        return step_log_prob(transition, x, v, x_next, implementation=implementation, **options)[0]
 
     for start in range(0, len(ids), micro_batch):
         chunk = prompts[start : start + micro_batch]

@@ -205,7 +205,7 @@ class Learner:
             transition = self.sampler(flat.level[rows], flat.level_next[rows])
             chunks.append(
                 step_log_prob(
-                    v_old[rows], flat.x[rows], flat.x_next[rows], transition, form=self.loss_config.form,
+                    transition, flat.x[rows], v_old[rows], flat.x_next[rows], form=self.loss_config.form,
                     reduction=self.loss_config.reduction, implementation=self.loss_config.implementation,
                 )[0]
             )  # fmt: skip

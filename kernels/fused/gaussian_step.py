@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fluvial.kernels.fused.device import load, step_mean, sum_chunks, tree_sum, velocity
 from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length
-from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
+from fluvial.kernels.fused.transforms import differentiable
 
 FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
 # What comes with a policy loss: ratio, log-ratio, clipped, KL to the old policy, KL to the reference, d loss / d log-prob.
@@ -242,14 +242,14 @@ def _exp_minus_one_minus(x):
 class Step(NamedTuple):
     """The tensors of a step; what an operation does not have is None."""
 
-    v: Tensor  # [B, *event], as x_next, x, v_ref and v_uncond
+    a: Tensor | None  # [B] float32, as b, std and guidance
+    b: Tensor | None
+    std: Tensor | None
+    x: Tensor | None  # [B, *event], as v, x_next, v_ref and v_uncond
+    v: Tensor
     x_next: Tensor
-    x: Tensor | None = None
     v_ref: Tensor | None = None
     v_uncond: Tensor | None = None
-    a: Tensor | None = None  # [B] float32, as b, std and guidance
-    b: Tensor | None = None
-    std: Tensor | None = None
     guidance: Tensor | None = None
 
 
@@ -318,7 +318,7 @@ def backward(
     kl_coef: float = 0.0,
     step_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward pass: gradients of (v, x, x_next, v_ref, v_uncond), each empty where it is not needed.
+    """Launch the backward pass: gradients of (x, v, x_next, v_ref, v_uncond), each empty where it is not needed.
 
     Args:
         step, form, reduction: as in `forward`.
@@ -328,52 +328,54 @@ def backward(
         step_grad: gradient of x_next as a result of the step, `[B, *event]`.
     """
     batch, length = step.v.shape[0], row_length(step.v)
-    inputs = (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)
+    inputs = (step.x, step.v, step.x_next, step.v_ref, step.v_uncond)
     grad_kl = None if step.v_ref is None else grad_kl
     # What no gradient comes through is not read: an infinity there is none of the others' business.
     no_kl = grad_kl is None and slope is None
-    read = (step.v, *((None, None) if grad is None else inputs[1:3]), None if no_kl else step.v_ref, step.v_uncond)
+    x, x_next = (None, None) if grad is None else (step.x, step.x_next)
+    read = (step.v, x, x_next, None if no_kl else step.v_ref, step.v_uncond)
     wanted = [
         None if not need or tensor is None else tensor.new_zeros(tensor.shape) if unread else tensor.new_empty(tensor.shape)
         for tensor, need, unread in zip(inputs, needs, (False, False, False, no_kl, False), strict=True)
     ]
     if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
+        dx, dv, *of_others = wanted
         cut = partition(length)
         tensors = [operand(t) for t in (*read, step_grad)]
         scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, grad, grad_kl, slope, kl_scale)]
         with on_device_of(step.v):
             gradients[(batch * cut.chunks,)](
-                *(t for t, _ in tensors), *wanted, *(t for t, _ in scalars),
+                *(t for t, _ in tensors), dv, dx, *of_others, *(t for t, _ in scalars),
                 *(s for _, s in tensors), *(s for _, s in scalars),
                 length, cut.chunks, reduction_weights(length, reduction)[0], kl_coef,
                 BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
             )  # fmt: skip
-    dv, dx, dnext, dref, duncond = (step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
-    return dv, dx, dnext, dref, duncond
+    dx, dv, dnext, dref, duncond = (step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
+    return dx, dv, dnext, dref, duncond
 
 
 @torch.library.custom_op("fluvial::step_gradients", mutates_args=())
 def step_gradients_operation(
     grad: Tensor | None, grad_kl: Tensor | None, slope: Tensor | None, kl_scale: Tensor | None, step_grad: Tensor | None,
-    v: Tensor, x_next: Tensor, x: Tensor | None, v_ref: Tensor | None, v_uncond: Tensor | None,
-    a: Tensor | None, b: Tensor | None, std: Tensor | None, guidance: Tensor | None,
+    a: Tensor | None, b: Tensor | None, std: Tensor | None, x: Tensor | None, v: Tensor, x_next: Tensor,
+    v_ref: Tensor | None, v_uncond: Tensor | None, guidance: Tensor | None,
     kl_coef: float, form: str, reduction: str,
-    need_v: bool, need_x: bool, need_next: bool, need_ref: bool, need_uncond: bool,
+    need_x: bool, need_v: bool, need_next: bool, need_ref: bool, need_uncond: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of (v, x, x_next, v_ref, v_uncond) that are needed, the others empty; see `backward`."""
+    """Return the gradients of (x, v, x_next, v_ref, v_uncond) that are needed, the others empty; see `backward`."""
     return backward(
-        Step(v, x_next, x, v_ref, v_uncond, a, b, std, guidance), grad, grad_kl,
-        needs=(need_v, need_x, need_next, need_ref, need_uncond), form=form, reduction=reduction,
+        Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), grad, grad_kl,
+        needs=(need_x, need_v, need_next, need_ref, need_uncond), form=form, reduction=reduction,
         slope=slope, kl_scale=kl_scale, kl_coef=kl_coef, step_grad=step_grad,
     )  # fmt: skip
 
 
 @step_gradients_operation.register_fake
 def _(
-    grad, grad_kl, slope, kl_scale, step_grad, v, x_next, x, v_ref, v_uncond, a, b, std, guidance, kl_coef, form, reduction,
-    need_v, need_x, need_next, need_ref, need_uncond,
+    grad, grad_kl, slope, kl_scale, step_grad, a, b, std, x, v, x_next, v_ref, v_uncond, guidance, kl_coef, form, reduction,
+    need_x, need_v, need_next, need_ref, need_uncond,
 ):  # fmt: skip
-    inputs = ((v, need_v), (x, need_x), (x_next, need_next), (v_ref, need_ref), (v_uncond, need_uncond))
+    inputs = ((x, need_x), (v, need_v), (x_next, need_next), (v_ref, need_ref), (v_uncond, need_uncond))
     return tuple(t.new_empty(t.shape) if need and t is not None else v.new_empty(0) for t, need in inputs)
 
 
@@ -401,11 +403,9 @@ def input_gradients(
     grad_kl: Tensor | None,
     needs: Sequence[bool],
     *,
-    first_number: int = 5,
     step_grad: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients of (v, x, x_next, v_ref, v_uncond) from what `save` kept, None where there is none."""
-    refuse_gradient_of_numbers(ctx.needs_input_grad[first_number:])
+    """Return the gradients of (x, v, x_next, v_ref, v_uncond) from what `save` kept, None where there is none."""
     *step, slope, kl_scale = ctx.saved_tensors
     options = ctx.options
     results = step_gradients(

@@ -10,26 +10,26 @@ from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.gaussian_step import DIAGNOSTICS, Policy, Saved, Step, forward, input_gradients, save
 from fluvial.kernels.fused.rows import scalars
-from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
 @torch.library.custom_op("fluvial::policy_loss", mutates_args=())
 def operation(
-    v: Tensor, x_next: Tensor, x: Tensor, v_ref: Tensor | None, v_uncond: Tensor | None,
-    a: Tensor, b: Tensor, std: Tensor, guidance: Tensor | None,
+    a: Tensor, b: Tensor, std: Tensor, x: Tensor, v: Tensor, x_next: Tensor,
+    v_ref: Tensor | None, v_uncond: Tensor | None, guidance: Tensor | None,
     log_prob_old: Tensor, advantage: Tensor, kl_scale: Tensor,
     clip_low: float, clip_high: float, kl_coef: float, form: str, reduction: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the loss, float32 `[B]`, and what comes with it, float32 `[6, B]`: the diagnostics and d loss / d log-prob."""
     return forward(
-        Step(v, x_next, x, v_ref, v_uncond, a, b, std, guidance), form=form, reduction=reduction,
+        Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction,
         policy=Policy(log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef),
     )  # fmt: skip
 
 
 @operation.register_fake
 def _(
-    v, x_next, x, v_ref, v_uncond, a, b, std, guidance, log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef,
+    a, b, std, x, v, x_next, v_ref, v_uncond, guidance, log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef,
     form, reduction,
 ):  # fmt: skip
     batch = v.shape[0]
@@ -42,22 +42,22 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_v, need_next, need_x, need_ref, need_uncond, *_ = ctx.needs_input_grad
-    dv, dx, dnext, dref, duncond = input_gradients(ctx, grad, None, (need_v, need_x, need_next, need_ref, need_uncond))
-    return dv, dnext, dx, dref, duncond, *[None] * 12
+    need_a, need_b, need_std, *needs = ctx.needs_input_grad[:8]
+    refuse_gradient_of_numbers((need_a, need_b, need_std, *ctx.needs_input_grad[8:]))
+    return None, None, None, *input_gradients(ctx, grad, None, needs), *[None] * 9
 
 
 function = differentiable(operation, out_dims=(0, 1), setup_context=_setup_context, backward=_backward)
 
 
 def policy_loss(
-    v: Samples,
-    x: Samples,
-    x_next: Samples,
     transition: Transition,
+    x: Samples,
+    v: Samples,
+    x_next: Samples,
+    *,
     log_prob_old: PerSample,
     advantage: PerSample,
-    *,
     clip_low: float,
     clip_high: float,
     v_ref: Samples | None,
@@ -74,7 +74,7 @@ def policy_loss(
     g = None if guidance is None else scalars(guidance, batch)
     numbers = [scalars(number, batch) for number in (log_prob_old, advantage, kl_scale)]
     loss, more = function(
-        v, x_next, x, v_ref, v_uncond, *coefficients, g, *numbers, clip_low, clip_high, kl_coef, form, reduction
+        *coefficients, x, v, x_next, v_ref, v_uncond, g, *numbers, clip_low, clip_high, kl_coef, form, reduction
     )
     ratio, log_ratio, clipped, kl_old, kl_ref, _ = more.detach().unbind(0)
     return loss, PolicyInfo(ratio, log_ratio, clipped, kl_old, kl_ref)

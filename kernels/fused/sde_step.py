@@ -13,7 +13,7 @@ from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.device import load, normals, step_mean, tree_sum, velocity
 from fluvial.kernels.fused.gaussian_step import FORMS, Saved, Step, finish, input_gradients, reduction_weights, results, save
 from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length, scalars
-from fluvial.kernels.fused.transforms import differentiable
+from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def draw(
 
 @torch.library.custom_op("fluvial::sde_step", mutates_args=())
 def operation(
-    v: Tensor, x: Tensor, v_uncond: Tensor | None, a: Tensor, b: Tensor, std: Tensor, guidance: Tensor | None,
+    a: Tensor, b: Tensor, std: Tensor, x: Tensor, v: Tensor, v_uncond: Tensor | None, guidance: Tensor | None,
     low: Tensor, high: Tensor, form: str, reduction: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x_next, float32 `[B, *event]`, and its log-prob, float32 `[B]`."""
@@ -93,31 +93,32 @@ def operation(
 
 
 @operation.register_fake
-def _(v, x, v_uncond, a, b, std, guidance, low, high, form, reduction):
+def _(a, b, std, x, v, v_uncond, guidance, low, high, form, reduction):
     return torch.empty(v.shape, dtype=torch.float32, device=v.device), v.new_empty(v.shape[0], dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    v, x, v_uncond, a, b, std, guidance, _, _, form, reduction = inputs
-    save(ctx, Saved(Step(v, output[0], x, None, v_uncond, a, b, std, guidance)), form=form, reduction=reduction)
+    a, b, std, x, v, v_uncond, guidance, _, _, form, reduction = inputs
+    save(ctx, Saved(Step(a, b, std, x, v, output[0], None, v_uncond, guidance)), form=form, reduction=reduction)
 
 
 def _backward(ctx: Any, step_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_v, need_x, need_uncond, *_ = ctx.needs_input_grad
-    needs = (need_v, need_x, False, False, need_uncond)
-    dv, dx, _, _, duncond = input_gradients(ctx, grad, None, needs, first_number=3, step_grad=step_grad)
-    return dv, dx, duncond, *[None] * 8
+    need_a, need_b, need_std, need_x, need_v, need_uncond, *need_others = ctx.needs_input_grad
+    refuse_gradient_of_numbers((need_a, need_b, need_std, *need_others))
+    needs = (need_x, need_v, False, False, need_uncond)
+    dx, dv, _, _, duncond = input_gradients(ctx, grad, None, needs, step_grad=step_grad)
+    return None, None, None, dx, dv, duncond, *[None] * 5
 
 
 function = differentiable(operation, out_dims=(0, 0), setup_context=_setup_context, backward=_backward)
 
 
 def sde_step(
-    v: Samples,
-    x: Samples,
     transition: Transition,
-    key: Key,
+    x: Samples,
+    v: Samples,
     *,
+    key: Key,
     v_uncond: Samples | None,
     guidance: Tensor | None,
     form: str,
@@ -127,4 +128,4 @@ def sde_step(
     coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
     g = None if guidance is None else scalars(guidance, v.shape[0])
     low, high = (torch.as_tensor(word, device=v.device).expand(v.shape[0]) for word in key)
-    return function(v, x, v_uncond, *coefficients, g, low, high, form, reduction)
+    return function(*coefficients, x, v, v_uncond, g, low, high, form, reduction)

@@ -13,7 +13,7 @@ from fluvial.kernels.fused.transforms import differentiable
 @torch.library.custom_op("fluvial::velocity_error", mutates_args=())
 def operation(v: Tensor, target: Tensor) -> Tensor:
     """Return the mean of (v - target)^2, float32 `[B]`; samples are `[B, *event]`."""
-    return forward(Step(v, target))[0]
+    return forward(_difference(v, target))[0]
 
 
 @operation.register_fake
@@ -22,13 +22,17 @@ def _(v, target):
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    save(ctx, Saved(Step(*inputs)), form="unscaled", reduction="mean")
+    save(ctx, Saved(_difference(*inputs)), form="unscaled", reduction="mean")
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_v, need_target = ctx.needs_input_grad
-    dv, _, dtarget, _, _ = input_gradients(ctx, grad, None, (need_v, False, need_target, False, False))
+    _, dv, dtarget, _, _ = input_gradients(ctx, grad, None, (False, *ctx.needs_input_grad, False, False))
     return dv, dtarget
+
+
+def _difference(v: Tensor, target: Tensor) -> Step:
+    """Return the step of no sample, whose residual is target - v."""
+    return Step(a=None, b=None, std=None, x=None, v=v, x_next=target)
 
 
 function = differentiable(operation, out_dims=(0,), setup_context=_setup_context, backward=_backward)

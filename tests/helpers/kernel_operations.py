@@ -73,7 +73,7 @@ def _transition(numbers: Numbers) -> Transition:
 def _step_log_prob(implementation: Any, samples: Samples, numbers: Numbers, **options: Any) -> tuple[Tensor, ...]:
     v, x, x_next = (samples[name] for name in ("v", "x", "x_next"))
     results = kernels.step_log_prob(
-        v, x, x_next, _transition(numbers), v_ref=samples.get("v_ref"), implementation=implementation,
+        _transition(numbers), x, v, x_next, v_ref=samples.get("v_ref"), implementation=implementation,
         **_guidance(samples, numbers), **options,
     )  # fmt: skip
     return tuple(result for result in results if result is not None)
@@ -86,14 +86,15 @@ def _policy_loss(
     # An old log-prob near the current one: a ratio of order 1, on both sides of the clip.
     with torch.no_grad():
         now, _ = kernels.step_log_prob(
-            v.detach().double(), x.detach().double(), x_next.detach().double(),
-            Transition(*(t.double() for t in _transition(numbers))), implementation="reference",
+            Transition(*(t.double() for t in _transition(numbers))),
+            x.detach().double(), v.detach().double(), x_next.detach().double(), implementation="reference",
             **{name: value.detach().double() for name, value in _guidance(samples, numbers).items()}, **options,
         )  # fmt: skip
     old = now + 0.1 * numbers["old"]
     loss, _ = kernels.policy_loss(
-        v, x, x_next, _transition(numbers), old if v.dtype == torch.float64 else old.float(), numbers["advantage"],
-        clip_low=0.05, clip_high=0.08, v_ref=samples.get("v_ref"), kl_coef=0.5 if "v_ref" in samples else 0.0,
+        _transition(numbers), x, v, x_next, log_prob_old=old if v.dtype == torch.float64 else old.float(),
+        advantage=numbers["advantage"], clip_low=0.05, clip_high=0.08,
+        v_ref=samples.get("v_ref"), kl_coef=0.5 if "v_ref" in samples else 0.0,
         kl_weight=kl_weight, dt=numbers["dt"], implementation=implementation, **_guidance(samples, numbers), **options,
     )  # fmt: skip
     return (loss,)
@@ -103,7 +104,7 @@ def _sde_step(implementation: Any, samples: Samples, numbers: Numbers, **options
     v, x = samples["v"], samples["x"]
     keys = fold_in(key(7), torch.arange(v.shape[0], device=v.device))
     return kernels.sde_step(
-        v, x, _transition(numbers), keys, implementation=implementation, **_guidance(samples, numbers), **options
+        _transition(numbers), x, v, key=keys, implementation=implementation, **_guidance(samples, numbers), **options
     )
 
 

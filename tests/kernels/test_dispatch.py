@@ -19,6 +19,7 @@ from fluvial.kernels.dispatch import IMPLEMENTATIONS
 V, X, X_NEXT, V_REF = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0))
 STEP = Transition(torch.tensor([0.9, 1.0, 1.1]), torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([0.3, 0.2, 0.4]))
 OLD, ADVANTAGE, DT = torch.tensor([-0.1, 0.2, 0.3]), torch.tensor([1.0, -1.0, 2.0]), torch.tensor([-0.1, -0.2, -0.1])
+STORED: dict[str, Any] = {"log_prob_old": OLD, "advantage": ADVANTAGE}
 CLIP: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.2}
 
 
@@ -28,12 +29,12 @@ CLIP: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.2}
 def test_a_log_prob_is_core_gaussians(implementation: Any, form: Any, reduction: Any) -> None:
     """To the bit, with and without a reference velocity and guidance."""
     options: dict[str, Any] = {"form": form, "reduction": reduction}
-    log_prob, kl = kernels.step_log_prob(V, X, X_NEXT, STEP, v_ref=V_REF, implementation=implementation, **options)
+    log_prob, kl = kernels.step_log_prob(STEP, X, V, X_NEXT, v_ref=V_REF, implementation=implementation, **options)
     assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, X_NEXT, **options))
     assert kl is not None
     assert torch.equal(kl, gaussian.kl(STEP, V, V_REF, reduction=reduction))
-    assert kernels.step_log_prob(V, X, X_NEXT, STEP)[1] is None
-    guided, _ = kernels.step_log_prob(V, X, X_NEXT, STEP, v_uncond=V_REF, guidance=3.0, **options)
+    assert kernels.step_log_prob(STEP, X, V, X_NEXT)[1] is None
+    guided, _ = kernels.step_log_prob(STEP, X, V, X_NEXT, v_uncond=V_REF, guidance=3.0, **options)
     assert torch.equal(guided, gaussian.log_prob(STEP, X, guidance.classifier_free(V, V_REF, 3.0), X_NEXT, **options))
     torch.testing.assert_close(guidance.classifier_free(V, V_REF, 3.0), V_REF + 3 * (V - V_REF))
 
@@ -41,14 +42,14 @@ def test_a_log_prob_is_core_gaussians(implementation: Any, form: Any, reduction:
 @pytest.mark.parametrize(("kl_weight", "factor"), [("rate", DT.abs()), ("exact", torch.ones(3))])
 def test_a_policy_loss_is_its_parts(kl_weight: Any, factor: Tensor) -> None:
     loss, info = kernels.policy_loss(
-        V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=DT
+        STEP, X, V, X_NEXT, **STORED, **CLIP, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=DT
     )
     kl = gaussian.kl(STEP, V, V_REF)
     surrogate, diagnostics = policy.clipped_surrogate(gaussian.log_prob(STEP, X, V, X_NEXT), OLD, ADVANTAGE, **CLIP)
     torch.testing.assert_close(loss, surrogate + 0.5 * factor * kl)
     assert all(torch.equal(a, b) for a, b in zip(info[:4], diagnostics[:4], strict=True))
     assert torch.equal(info.kl_ref, kl)
-    alone, info = kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP)
+    alone, info = kernels.policy_loss(STEP, X, V, X_NEXT, **STORED, **CLIP)
     assert torch.equal(alone, surrogate)
     assert torch.equal(info.kl_ref, torch.zeros(3))
 
@@ -56,10 +57,10 @@ def test_a_policy_loss_is_its_parts(kl_weight: Any, factor: Tensor) -> None:
 def test_a_step_is_its_parts() -> None:
     """One key folds in each sample's place; a key a sample is taken as it is."""
     keys = fold_in(key(5), torch.arange(3))
-    x_next, log_prob = kernels.sde_step(V, X, STEP, keys)
+    x_next, log_prob = kernels.sde_step(STEP, X, V, key=keys)
     assert torch.equal(x_next, gaussian.sample(STEP, X, V, normal(keys, (3, 2, 5))))
     assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, x_next))
-    assert all(torch.equal(a, b) for a, b in zip((x_next, log_prob), kernels.sde_step(V, X, STEP, key(5)), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((x_next, log_prob), kernels.sde_step(STEP, X, V, key=key(5)), strict=True))
 
 
 def test_the_others_are_cores() -> None:
@@ -91,53 +92,53 @@ def test_compiled_is_the_reference(operation: Operation) -> None:
 
 BAD: dict[str, tuple[Callable[[Any], object], str]] = {
     "shape": (
-        lambda which: kernels.step_log_prob(V, X[:, :1], X_NEXT, STEP, implementation=which),
-        r"step_log_prob: x has shape \[3, 1, 5\], expected \[3, 2, 5\] as v",
+        lambda which: kernels.step_log_prob(STEP, X[:, :1], V, X_NEXT, implementation=which),
+        r"step_log_prob: v has shape \[3, 2, 5\], expected \[3, 1, 5\] as x",
     ),
     "batch": (
         lambda which: kernels.velocity_error(V, X[:1], implementation=which),
         r"velocity_error: target has shape \[1, 2, 5\], expected \[3, 2, 5\] as v",
     ),
     "dtype": (
-        lambda which: kernels.step_log_prob(V.int(), X, X_NEXT, STEP, implementation=which),
+        lambda which: kernels.step_log_prob(STEP, X, V.int(), X_NEXT, implementation=which),
         "step_log_prob: v is torch.int32, expected float16, bfloat16, float32 or float64",
     ),
     "fp8": (
-        lambda which: kernels.sde_step(V.to(torch.float8_e4m3fn), X, STEP, key(0), implementation=which),
+        lambda which: kernels.sde_step(STEP, X, V.to(torch.float8_e4m3fn), key=key(0), implementation=which),
         "sde_step: v is torch.float8_e4m3fn, expected float16, bfloat16, float32 or float64",
     ),
     "device": (
-        lambda which: kernels.step_log_prob(V, X.to("meta"), X_NEXT, STEP, implementation=which),
-        "step_log_prob: x is on meta, expected cpu as v",
+        lambda which: kernels.step_log_prob(STEP, X.to("meta"), V, X_NEXT, implementation=which),
+        "step_log_prob: v is on cpu, expected meta as x",
     ),
     "layout": (
         lambda which: kernels.velocity_error(V, X.to_sparse(), implementation=which),
         "velocity_error: target has layout torch.sparse_coo, expected torch.strided",
     ),
     "coefficient": (
-        lambda which: kernels.step_log_prob(V, X, X_NEXT, STEP._replace(b=STEP.b[:2]), implementation=which),
+        lambda which: kernels.step_log_prob(STEP._replace(b=STEP.b[:2]), X, V, X_NEXT, implementation=which),
         r"step_log_prob: b has shape \[2\], expected \[\] or \[3\]",
     ),
     "deterministic": (
         lambda which: kernels.step_log_prob(
-            V, X, X_NEXT, STEP._replace(std=torch.tensor([0.1, 0, 1])), implementation=which
+            STEP._replace(std=torch.tensor([0.1, 0, 1])), X, V, X_NEXT, implementation=which
         ),
         r"step_log_prob: std is not positive for samples \[1\]",
     ),
     "form": (
-        lambda which: kernels.sde_step(V, X, STEP, key(0), form="sharp", implementation=which),  # type: ignore[arg-type]
+        lambda which: kernels.sde_step(STEP, X, V, key=key(0), form="sharp", implementation=which),  # type: ignore[arg-type]
         "sde_step: form is 'sharp', expected one of 'density', 'no_const', 'unscaled'",
     ),
     "half of a guidance": (
-        lambda which: kernels.step_log_prob(V, X, X_NEXT, STEP, guidance=3.0, implementation=which),
+        lambda which: kernels.step_log_prob(STEP, X, V, X_NEXT, guidance=3.0, implementation=which),
         "step_log_prob: v_uncond is None, expected v_uncond and guidance together or neither",
     ),
     "keys": (
-        lambda which: kernels.sde_step(V, X, STEP, fold_in(key(0), torch.arange(2)), implementation=which),
+        lambda which: kernels.sde_step(STEP, X, V, key=fold_in(key(0), torch.arange(2)), implementation=which),
         r"sde_step: key.low has shape \[2\], expected \[\] or \[3\]",
     ),
     "words of a key": (
-        lambda which: kernels.sde_step(V, X, STEP, Key(torch.ones(3), torch.ones(3)), implementation=which),
+        lambda which: kernels.sde_step(STEP, X, V, key=Key(torch.ones(3), torch.ones(3)), implementation=which),
         r"sde_step: key.low is torch.float32, expected torch.int64",
     ),
     "no elements": (
@@ -145,22 +146,22 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
         r"velocity_error: v has shape \[3, 0, 5\], expected at least one element a sample",
     ),
     "advantage": (
-        lambda which: kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE[:1], **CLIP, implementation=which),
+        lambda which: kernels.policy_loss(
+            STEP, X, V, X_NEXT, log_prob_old=OLD, advantage=OLD[:1], **CLIP, implementation=which
+        ),
         r"policy_loss: advantage has shape \[1\], expected \[3\]",
     ),
     "clip": (
-        lambda which: kernels.policy_loss(
-            V, X, X_NEXT, STEP, OLD, ADVANTAGE, clip_low=-1.0, clip_high=0.1, implementation=which
-        ),
+        lambda which: kernels.policy_loss(STEP, X, V, X_NEXT, **STORED, clip_low=-1.0, clip_high=0.1, implementation=which),
         r"policy_loss: clip_low is -1.0, expected a finite number in \[0, 1\]",
     ),
     "KL without a reference": (
-        lambda which: kernels.policy_loss(V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, kl_coef=0.1, implementation=which),
+        lambda which: kernels.policy_loss(STEP, X, V, X_NEXT, **STORED, **CLIP, kl_coef=0.1, implementation=which),
         "policy_loss: kl_coef is 0.1 and v_ref is None",
     ),
     "rate without dt": (
         lambda which: kernels.policy_loss(
-            V, X, X_NEXT, STEP, OLD, ADVANTAGE, **CLIP, kl_coef=0.1, v_ref=V_REF, implementation=which
+            STEP, X, V, X_NEXT, **STORED, **CLIP, kl_coef=0.1, v_ref=V_REF, implementation=which
         ),
         "policy_loss: kl_weight is 'rate' and dt is None",
     ),
@@ -184,7 +185,7 @@ def test_bad_arguments_are_refused_alike(implementation: str, case: str) -> None
 
 def test_what_does_not_exist_is_an_error() -> None:
     with pytest.raises(ValueError, match="step_log_prob: implementation is 'cuda', expected one of 'auto', 'triton'"):
-        kernels.step_log_prob(V, X, X_NEXT, STEP, implementation="cuda")  # type: ignore[arg-type]
+        kernels.step_log_prob(STEP, X, V, X_NEXT, implementation="cuda")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_met_is_an_error() -> None:

@@ -210,7 +210,7 @@ def test_what_no_gradient_comes_through_is_not_read() -> None:
     def gradient(which: Any, result: int, **changes: Any) -> Tensor:
         given: dict[str, Any] = {"x_next": x_next, "v_ref": v_ref, "transition": transition, "form": "density", **changes}
         results = kernels.step_log_prob(
-            v, x, given["x_next"], given["transition"], v_ref=given["v_ref"], form=given["form"], implementation=which
+            given["transition"], x, v, given["x_next"], v_ref=given["v_ref"], form=given["form"], implementation=which
         )
         return torch.autograd.grad(results[result], v, torch.ones(2))[0]  # type: ignore[arg-type]
 
@@ -224,7 +224,7 @@ def test_what_no_gradient_comes_through_is_not_read() -> None:
     with trusted_values():
         unscaled = gradient("triton", 0, transition=transition._replace(std=still), form="unscaled")
         assert unscaled.isfinite().all()
-        drawn, _ = kernels.sde_step(v, x, transition._replace(std=still), key(0), implementation="triton")
+        drawn, _ = kernels.sde_step(transition._replace(std=still), x, v, key=key(0), implementation="triton")
         (path,) = torch.autograd.grad(drawn.sum(), v)
     torch.testing.assert_close(path, scalars["b"][:, None].expand(2, 41))
 
@@ -324,7 +324,7 @@ def test_normals_are_good_to_a_few_units() -> None:
     keys = fold_in(key(3), torch.arange(16))
     zeros, ones = torch.zeros(16, 4096), torch.ones(16)
     drawn, _ = kernels.sde_step(
-        zeros, zeros, Transition(ones * 0, ones * 0, ones), keys, form="no_const", implementation="triton"
+        Transition(ones * 0, ones * 0, ones), zeros, zeros, key=keys, form="no_const", implementation="triton"
     )
     want = normal(keys, (16, 4096))
     units = (drawn.double() - want.double()).abs() / (EPS * want.double().abs().clamp(min=2.0**-20))
@@ -338,16 +338,16 @@ def test_an_on_policy_ratio_is_one() -> None:
         samples, scalars = inputs(SDE_STEP[0], 2, event, torch.bfloat16), numbers(2)
         transition = Transition(scalars["a"], scalars["b"], scalars["std"])
         v, x = samples["v"], samples["x"]
-        x_next, log_prob = kernels.sde_step(v, x, transition, key(1), form=form, implementation="triton")
-        again, _ = kernels.step_log_prob(v, x, x_next, transition, form=form, implementation="triton")
+        x_next, log_prob = kernels.sde_step(transition, x, v, key=key(1), form=form, implementation="triton")
+        again, _ = kernels.step_log_prob(transition, x, v, x_next, form=form, implementation="triton")
         assert torch.equal(log_prob, again)
         loss, info = kernels.policy_loss(
-            v,
-            x,
-            x_next,
             transition,
-            log_prob,
-            scalars["advantage"],
+            x,
+            v,
+            x_next,
+            log_prob_old=log_prob,
+            advantage=scalars["advantage"],
             clip_low=0.1,
             clip_high=0.1,
             form=form,
@@ -363,7 +363,7 @@ def test_diagnostics_are_the_references() -> None:
     samples, scalars = inputs(operation, 3, (1271,), torch.float32), numbers(3)
     transition = Transition(scalars["a"], scalars["b"], scalars["std"])
     v, x, x_next = (samples[name] for name in ("v", "x", "x_next"))
-    old = kernels.step_log_prob(v, x, x_next, transition)[0] + torch.tensor([0.001, 0.3, -0.3])
+    old = kernels.step_log_prob(transition, x, v, x_next)[0] + torch.tensor([0.001, 0.3, -0.3])
     options: dict[str, Any] = {
         "clip_low": 0.1,
         "clip_high": 0.1,
@@ -372,9 +372,16 @@ def test_diagnostics_are_the_references() -> None:
         "kl_weight": "exact",
     }
     infos = [
-        kernels.policy_loss(v, x, x_next, transition, old, torch.tensor([1.0, -1.0, 1.0]), implementation=which, **options)[
-            1
-        ]
+        kernels.policy_loss(
+            transition,
+            x,
+            v,
+            x_next,
+            log_prob_old=old,
+            advantage=torch.tensor([1.0, -1.0, 1.0]),
+            implementation=which,
+            **options,
+        )[1]
         for which in ("triton", "reference")
     ]
     assert infos[1].clipped.tolist() == [0, 1, 1]
@@ -408,18 +415,18 @@ def test_torch_checks_every_operation() -> None:
     for length in (41, 4099):
         v, ref, uncond, x, x_next = (torch.randn(3, length, requires_grad=True) for _ in range(5))
         tail = ("density", "mean")
-        opcheck(step_log_prob.operation, (v, x_next, x, None, None, *third[:3], None, *tail))
-        opcheck(step_log_prob.operation, (v, x_next, x, ref, uncond, *third[:4], "unscaled", "sum"))
-        opcheck(policy_loss.operation, (v, x_next, x, ref, None, *third[:3], None, *third[4:], 0.1, 0.1, 0.5, *tail))
+        opcheck(step_log_prob.operation, (*third[:3], x, v, x_next, None, None, None, *tail))
+        opcheck(step_log_prob.operation, (*third[:3], x, v, x_next, ref, uncond, third[3], "unscaled", "sum"))
+        opcheck(policy_loss.operation, (*third[:3], x, v, x_next, ref, None, None, *third[4:], 0.1, 0.1, 0.5, *tail))
         opcheck(velocity_error.operation, (v, x_next))
-        opcheck(sde_step.operation, (v, x, uncond, *third[:4], *keys, *tail))
+        opcheck(sde_step.operation, (*third[:3], x, v, uncond, third[3], *keys, *tail))
         opcheck(nft_loss.operation, (v, ref.detach(), x.detach(), x_next.detach(), third[0], third[1], 0.1, 5.0, 1e-5))
         opcheck(
             nft_loss.gradient_operation,
             (third[0], *(t.detach() for t in (v, ref, x, x_next)), *third[1:3], torch.rand(3, 2) + 1, 0.1, 5.0),
         )
-        step = (*(t.detach() for t in (v, x_next, x)), None, None, *third[:3], None)
-        needs = (True, False, True, False, False)
+        step = (*third[:3], *(t.detach() for t in (x, v, x_next)), None, None, None)
+        needs = (False, True, True, False, False)
         opcheck(gaussian_step.step_gradients_operation, (third[0], *[None] * 4, *step, 0.0, *tail, *needs))
 
 
@@ -446,8 +453,8 @@ def policy_update(v: Tensor, implementation: str = "triton") -> Tensor:
     (x, x_next), scalars = STORED, TWO
     transition = Transition(scalars["a"], scalars["b"], scalars["std"])
     loss, _ = kernels.policy_loss(
-        v, x, x_next, transition, scalars["old"] * 0 - 5, scalars["advantage"], clip_low=0.1, clip_high=0.1,
-        implementation=implementation,  # type: ignore[arg-type]
+        transition, x, v, x_next, log_prob_old=scalars["old"] * 0 - 5, advantage=scalars["advantage"],
+        clip_low=0.1, clip_high=0.1, implementation=implementation,  # type: ignore[arg-type]
     )  # fmt: skip
     return loss.sum()
 
@@ -530,7 +537,7 @@ def test_vmap_over_every_operation(operation: Operation) -> None:
 
 def of_b(b: Tensor) -> Tensor:
     v, transition = STORED[0], Transition(TWO["a"], TWO["b"] * b, TWO["std"])
-    return kernels.step_log_prob(v, v, v, transition, implementation="triton")[0].sum()
+    return kernels.step_log_prob(transition, v, v, v, implementation="triton")[0].sum()
 
 
 def test_what_the_kernels_cannot_do_is_refused_in_words() -> None:
@@ -552,4 +559,4 @@ def test_what_the_kernels_cannot_do_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"a number a sample .* requires a gradient"):
         torch.func.grad(lambda b: torch.func.vmap(of_b)(b).sum())(torch.ones(3))
     with pytest.raises(ValueError, match=r"a number a sample .* requires a gradient"):
-        kernels.step_log_prob(v, v, v, Transition(steps, steps, steps), implementation="triton")
+        kernels.step_log_prob(Transition(steps, steps, steps), v, v, v, implementation="triton")

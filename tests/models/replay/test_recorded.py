@@ -246,8 +246,8 @@ def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> 
         for rows in torch.arange(len(sample)).split(4):
             i, s = sample[rows], step[rows]
             loss, info = policy_loss(
-                replay(module, recording, i, s), trajectory.x[i, s], trajectory.x_next[i, s],
-                recording.transition(levels[s], levels[s + 1]), trajectory.log_prob[i, s], advantage[i],
+                recording.transition(levels[s], levels[s + 1]), trajectory.x[i, s], replay(module, recording, i, s),
+                trajectory.x_next[i, s], log_prob_old=trajectory.log_prob[i, s], advantage=advantage[i],
                 clip_low=0.2, clip_high=0.2,
             )  # fmt: skip
             (loss.sum() / len(sample)).backward()
