@@ -1,4 +1,4 @@
-"""Images of prompts in one PNG: of the built-in models, and of pipelines before and after training."""
+"""`fluvial sample MODEL`: draw images of prompts into one PNG, by a built-in model or by a pipeline."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.checks import check_number
 from fluvial.core.random import key
+from fluvial.engines.cli.listing import BUILT_IN, installed
+from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.export import LORA
 from fluvial.engines.report import images
@@ -20,16 +21,16 @@ from fluvial.models import DiffusionModel
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Draw images of prompts.
+    """Draw images of prompts with a built-in model.
 
     Args:
-        prompts: what to draw.
-        out: PNG to write.
-        weights: folder of the weights, e.g. the `weights` of a run folder; the shipped base by default.
-        each: images a prompt.
-        steps: of the schedule.
-        seed: of the noise.
-        micro_batch: samples a forward pass.
+        prompts: Prompts to draw, 4-digit codes.
+        out: PNG file to write.
+        weights: Folder of the weights, such as the `weights` of a run folder. By default the shipped base weights.
+        each: Number of images per prompt.
+        steps: Number of steps of the sampling schedule.
+        seed: Seed of the noise.
+        micro_batch: Number of samples per forward pass.
     """
 
     prompts: tuple[str, ...] = ("0427", "1999", "3141", "8650")
@@ -41,28 +42,25 @@ class SampleConfig:
     micro_batch: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("each", "steps", "micro_batch"):
-            check_number("sample", name, getattr(self, name), low=1)
+        _check_numbers(self)
         if not self.prompts:
-            raise UsageError("no prompt is given: --prompts 0427 1999")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
+            raise UsageError("prompts is empty, expected at least one, such as 0427 1999")
 
 
 @dataclass(frozen=True)
 class PipelineSampleConfig:
-    """Draw images of prompts by a pipeline from a folder or the Hub, with an adapter below those without it.
+    """Draw images of prompts with a pipeline from a folder or the Hub, and with an adapter once more from the same noise.
 
     Args:
-        prompts: what to draw.
-        out: PNG to write; of videos it shows the first, the middle and the last frame.
-        lora: folder of an adapter, the `lora` of a run folder; without one only the model itself draws.
-        each: images a prompt.
-        steps: of the schedule.
-        seed: of the noise, the same with and without the adapter.
-        micro_batch: samples a forward pass.
-        guidance: of every step.
-        pipeline: size of the images, and the rest that a model is asked for.
+        prompts: Prompts to draw.
+        out: PNG file to write. Of a video it shows the first, the middle and the last frame.
+        lora: Folder of an adapter, the `lora` of a run folder. Without one only the pipeline itself draws.
+        each: Number of images per prompt.
+        steps: Number of steps of the sampling schedule.
+        seed: Seed of the noise, the same with and without the adapter.
+        micro_batch: Number of samples per forward pass.
+        guidance: Classifier-free guidance of every step.
+        pipeline: Size of the images, and how the pipeline is opened.
     """
 
     prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
@@ -76,18 +74,40 @@ class PipelineSampleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        for name in ("each", "steps", "micro_batch"):
-            check_number("sample", name, getattr(self, name), low=1)
-        check_number("sample", "seed", self.seed, low=0, high=2**63 - 1)
+        _check_numbers(self)
         if not self.prompts:
-            raise UsageError("no prompt is given: --prompts 'a red fox' 'two cats'")
+            raise UsageError("prompts is empty, expected at least one, such as 'a red fox' 'two cats'")
 
 
-def sample(name: str, config: SampleConfig) -> str:
-    """Draw with a built-in model, captioned with what the recogniser that training never sees says, and return where it is.
+def run(args: list[str]) -> None:
+    """Draw, and print where the image is.
 
     Raises:
-        UsageError: a prompt is none for the model, its weights cannot be loaded, or the image cannot be written.
+        UsageError: the arguments are wrong.
+    """
+    name = named("sample", args, tuple(BUILT_IN), "a model", fits=_may_be_pipeline)
+    program = f"fluvial sample {name}"
+    if name in BUILT_IN:
+        config = parsed(SampleConfig, SampleConfig, program, args[1:])
+        with flags_in_errors(config):
+            out = sample(name, config)
+    else:
+        asked = parsed(PipelineSampleConfig, PipelineSampleConfig, program, args[1:])
+        with flags_in_errors(asked):
+            out = sample_pipeline(name, asked)
+    console().print(f"image: {out}", highlight=False, soft_wrap=True)
+
+
+def _may_be_pipeline(name: str) -> bool:
+    """Return whether a name is that of a folder, may be that of a model on the Hub, or is a person's own module:name."""
+    return "/" in name or ":" in name or Path(name).is_dir() or name in installed("models")
+
+
+def sample(name: str, config: SampleConfig) -> Path:
+    """Draw with a built-in model, captioned by a recogniser that training never sees, and return the path of the image.
+
+    Raises:
+        UsageError: a prompt does not fit the model, its weights cannot be loaded, or the image cannot be written.
     """
     _check_out(config.out)
     job = jobs.named(name, weights=config.weights)
@@ -96,11 +116,11 @@ def sample(name: str, config: SampleConfig) -> str:
     _check(job.model, config.prompts)
     drawn = _draw(job.model, module, prompts, job.shape, config.steps, config.seed, config.micro_batch, NO_GUIDANCE)
     _save([images.sheet_of(drawn, prompts, job.evaluators["heldout"](drawn, prompts), columns=config.each)], config.out)
-    return f"image: {config.out}"
+    return config.out
 
 
-def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
-    """Draw with a pipeline, without and with an adapter, and return where it is.
+def sample_pipeline(name: str, config: PipelineSampleConfig) -> Path:
+    """Draw with a pipeline, without and with an adapter, and return the path of the image.
 
     Raises:
         UsageError: as `sample`, or the adapter cannot be loaded.
@@ -123,7 +143,7 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> str:
         after = _draw(job.model, module, prompts, *numbers)
         sheets.append(images.sheet_of(after, prompts, title=f"with {config.lora}", columns=config.each))
     _save(sheets, config.out)
-    return f"image: {config.out}"
+    return config.out
 
 
 def _device() -> torch.device:
@@ -132,7 +152,13 @@ def _device() -> torch.device:
 
 def _check_out(out: Path) -> None:
     if out.suffix.lower() not in images.Image.registered_extensions():
-        raise UsageError(f"--out {out} cannot be written: {out.suffix or 'no ending'} is no kind of image, expected .png")
+        raise UsageError(f"--out {out} cannot be written: {out.suffix or 'no ending'} is not an image format, expected .png")
+
+
+def _check_numbers(config: SampleConfig | PipelineSampleConfig) -> None:
+    at_least_one(each=config.each, steps=config.steps, micro_batch=config.micro_batch)
+    if not 0 <= config.seed < 2**63:
+        raise UsageError(f"seed is {config.seed}, expected 0 <= seed < 2^63")
 
 
 def _check(model: DiffusionModel, prompts: tuple[str, ...]) -> None:

@@ -1,0 +1,116 @@
+"""`fluvial train RECIPE`: post-train a model by a built-in recipe, an installed one, or a person's own `module:name`."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluvial.engines.cli import listing
+from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.errors import LostProcessError, UsageError
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
+
+
+def run(args: list[str]) -> None:
+    """Train by a recipe, or print the list of recipes.
+
+    Raises:
+        UsageError: the arguments are wrong.
+        LostProcessError: a process died; the message says how to go on.
+    """
+    if args and args[0] in ("-h", "--help"):
+        print(recipes_help(), end="")
+        return
+    known = [*listing.recipes(), *listing.installed("recipes")]
+    name = named("train", args, known, "a recipe", fits=lambda word: ":" in word)
+    recipe, flags = _recipe(name), args[1:]
+    from fluvial.engines.train.config import TrainConfig
+    from fluvial.engines.train.trainer import train
+
+    # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
+    default = _built(name, recipe, flags)
+    resumes = "--resume" in flags or typed(flags, "--resume-from")
+    if resumes and not {"-h", "--help"} & set(flags):
+        default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
+    about = inspect.getdoc(recipe) or f"The recipe {name}."
+    config = parsed(TrainConfig, lambda: default, f"fluvial train {name}", flags, about=about)
+    with flags_in_errors(config):
+        try:
+            train(config, console=console())
+        except LostProcessError as error:
+            advice = f"earlier checkpoints are unchanged, go on with --resume --out {config.out}"
+            raise LostProcessError(f"{error}; {advice}") from error
+
+
+def recipes_help() -> str:
+    """Return what each recipe is and where it comes from, for a person to choose."""
+    lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
+    for name, about in {**listing.recipes(), **listing.installed("recipes")}.items():
+        lines.append(f"  {name:<12} {about}")
+    lines += [
+        "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
+        "",
+        "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
+        "handwriting-unet) they are those that were found on them. fluvial train RECIPE --help explains both, and lists all",
+        "fields.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _recipe(name: str) -> Callable[..., "TrainConfig"]:
+    """Return the function of a recipe.
+
+    Raises:
+        UsageError: there is none, or it cannot be called without arguments.
+    """
+    from fluvial.engines import plugins
+    from fluvial.engines.train.recipes import RECIPES
+
+    found: Callable[..., TrainConfig] = plugins.load(name, "recipes", plugins.callable_with(), table=RECIPES)
+    return found
+
+
+def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
+    """Return the run that a recipe describes, for the model that is typed.
+
+    A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a person's own recipe
+    says its own.
+
+    Raises:
+        UsageError: the recipe raises, or returns something else.
+    """
+    from fluvial.engines.train.config import TrainConfig
+
+    models = typed(args, "--model")[-1:]
+    takes_model = "model" in inspect.signature(recipe).parameters
+    try:
+        config = recipe(model=models[0]) if models and takes_model else recipe()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(config, TrainConfig):
+        raise UsageError(f"recipe {name!r} returned a {type(config).__name__}, expected a TrainConfig")
+    return config if ":" in name else replace(config, out=Path("runs") / name)
+
+
+def _recorded(out: Path) -> Any:
+    """Return the configuration of the run in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from fluvial.engines.train import recipes
+
+    try:
+        record = json.loads((out / "config.json").read_text())
+        return replace(recipes.recorded(record), out=out, resume=False, resume_from=None)
+    except FileNotFoundError:
+        message = f"{out} holds no run to resume: start one without --resume, or name its folder with --out"
+        raise UsageError(message) from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{out / 'config.json'} is not the record of a run of this version: {error}") from error
