@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 
 from fluvial.bench import aot, kernels, objectives, phases, traffic, update
-from fluvial.engines.cli.main import exit_with, parsed
+from fluvial.engines.cli.main import exit_with
+from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
 
 USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]

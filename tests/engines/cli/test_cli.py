@@ -63,7 +63,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --advantage.eps 0", "eps is 0"),
     (
         "train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window-high 10 --kl.coef 1",
-        "use kl.coef 0",
+        "use --kl.coef 0",
     ),
     ("pretrain handwriting --seed -1", "seed is -1"),
     ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
