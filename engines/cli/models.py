@@ -29,6 +29,6 @@ def run(args: list[str]) -> None:
     for known in KNOWN:
         size = f"{known.billions:g} billion parameters, {known.gibibytes:.0f} GiB ({known.pipeline})"
         print(f"{known.example:<48} {known.makes:<9} {known.prediction:<9} {size}")
-    for name, source in installed("models").items():
-        print(f"{name:<48} {'':<9} {'':<9} {source}")
     print(FOOT, end="")
+    for name, source in installed("models").items():
+        print(f"\nAn installed package has an adapter for {name}: {source}")

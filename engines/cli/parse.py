@@ -145,6 +145,9 @@ def _unboxed(box: str) -> str:
     lines = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
     sections = [" ".join(section.split()) for section in re.split(r"─{3,}", "\n".join(lines))]
     message = re.sub(r"^Error parsing [\w.]+: (?=[a-z_.]+:? )", "", sections[0])
+    if message.startswith("Unrecognized options: "):
+        unknown = [word.strip(",") for word in message.split()[2:]]
+        message = f"unknown flag {next((word for word in unknown if word.startswith('-')), unknown[0])}"
     suggested = re.search(r"--[\w.-]+", sections[1]) if len(sections) > 2 and "you meant" in sections[1] else None
     return f"{message}; did you mean {suggested[0]}?" if suggested else message
 

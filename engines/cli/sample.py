@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import key
-from fluvial.engines.cli.listing import BUILT_IN, installed
+from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.export import LORA
@@ -100,7 +100,7 @@ def run(args: list[str]) -> None:
 
 def _may_be_pipeline(name: str) -> bool:
     """Return whether a name is that of a folder, may be that of a model on the Hub, or is a person's own module:name."""
-    return "/" in name or ":" in name or Path(name).is_dir() or name in installed("models")
+    return "/" in name or ":" in name or Path(name).is_dir()
 
 
 def sample(name: str, config: SampleConfig) -> Path:

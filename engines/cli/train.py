@@ -29,7 +29,6 @@ def run(args: list[str]) -> None:
     name = named("train", args, known, "a recipe", fits=lambda word: ":" in word)
     recipe, flags = _recipe(name), args[1:]
     from fluvial.engines.train.config import TrainConfig
-    from fluvial.engines.train.trainer import train
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     default = _built(name, recipe, flags)
@@ -38,6 +37,8 @@ def run(args: list[str]) -> None:
         default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
     about = inspect.getdoc(recipe) or f"The recipe {name}."
     config = parsed(TrainConfig, lambda: default, f"fluvial train {name}", flags, about=about)
+    from fluvial.engines.train.trainer import train  # imports diffusers, which help need not wait for
+
     with flags_in_errors(config):
         try:
             train(config, console=console())

@@ -19,7 +19,7 @@ WRONG: list[tuple[str, str]] = [
     ("frobnicate", "unknown command 'frobnicate'"),
     ("train", "needs the name of a recipe, got nothing, expected one of grpo"),
     ("train handwritten", "got 'handwritten', expected one of grpo, dance"),
-    ("train handwriting --bogus 3", "Unrecognized options: --bogus"),
+    ("train handwriting --bogus 3", "unknown flag --bogus"),
     ("train handwriting --updtes 3", "did you mean --updates?"),
     ("train handwriting --rollout.etaa 3", "did you mean --rollout.eta?"),
     ("train handwriting --updates many", "--updates"),

@@ -1,0 +1,68 @@
+"""What is listed without importing torch: recipes, installed ones too, and models."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fluvial.engines.cli import listing
+from fluvial.engines.cli import main as cli
+
+HEAVY = "torch", "diffusers", "transformers", "peft", "triton", "sklearn", "numpy"
+
+
+def install(folder: Path, entries: str) -> None:
+    """Write a package named toypackage, as an installer leaves it, whose module fails when it is imported."""
+    (folder / "toypackage.py").write_text("raise SystemError('imported')\n")
+    metadata = folder / "toypackage-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toypackage\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entries)
+
+
+def test_recipes_are_listed_as_they_are() -> None:
+    """Names, order and first lines, read from the source, are those of the functions."""
+    from fluvial.engines.train.recipes import RECIPES
+
+    def first_line(recipe: object) -> str:
+        return (inspect.getdoc(recipe) or "").partition("\n")[0]
+
+    assert listing.recipes() == {name: first_line(recipe) for name, recipe in RECIPES.items()}
+    assert list(listing.recipes()) == list(RECIPES)
+    assert all(listing.recipes().values())
+
+
+def test_built_in_models_are_listed_as_they_are() -> None:
+    from fluvial.engines.train.config import BUILT_IN
+
+    assert tuple(listing.BUILT_IN) == BUILT_IN
+
+
+def test_installed_recipes_and_adapters_are_listed_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, "[fluvial.recipes]\nsharp = toypackage:sharp\n[fluvial.models]\nToyPipeline = toypackage:Toy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.run(["train", "--help"]) == 0
+    assert "\n  sharp        from toypackage (toypackage:sharp)\n" in capsys.readouterr().out
+    assert cli.run(["models"]) == 0
+    assert "ToyPipeline" in (shown := capsys.readouterr().out)
+    assert "from toypackage (toypackage:Toy)" in shown
+    assert "toypackage" not in sys.modules
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["eval", "--help"], ["models"]])
+def test_lists_and_help_import_nothing_heavy(words: list[str]) -> None:
+    """They answer at once; a fresh process, as a person starts one."""
+    code = (
+        f"import sys, fluvial.engines.cli.main as cli\nassert cli.run({words!r}) == 0\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
