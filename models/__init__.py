@@ -1,6 +1,44 @@
-"""Models: one adapter an architecture, and LoRA through PEFT."""
+"""Models: the protocol that they keep, adapters over diffusers, the built-in models and LoRA.
 
-from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, is_recorded
+The names below are imported on first use, so that `models.catalogue` can be read without importing torch.
+"""
 
-__all__ = ["Cond", "DiffusionModel", "LoraConfig", "Prediction", "Schedule", "add_lora", "is_recorded"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fluvial.models.lora import LoraConfig, add_lora
+    from fluvial.models.pipelines.open import load_adapter, open_model
+    from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, check_model, is_recorded
+
+_WHERE = {
+    "Cond": "protocol",
+    "DiffusionModel": "protocol",
+    "LoraConfig": "lora",
+    "Prediction": "protocol",
+    "Schedule": "protocol",
+    "add_lora": "lora",
+    "check_model": "protocol",
+    "is_recorded": "protocol",
+    "load_adapter": "pipelines.open",
+    "open_model": "pipelines.open",
+}
+
+__all__ = [
+    "Cond",
+    "DiffusionModel",
+    "LoraConfig",
+    "Prediction",
+    "Schedule",
+    "add_lora",
+    "check_model",
+    "is_recorded",
+    "load_adapter",
+    "open_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,28 +1,30 @@
-"""The models that there is an adapter for, by example: what each is called, how large it is, what it predicts."""
+"""Published models that a built-in adapter serves: name, size and prediction.
 
-from typing import NamedTuple
+This module imports no torch, so that `fluvial models` answers at once. The networks to plan for, which need it, are in
+`models.shapes`.
+"""
 
-from fluvial.models.protocol import Prediction
+from typing import Literal, NamedTuple
 
 GIB = 2**30
 
 
 class Known(NamedTuple):
-    """A published model that an adapter serves."""
+    """A published model."""
 
-    pipeline: str  # the class of diffusers that its model_index.json names
-    example: str  # its id on the Hub
-    billions: float  # parameters of the network that is trained, without text encoders and VAE
-    prediction: Prediction
+    pipeline: str  # class of diffusers' pipeline, as its model_index.json names it
+    example: str  # id on the Hub
+    billions: float  # parameters of the trained network, without text encoders and VAE
+    prediction: Literal["velocity", "epsilon"]  # as models.protocol.Prediction
     makes: str
 
     @property
     def gibibytes(self) -> float:
-        """Memory of the network's weights in bfloat16."""
+        """Memory of the network's weights in bfloat16, in GiB."""
         return self.billions * 1e9 * 2 / GIB
 
 
-# Sizes are those that the models' publishers state.
+# Sizes are those stated by the publishers.
 KNOWN = (
     Known("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),
     Known("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "images"),

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def as_image(sample: Tensor, *, width: int, colour: bool = True) -> Image.Image:
-    """Return an image tensor `[C, H, W]` in [0, 1] as a PIL image, enlarged by a whole factor to about `width` pixels.
+    """Return an image tensor `[C, H, W]` in [0, 1] as a PIL image, enlarged by a whole factor to at most `width` pixels.
 
     Args:
-        sample: image of 1 or 3 channels; of a video `[C, F, H, W]` the first, middle and last frame are shown side by side.
-        width: width in pixels.
-        colour: convert an image of one channel to RGB.
+        sample: image of 1 or 3 channels, or a video `[C, F, H, W]`, of which the first, middle and last frame are shown.
+        width: largest width in pixels, unless the image itself is wider.
+        colour: whether to convert an image of one channel to RGB.
     """
     if sample.ndim == 4:
         last = sample.shape[1] - 1

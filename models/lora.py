@@ -1,4 +1,4 @@
-"""LoRA through PEFT: low-rank adapters on the linear layers of any module, and which of them computes."""
+"""LoRA through PEFT: add low-rank adapters to the linear layers of any module, choose the active one, copy and merge."""
 
 import sys
 import warnings
@@ -20,9 +20,9 @@ class LoraConfig:
     """A low-rank adapter: W + (alpha / rank) B A, with A and B trained and W frozen (arXiv 2106.09685).
 
     Args:
-        rank: of the two factors.
-        alpha: the adapter's output is scaled by alpha / rank.
-        targets: ends of the names of the linear layers that are adapted, e.g. to_q; by default the model's own choice.
+        rank: rank of A and B.
+        alpha: scale of the adapter; its output is multiplied by alpha / rank.
+        targets: suffixes of the names of the adapted linear layers, e.g. to_q; None takes the model's own.
     """
 
     rank: int = 16
@@ -46,27 +46,30 @@ def add_lora(
     adapters: Sequence[str] = ("default",),
     seed: int = 0,
 ) -> None:
-    """Freeze `module` and put adapters on its linear layers, in place; `default` is trained and computes.
+    """Freeze `module` and add adapters to its linear layers, in place; `default` is trained and active.
 
-    B starts at 0, so the module computes what it did before. A is drawn from `seed`, the same on any device. The other
-    adapters are frozen and start equal to `default`. Weights may be on the meta device; the adapters then are on the CPU.
+    B starts at 0, so the module's output does not change. A is drawn from `seed`, with the same values on any device. The
+    other adapters are frozen and start equal to `default`. If the weights are on the meta device, adapters are on the CPU.
 
     Args:
-        targets: ends of the names of the layers, unless `config` has its own.
-        adapters: names; `default` is the first.
+        module: network to adapt.
+        config: rank, scale and targets.
+        targets: suffixes of the names of the layers, used if `config.targets` is None.
+        adapters: names of the adapters; `default` is the first.
+        seed: seed of A.
 
     Raises:
-        ValueError: a target names no layer or one that is not linear, or the first adapter is not `default`.
+        ValueError: a target matches no layer or a layer that is not linear, or the first adapter is not `default`.
     """
-    import peft  # takes seconds, and only LoRA needs it
+    import peft  # imported here because it takes seconds
 
     targets = targets if config.targets is None else config.targets
     _check_targets(module, targets)
     if not adapters or adapters[0] != "default" or len(set(adapters)) < len(adapters):
-        raise ValueError(f"add_lora: adapters are {tuple(adapters)}, expected default and then others")
+        raise ValueError(f"adapters are {tuple(adapters)}, expected default first and then other names")
     module.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), _stand_ins(module), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several adapters are meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several adapters are intended
         torch.manual_seed(seed)
         for name in adapters:
             adapter = peft.LoraConfig(
@@ -81,10 +84,14 @@ def add_lora(
 
 @contextmanager
 def use_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
-    """Let the module compute with one of its adapters, or without any: as before they were added, the reference policy.
+    """Activate one adapter inside the context, or none: then the module is the reference policy, as before LoRA.
 
-    What is trained does not change. Contexts may be nested. If activations are checkpointed, a backward pass must end in
-    the context of its forward pass, because it computes the activations again.
+    The set of trained parameters does not change. Contexts may be nested. With activation checkpointing, the backward pass
+    must end inside the context of its forward pass, because it computes the activations again.
+
+    Args:
+        module: network with adapters.
+        name: name of the adapter; None for no adapter.
 
     Raises:
         ValueError: the module has no adapter of that name.
@@ -92,7 +99,7 @@ def use_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
     layers = list(lora_layers(module).values()) if name is None else list(_layers_with(module, name).values())
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     try:
-        for layer in layers:  # PEFT's own switch would freeze and unfreeze
+        for layer in layers:  # PEFT's own switch would change requires_grad
             layer._disable_adapters = name is None
             if name is not None:
                 layer._active_adapter = [name]
@@ -103,15 +110,15 @@ def use_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def without_lora(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the module computes what it did before its adapters were added: the reference policy."""
+    """Return a context without any adapter, in which the module is the reference policy."""
     return use_adapter(module, None)
 
 
 def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """Return an adapter's parameters by their names without the adapter's, which are the same for every adapter.
+    """Return the parameters of an adapter by their names without the adapter's, which all adapters share.
 
-    In a sharded module these are the shards; what FSDP holds gathered is freed, so that a later forward pass sees what is
-    written to them.
+    In a sharded module these are the shards. Parameters that FSDP holds gathered are freed, so that the next forward pass
+    sees what is written to the shards.
 
     Raises:
         ValueError: the module has no adapter of that name.
@@ -124,9 +131,10 @@ def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
-    """Return the full name of each of an adapter's parameters, by its name without the adapter's.
+    """Return the full names of an adapter's parameters, by their names without the adapter's.
 
-    The latter is how PEFT and diffusers spell it in a file: `block.to_q.lora_A.weight` for `block.to_q.lora_A.old.weight`.
+    The short name is the one in the files of PEFT and diffusers: `block.to_q.lora_A.weight` for
+    `block.to_q.lora_A.old.weight`.
 
     Raises:
         ValueError: the module has no adapter of that name.
@@ -136,7 +144,7 @@ def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
 
 
 def copy_adapter(module: nn.Module, source: str, into: str) -> None:
-    """Overwrite one adapter with another, in place: into <- source. Each rank copies its own shards.
+    """Copy one adapter to another, in place: into <- source. Each rank copies its own shards.
 
     Raises:
         ValueError: the module has no adapter of one of the names.
@@ -147,9 +155,9 @@ def copy_adapter(module: nn.Module, source: str, into: str) -> None:
 
 
 def blend_adapter(module: nn.Module, source: str, into: str, decay: float) -> None:
-    """Move one adapter towards another, in place: into <- decay into + (1 - decay) source.
+    """Average one adapter with another, in place: into <- decay into + (1 - decay) source.
 
-    This is how the old policy of DiffusionNFT (arXiv 2509.16117) follows the trained one. Each rank blends its own shards.
+    The old policy of DiffusionNFT (arXiv 2509.16117) follows the trained one in this way. Each rank blends its own shards.
 
     Raises:
         ValueError: the module has no adapter of one of the names, or the decay is not in [0, 1].
@@ -160,7 +168,7 @@ def blend_adapter(module: nn.Module, source: str, into: str, decay: float) -> No
 
 
 def merge_lora(module: nn.Module, adapter: str = "default") -> None:
-    """Fold an adapter into the weights it adapts and remove all adapters, in place: the module is a plain one again.
+    """Merge an adapter into the weights and remove all adapters, in place; the module then has no LoRA layers.
 
     Raises:
         ValueError: the module has no adapter of that name.
@@ -173,13 +181,13 @@ def merge_lora(module: nn.Module, adapter: str = "default") -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's factor, trained or not."""
+    """Return whether a parameter's name belongs to an adapter, trained or not."""
     return ".lora_" in name
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """Return the adapted layers, each PEFT's LoraLayer around the linear one, by name."""
-    if "peft" not in sys.modules:  # then there is none, and the import would take seconds
+    """Return the adapted layers by name, each a LoraLayer of PEFT around the linear layer."""
+    if "peft" not in sys.modules:  # then there are none, and the import would take seconds
         return {}
     from peft.tuners.lora import LoraLayer
 
@@ -187,16 +195,16 @@ def lora_layers(module: nn.Module) -> dict[str, Any]:
 
 
 def _layers_with(module: nn.Module, adapter: str) -> dict[str, Any]:
-    """Return the adapted layers, or raise ValueError if they do not have that adapter."""
+    """Return the adapted layers by name; ValueError if they do not have that adapter."""
     layers = lora_layers(module)
-    held = list(next(iter(layers.values())).lora_A) if layers else []  # all layers have the same
+    held = list(next(iter(layers.values())).lora_A) if layers else []  # all layers have the same adapters
     if adapter not in held:
         raise ValueError(f"there is no adapter {adapter}: the module has {', '.join(held) or 'none'}")
     return layers
 
 
 def _shards(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Return this rank's part of an adapter, to be written to."""
+    """Return this rank's shards of an adapter, detached, for writing in place."""
     return {
         name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in adapter_parameters(module, adapter).items()
@@ -215,9 +223,9 @@ def _check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 @contextmanager
 def _stand_ins(module: nn.Module) -> Iterator[None]:
-    """Put one number that looks like a weight in the place of each weight on the meta device, for a while.
+    """Replace each weight on the meta device by an expanded scalar on the CPU inside the context.
 
-    PEFT moves a new adapter to its layer's device, which on meta would lose its values.
+    PEFT moves a new adapter to the device of its layer, and would lose the adapter's values on the meta device.
     """
     meta = [
         (owner, name, parameter)

@@ -1,103 +1,187 @@
-"""What the rest of fluvial asks of a model: one small adapter an architecture, none an algorithm."""
+"""The interface of a model: what rollouts, objectives and the engine ask of it."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor, nn
 
 from fluvial.core.types import PerSample, Samples
 
-Cond = Any  # what a model is conditioned on: a pytree of tensors whose first dimension is the batch
+Cond = Any  # conditioning of a model: a pytree of tensors whose first dimension is the batch
 
 
-# A folder of weights as diffusers saves a model, or of a network made of several, the folder of each by its name in it.
+# A folder of weights as diffusers saves a network, or the folder of each part by name for a network made of several.
 Weights = Path | Mapping[str, Path]
 
 Prediction = Literal["velocity", "epsilon"]
+PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 
 
 class Schedule(NamedTuple):
     """A model's own schedule of T steps."""
 
-    # [T+1] float32 on the host: noise levels sigma that fall to exactly 0, or for a model of epsilon cumulative signal
-    # powers alpha_bar that rise.
+    # [T+1] float32 on the host. For a flow: noise levels sigma, falling to exactly 0. For a model of epsilon: cumulative
+    # signal powers alpha_bar, rising.
     levels: Tensor
-    timesteps: Tensor  # [T] what the model is given for the first T of them
-
-
-def is_recorded(model: "DiffusionModel") -> bool:
-    """Return whether a model is a pipeline without an adapter, whose velocity is replayed (`models.any_pipeline`).
-
-    Such a model's conditioning holds its guidance, and it knows no noise levels but those of its schedule.
-    """
-    return bool(getattr(model, "recorded", False))
+    timesteps: Tensor  # [T] timestep input of the network at the first T levels
 
 
 class DiffusionModel(Protocol):
-    """A model of a flow's velocity v = eps - x0, or of eps, and the way from prompts to images around it.
+    """A diffusion or flow model: a network, its noise levels, and the way from prompts to images around it.
 
-    Everything is pure in the module and the inputs: the engine may shard the module, wrap it in adapters or average
-    it, and pass it back in.
+    Two kinds of prediction are supported:
+
+    - velocity: a flow x = (1 - sigma) x0 + sigma eps, whose network predicts v = eps - x0. Its level is sigma.
+    - epsilon: a variance-preserving path x = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) eps, whose network predicts eps.
+      Its level is alpha_bar.
+
+    All methods are pure functions of the module and the inputs, because the engine shards the module, adds LoRA to it or
+    averages it, and passes it back in. `check_model` tests an object against this protocol.
     """
 
     @property
     def prediction(self) -> Prediction:
-        """What the network predicts: the velocity of (1 - sigma) x0 + sigma eps, or eps of a variance-preserving path."""
+        """Quantity that `predict` returns, see the class."""
         ...
 
     @property
     def lora_targets(self) -> Sequence[str]:
-        """Names of the linear layers that LoRA adapts, as PEFT spells them (suffixes of module names)."""
+        """Suffixes of the names of the linear layers that LoRA adapts, as PEFT spells them, e.g. `to_q`."""
         ...
 
     @property
     def weights(self) -> Weights | None:
-        """The folder of the base weights; None where the network builds them itself."""
+        """Folder of the base weights; None if the network comes with weights from `build` alone."""
         ...
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the network that is trained, with its base weights, or `empty`, with parameters on the meta device."""
+        """Return the trained network with its base weights in float32; with `empty`, with parameters on the meta device."""
         ...
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the repeated blocks of the network, in the order they run: the units that are sharded."""
+        """Return the repeated blocks of the network in the order they run; each is one unit of sharding."""
         ...
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of one sample, without the batch, for images (videos) of a size in pixels.
+        """Return the shape of one sample, without the batch dimension.
+
+        Args:
+            height, width: size of the image or video, in pixels.
+            frames: number of frames of a video; 1 for an image.
 
         Raises:
-            ValueError: the model makes none of that size; it says which it does.
+            ValueError: the model does not support that size; the message names the nearest one.
         """
         ...
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the schedule of the model's own scheduler for samples of a shape, which moves those of some models."""
+        """Return the schedule of the model's scheduler; some schedulers shift the levels by the sample's shape."""
         ...
 
     def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError, in one line, if the model cannot be asked for `prompt`."""
+        """Raise a ValueError of one line if the model cannot encode `prompt`."""
         ...
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Return the conditioning of a batch of prompts; the empty prompt is none, for guidance away from it."""
+        """Return the conditioning of a batch of prompts; the empty prompt is the unconditional input of guidance."""
         ...
 
     def predict(
-        self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
+        self, module: nn.Module, x: Samples, level: PerSample, cond: Cond, /, *, timestep: PerSample | None = None
     ) -> Samples:
-        """Return the prediction `[B, *event]` for samples x at levels sigma `[B]` (alpha_bar for a model of eps).
+        """Return the prediction `[B, *event]`: the velocity v = eps - x0 of a flow, or eps of a variance-preserving model.
 
-        `timestep` is what the model's scheduler gives for that level; without it (levels that are on no schedule, as in
-        supervised training) it is derived from sigma.
+        Args:
+            module: the network, as `build` returned it, possibly sharded and with adapters.
+            x: noisy samples, `[B, *event]`.
+            level: noise level of each sample, `[B]`: sigma of a flow, alpha_bar of a variance-preserving model.
+            cond: conditioning of each sample, as `encode` returns it.
+            timestep: timestep of each sample on the scheduler, `[B]`. None derives it from the level, which is needed for
+                levels between those of a schedule, as in supervised training.
         """
         ...
 
     def decode(self, latents: Samples) -> Tensor:
-        """Return images `[B, C, H, W]`, float in [0, 1]."""
+        """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
         ...
 
     def guide(self, v: Samples, v_uncond: Samples, scale: PerSample) -> Samples:
-        """Return the prediction that a step is taken with: for most models v_uncond + g (v - v_uncond), g the scale."""
+        """Return the guided prediction `[B, *event]`: v_uncond + g (v - v_uncond) for most models.
+
+        Args:
+            v, v_uncond: conditional and unconditional prediction.
+            scale: guidance scale g of each sample, `[B]`.
+        """
         ...
+
+
+class PipelineModel(DiffusionModel, Protocol):
+    """A model over a folder of weights, whose text encoders are loaded on first use."""
+
+    def with_weights(self, folder: Path) -> "PipelineModel":
+        """Return the model with the network of another folder, e.g. the export of a run."""
+        ...
+
+    def release(self) -> None:
+        """Free the text encoders; encoding another prompt loads them again."""
+        ...
+
+
+# How each method is called, with a placeholder for each argument.
+_CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "build": ((), ("empty",)),
+    "blocks": (("module",), ()),
+    "latent_shape": (("height", "width", "frames"), ()),
+    "schedule": (("steps", "shape"), ()),
+    "check_prompt": (("prompt",), ()),
+    "encode": (("prompts",), ()),
+    "predict": (("module", "x", "level", "cond"), ("timestep",)),
+    "decode": (("latents",), ()),
+    "guide": (("v", "v_uncond", "scale"), ()),
+}
+_PIPELINE_CALLS = {**_CALLS, "with_weights": (("folder",), ()), "release": ((), ())}
+
+
+def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
+    """Check that an object has the members of `DiffusionModel`, and that its methods take their arguments.
+
+    Args:
+        model: object to test.
+        name: start of the message, e.g. "mine:adapter".
+        pipeline: also expect the members of `PipelineModel`.
+
+    Raises:
+        ValueError: a member is missing or has another signature; the message lists all missing members.
+    """
+    calls = _PIPELINE_CALLS if pipeline else _CALLS
+    protocol = (PipelineModel if pipeline else DiffusionModel).__name__
+    members = ("prediction", "lora_targets", "weights", *calls)
+    what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
+    if missing := [member for member in members if not hasattr(model, member)]:
+        raise ValueError(f"{name} is {what}, which is not a {protocol}: it has no {', '.join(missing)}")
+    if isinstance(model, type):
+        raise ValueError(f"{name} is {what}, expected an object of it")
+    if model.prediction not in PREDICTIONS:
+        raise ValueError(f"{name}.prediction is {model.prediction!r}, expected {' or '.join(PREDICTIONS)}")
+    if isinstance(model.lora_targets, str):
+        raise ValueError(f"{name}.lora_targets is the string {model.lora_targets!r}, expected a sequence of strings")
+    for method, (positional, named) in calls.items():
+        given = getattr(model, method)
+        expected = ", ".join([*positional, *(f"{key}=..." for key in named)])
+        if not callable(given):
+            raise ValueError(f"{name}.{method} is of type {type(given).__name__}, expected a method of ({expected})")
+        signature = inspect.signature(given)
+        try:
+            signature.bind(*positional, **dict.fromkeys(named))
+        except TypeError as error:
+            raise ValueError(f"{name}.{method} has the signature {signature}, expected ({expected}): {error}") from error
+
+
+def is_recorded(model: DiffusionModel) -> bool:
+    """Return whether a model is a pipeline without an adapter, whose calls are replayed (`models.replay.any_pipeline`).
+
+    The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule.
+    """
+    return bool(getattr(model, "recorded", False))

@@ -1,4 +1,7 @@
-"""Shapes of transformers to plan for: each built on the meta device, without weights, with inputs of a resolution."""
+"""Networks that `fluvial plan` knows: built on the meta device without weights, with inputs of a given resolution.
+
+They are apart from `models.catalogue`, which must import without torch.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,20 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Of these inputs every stored sample keeps its own; the others are the same for all, or made as they are needed.
+# Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
 CONDITIONING = ("encoder_hidden_states", "pooled_projections")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 class ModelShape(NamedTuple):
-    """A transformer: how it is built, and what it is given."""
+    """Network of a published model, its inputs, and defaults for planning."""
 
     build: Callable[[], nn.Module]
-    blocks: tuple[str, ...]  # names of its lists of blocks
+    blocks: tuple[str, ...]  # names of the module lists of repeated blocks
     lora_targets: tuple[str, ...]
-    inputs: Callable[[int, int], dict[str, Any]]  # (samples, resolution in pixels) -> keyword arguments of its forward
-    resolution: int | None = 1024  # by default; None has images of one size only
-    micro_batch: int = 1  # by default
+    inputs: Callable[[int, int], dict[str, Any]]  # (samples, resolution in pixels) -> keyword arguments of forward
+    resolution: int | None = 1024  # default in pixels; None if the model has a single image size
+    micro_batch: int = 1  # default
 
 
 def _handwriting() -> nn.Module:
@@ -37,7 +40,7 @@ def _handwriting_inputs(samples: int, resolution: int) -> dict[str, Any]:
 def _sd3() -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
-    # stabilityai/stable-diffusion-3.5-medium, transformer/config.json; diffusers' source names the dual attention layers.
+    # stabilityai/stable-diffusion-3.5-medium, transformer/config.json; dual_attention_layers as in diffusers' source.
     return SD3Transformer2DModel(
         sample_size=128,
         num_layers=24,
@@ -50,19 +53,19 @@ def _sd3() -> nn.Module:
 
 
 def _sd3_inputs(samples: int, resolution: int) -> dict[str, Any]:
-    # 77 tokens of CLIP and 256 of T5, diffusers' default.
+    # 77 CLIP tokens and 256 T5 tokens, diffusers' default.
     return _inputs(samples, (16, resolution // 8, resolution // 8), text=(333, 4096), pooled=2048)
 
 
 def _flux() -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
-    # black-forest-labs/FLUX.1-dev, transformer/config.json: diffusers' defaults, and guidance.
+    # black-forest-labs/FLUX.1-dev, transformer/config.json: diffusers' defaults plus the guidance input.
     return FluxTransformer2DModel(guidance_embeds=True)
 
 
 def _flux_inputs(samples: int, resolution: int) -> dict[str, Any]:
-    tokens, text = (resolution // 16) ** 2, 512  # latents packed 2x2; T5's tokens, diffusers' default
+    tokens, text = (resolution // 16) ** 2, 512  # 2x2 packed latents; T5 tokens, diffusers' default
     return {
         **_inputs(samples, (tokens, 64), text=(text, 4096), pooled=768),
         "guidance": _empty(samples),
@@ -79,7 +82,7 @@ def _qwen() -> nn.Module:
 
 def _qwen_inputs(samples: int, resolution: int) -> dict[str, Any]:
     side = resolution // 16
-    # Up to 512 tokens of text, diffusers' default.
+    # Up to 512 text tokens, diffusers' default.
     return {
         **_inputs(samples, (side * side, 64), text=(512, 3584), pooled=None),
         "img_shapes": [[(1, side, side)]] * samples,
@@ -87,7 +90,7 @@ def _qwen_inputs(samples: int, resolution: int) -> dict[str, Any]:
 
 
 def _inputs(samples: int, latent: tuple[int, ...], *, text: tuple[int, int], pooled: int | None) -> dict[str, Any]:
-    """Return what all take: latents, the text's embeddings, the pooled one where there is one, and timesteps."""
+    """Return the inputs common to all: latents, prompt embeddings, timesteps, and the pooled embedding if there is one."""
     return {
         "hidden_states": _empty(samples, *latent),
         "encoder_hidden_states": _empty(samples, *text),
@@ -116,5 +119,5 @@ MODELS: dict[str, ModelShape] = {
 
 
 def blocks(model: ModelShape, module: nn.Module) -> list[nn.Module]:
-    """Return a module's repeated blocks, in the order they run."""
+    """Return the repeated blocks of a network in the order they run."""
     return [block for name in model.blocks for block in module.get_submodule(name).children()]

@@ -173,8 +173,8 @@ def opened(
     Raises:
         UsageError: as `pipeline`.
     """
-    from fluvial.models.pipelines.base import has_adapter, open_model
     from fluvial.models.pipelines.folder import local_folder
+    from fluvial.models.pipelines.open import has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
 
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())

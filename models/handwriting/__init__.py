@@ -1,4 +1,4 @@
-"""The built-in models: handwriting of 4-digit codes, small enough to train on a laptop."""
+"""Built-in models of handwritten 4-digit codes, small enough to train on a laptop."""
 
 from fluvial.models.handwriting.data import codes, digits, write
 from fluvial.models.handwriting.model import BASE, Handwriting

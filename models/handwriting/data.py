@@ -1,7 +1,7 @@
-"""Real handwriting: the 1,797 8x8 digits of scikit-learn, and the 4-digit codes that are written with them.
+"""Data of the built-in models: the 1,797 handwritten 8x8 digits of scikit-learn, and 4-digit codes made of them.
 
-The digits fall into two halves by a fixed shuffle. Training (the base model and the reward's recogniser) sees the
-first half only; the recogniser of the evaluation is fitted on the second.
+A fixed shuffle divides the digits into two halves. The base model and the reward's recogniser are trained on the first half,
+the recogniser of the evaluation on the second.
 """
 
 import zlib
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, uniform
 
-DIGITS = 4  # a prompt is a code of four digits
-SIZE = 8  # a digit is 8x8 pixels
+DIGITS = 4  # digits per code
+SIZE = 8  # pixels per digit along each side
 Half = Literal["training", "evaluation"]
 
 
 class Digits(NamedTuple):
-    """Images `[N, 8, 8]` in [-1, 1], sorted by label, and where the images of each label start `[11]`."""
+    """Digits of one half, sorted by label."""
 
-    pixels: Tensor
-    labels: Tensor
-    starts: Tensor
+    pixels: Tensor  # [N, 8, 8] in [-1, 1]
+    labels: Tensor  # [N]
+    starts: Tensor  # [11] index of the first digit of each label, and N
 
 
 @cache
 def digits(half: Half) -> Digits:
-    """Return one half of the digits; the two halves share no image."""
+    """Return one half of the digits; the two halves have no image in common."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2
@@ -47,16 +47,16 @@ def digits(half: Half) -> Digits:
 
 @cache
 def codes(split: Literal["train", "heldout"]) -> tuple[str, ...]:
-    """Return the codes of a split. A fifth of all 10,000, chosen by hash, are held out: never trained on."""
+    """Return the codes of a split. One fifth of all 10,000 codes, chosen by hash, is held out and never trained on."""
     held_out = split == "heldout"
     every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
     return tuple(code for code in every if (zlib.crc32(code.encode()) % 5 == 0) == held_out)
 
 
 def check_code(prompt: str) -> None:
-    """Raise ValueError unless prompt is a code of four digits."""
+    """Raise ValueError unless the prompt is a code of four digits."""
     if len(prompt) != DIGITS or not (prompt.isascii() and prompt.isdigit()):
-        raise ValueError(f"prompt {prompt!r} is not a code of {DIGITS} digits such as '0427'")
+        raise ValueError(f"prompt {prompt!r} is not a code of {DIGITS} digits, expected for example '0427'")
 
 
 def as_digits(prompts: Sequence[str]) -> Tensor:
@@ -67,7 +67,7 @@ def as_digits(prompts: Sequence[str]) -> Tensor:
 
 
 def write(key: Key, prompts: Sequence[str]) -> Tensor:
-    """Return one image a prompt, `[B, 1, 8, 32]` in [-1, 1]: four training digits drawn at random, side by side."""
+    """Return one image per prompt, `[B, 1, 8, 32]` in [-1, 1]: four random training digits side by side."""
     pixels, _, starts = digits("training")
     wanted = as_digits(prompts)
     keys = fold_in(key, torch.arange(len(prompts)))

@@ -1,4 +1,4 @@
-"""The handwriting model: a small SD3 transformer that writes 4-digit codes as 1x8x32 images, in pixel space."""
+"""The handwriting model: a small SD3 transformer that generates 4-digit codes as 1x8x32 images, in pixel space."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
 from fluvial.models.handwriting.weights import build
 from fluvial.models.protocol import Prediction, Schedule
 
-BASE = Path(__file__).parent / "base"  # the shipped weights, made by `fluvial pretrain handwriting`
+BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain handwriting`
 SHIFT = 3.0
 
-# Keyword arguments of diffusers' SD3Transformer2DModel: 0.6 million parameters.
+# Settings of diffusers' SD3Transformer2DModel: 0.6 million parameters.
 CONFIG = {
     "sample_size": 32,
     "patch_size": 2,
@@ -30,23 +30,23 @@ CONFIG = {
     "pooled_projection_dim": 10 * DIGITS,
     "pos_embed_max_size": 16,
 }
-# One-hot inputs are scaled so that the embeddings a linear layer makes of them start at about unit size.
+# Scale of one-hot inputs, so that a linear layer's embeddings start at about unit size.
 ONE_HOT = 1.5
 
 
 class CodeCond(NamedTuple):
-    """A batch of codes as the transformer takes them."""
+    """Conditioning of the handwriting models."""
 
     tokens: Tensor  # [B, 4, 14] digit and position of each character, one-hot
-    pooled: Tensor  # [B, 40] all digits
+    pooled: Tensor  # [B, 40] all digits, one-hot
 
 
 class Handwriting:
-    """The velocity-model protocol over the handwriting transformer.
+    """The model protocol over the handwriting transformer, which predicts a velocity.
 
     Args:
-        weights: a folder with the transformer, as diffusers saves it; None builds it with random weights.
-        seed: of the random weights.
+        weights: folder of the transformer as diffusers saves it; None for random weights.
+        seed: seed of random weights.
     """
 
     prediction: Prediction = "velocity"
@@ -71,7 +71,7 @@ class Handwriting:
         """Return the transformer with its weights, in float32, or `empty`, with parameters on the meta device.
 
         Raises:
-            ValueError: the weights' folder is missing a file or holds another model, or empty was asked for without one.
+            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
         """
         from diffusers import SD3Transformer2DModel
 
@@ -84,13 +84,15 @@ class Handwriting:
         return list(blocks)
 
     def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
-        """Return (1, 8, 32), the only size there is."""
+        """Return (1, 8, 32), the shape of the only supported size."""
         if (height, width, frames) != (SIZE, DIGITS * SIZE, 1):
-            raise ValueError(f"a size of {height}x{width} is asked for, expected {SIZE}x{DIGITS * SIZE}, which codes are")
+            raise ValueError(
+                f"the size is {height}x{width} of {frames} frames, expected {SIZE}x{DIGITS * SIZE} of 1: codes have one size"
+            )
         return (1, SIZE, DIGITS * SIZE)
 
     def scheduler(self, steps: int) -> Any:
-        """Return diffusers' flow-matching scheduler with shift 3, set to a number of steps."""
+        """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
@@ -107,9 +109,9 @@ class Handwriting:
         check_code(prompt)
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
-        """Return the codes one-hot, and zeros for the empty one; the transformer's first linear layers embed them.
+        """Return the codes one-hot, with zeros for the empty prompt; the first linear layers of the network embed them.
 
-        The shipped weights were not trained without a code, so guidance away from the empty one is of no use to them.
+        The shipped weights were not trained with the empty prompt, so guidance does not help them.
         """
         given = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
         digits = nn.functional.one_hot(as_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * given
@@ -130,7 +132,7 @@ class Handwriting:
         )[0]
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images in [0, 1]; the model works on pixels in [-1, 1]."""
+        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
         return ((latents.float() + 1) / 2).clamp(0, 1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:

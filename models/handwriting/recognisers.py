@@ -1,8 +1,8 @@
-"""Recognisers of handwritten codes, of different model families and fitted on different digits.
+"""Recognisers of handwritten codes: one for the reward, another one for the evaluation.
 
 `reward_recogniser` (a support-vector machine and nearest neighbours, fitted on the training half) scores rollouts.
-`heldout_recogniser` (extremely randomised trees, fitted on the other half) only ever evaluates, so that learning to please
-the first recogniser instead of writing well shows.
+`heldout_recogniser` (extremely randomised trees, fitted on the other half) is used for evaluation only. The two share
+neither data nor model family, so that gaming the reward shows in the evaluation.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, digits
 
 
 class Classifier(Protocol):
-    """The part of a scikit-learn classifier that is used."""
+    """The method of a scikit-learn classifier that recognisers use."""
 
     def predict(self, X: np.ndarray) -> np.ndarray: ...
 
 
 class Recogniser:
-    """Reads codes from images `[B, 1, 8, 32]` in [0, 1] with one or more classifiers of single digits."""
+    """Recognise codes in images `[B, 1, 8, 32]` in [0, 1] with one or more classifiers of single digits."""
 
     def __init__(self, *classifiers: Classifier) -> None:
         self.classifiers = classifiers
 
     def read(self, images: Tensor) -> Tensor:
-        """Return the digits that each classifier reads, int64 `[classifiers, B, 4]`."""
+        """Return the digits that each classifier recognises, int64 `[classifiers, B, 4]`."""
         single = images.reshape(-1, SIZE, DIGITS, SIZE).permute(0, 2, 1, 3).reshape(-1, SIZE * SIZE)
         if len(single) == 0:
             return torch.empty(len(self.classifiers), 0, DIGITS, dtype=torch.int64)
@@ -40,23 +40,23 @@ class Recogniser:
         return torch.stack([torch.from_numpy(c.predict(flat)).reshape(-1, DIGITS) for c in self.classifiers])
 
     def each(self) -> tuple["Recogniser", ...]:
-        """Return a recogniser for each of the classifiers."""
+        """Return one recogniser per classifier."""
         return tuple(Recogniser(classifier) for classifier in self.classifiers)
 
     def characters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the fraction of characters read as asked, float32 `[B]`: the OCR score of the text-rendering papers.
+        """Return the fraction of correct characters, float32 `[B]`: the OCR score of the text-rendering papers.
 
-        It is the mean over the classifiers, and 1 if all of them read all characters so.
+        It is averaged over the classifiers, so it is 1 if all of them recognise all characters of the prompt.
         """
         return (self.read(images) == as_digits(prompts)).to(torch.float32).mean((0, 2))
 
 
 @cache
 def reward_recogniser() -> Recogniser:
-    """Return the recogniser that scores rollouts: an RBF support-vector machine and 3 nearest neighbours.
+    """Return the recogniser of the reward: an RBF support-vector machine and 3 nearest neighbours, of the training half.
 
-    Either can be pleased by images that nobody else reads, but hardly both by the same: what one decides by distant
-    support vectors, the other decides by the nearest real digits.
+    Either alone can be gamed by illegible images. An image that games both is much rarer, because one decides by distant
+    support vectors and the other by the nearest real digits.
     """
     half = digits("training")
     machine, neighbours = SVC(C=10.0, gamma=0.08), KNeighborsClassifier(3, weights="distance")
@@ -65,11 +65,11 @@ def reward_recogniser() -> Recogniser:
 
 @cache
 def heldout_recogniser() -> Recogniser:
-    """Return the recogniser that training never sees: 400 extremely randomised trees fitted on the evaluation half."""
+    """Return the recogniser of the evaluation: 400 extremely randomised trees fitted on the evaluation half."""
     half = digits("evaluation")
     return Recogniser(ExtraTreesClassifier(400, random_state=0).fit(_flat(half.pixels), half.labels.numpy()))
 
 
 def _flat(pixels: Tensor) -> np.ndarray:
-    """Return digits as a recogniser sees them: rows of 64 values in [0, 1]."""
+    """Return digits as rows of 64 values in [0, 1], the input of the classifiers."""
     return ((pixels + 1) / 2).reshape(-1, SIZE * SIZE).numpy()

@@ -1,4 +1,4 @@
-"""The handwriting UNet: a small convolutional network that predicts the noise in 1x8x32 images of 4-digit codes."""
+"""The handwriting UNet: a small convolutional model of epsilon for 1x8x32 images of 4-digit codes."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,10 +14,9 @@ from fluvial.models.handwriting.model import CodeCond, Handwriting
 from fluvial.models.handwriting.weights import build
 from fluvial.models.protocol import Prediction, Schedule
 
-BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, made by `fluvial pretrain handwriting-unet`
+BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, from `fluvial pretrain handwriting-unet`
 
-# Keyword arguments of diffusers' UNet2DConditionModel: 0.7 million parameters. Where diffusers says attention_head_dim it
-# means the number of heads.
+# Settings of diffusers' UNet2DConditionModel: 0.7 million parameters. There, attention_head_dim is the number of heads.
 CONFIG_UNET = {
     "sample_size": [SIZE, DIGITS * SIZE],
     "in_channels": 1,
@@ -31,7 +30,7 @@ CONFIG_UNET = {
     "attention_head_dim": 2,
     "use_linear_projection": True,
 }
-# Stable Diffusion's noise levels. Its spacing would begin a schedule of few steps below the noise that sampling starts from.
+# Stable Diffusion's noise levels. Its "leading" spacing would start a schedule of few steps below pure noise.
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "beta_schedule": "scaled_linear",
@@ -42,15 +41,15 @@ SCHEDULER = {
     "steps_offset": 1,
     "timestep_spacing": "trailing",
 }
-PIXELS = Handwriting(None)  # whose prompts and images the UNet's are too
+PIXELS = Handwriting(None)  # prompts and images are those of the transformer
 
 
 class HandwritingUNet:
-    """The velocity-model protocol over the handwriting UNet, a model of epsilon.
+    """The model protocol over the handwriting UNet, which predicts epsilon.
 
     Args:
-        weights: a folder with the UNet, as diffusers saves it; None builds it with random weights.
-        seed: of the random weights.
+        weights: folder of the UNet as diffusers saves it; None for random weights.
+        seed: seed of random weights.
     """
 
     prediction: Prediction = "epsilon"
@@ -73,23 +72,23 @@ class HandwritingUNet:
         """Return the UNet with its weights, in float32, or `empty`, with parameters on the meta device.
 
         Raises:
-            ValueError: the weights' folder is missing a file or holds another model, or empty was asked for without one.
+            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
         """
         from diffusers import UNet2DConditionModel
 
         return build(UNet2DConditionModel, CONFIG_UNET, self.weights, name="handwriting-unet", seed=self.seed, empty=empty)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks on the way down, the middle one, and those on the way up."""
+        """Return the down blocks, the middle block and the up blocks."""
         down, up = (module.get_submodule(name).children() for name in ("down_blocks", "up_blocks"))
         return [*down, module.get_submodule("mid_block"), *up]
 
     def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
-        """Return (1, 8, 32), the only size there is."""
+        """Return (1, 8, 32), the shape of the only supported size."""
         return PIXELS.latent_shape(height, width, frames)
 
     def scheduler(self, steps: int) -> Any:
-        """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to a number of steps."""
+        """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to `steps` steps."""
         from diffusers import DDIMScheduler
 
         scheduler = DDIMScheduler(**SCHEDULER)
@@ -97,17 +96,17 @@ class HandwritingUNet:
         return scheduler
 
     def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
-        """Return the schedule of the scheduler: alpha_bar of each of its timesteps, and at last that of timestep 0.
+        """Return alpha_bar of each timestep of the scheduler, and of timestep 0.
 
-        The last is what DDIMScheduler calls final_alpha_cumprod with set_alpha_to_one=False: samples keep 0.0009 of noise's
-        power. Where steps divide 1000 every step is the scheduler's own. Else DDIMScheduler steps to a level that its next
-        timestep is not of; here a sample is always at the level of its timestep.
+        The last level is final_alpha_cumprod of DDIMScheduler with set_alpha_to_one=False: samples keep noise of variance
+        0.0009. If `steps` divides 1000, each step is the scheduler's own. Otherwise DDIMScheduler steps to a level other
+        than that of its next timestep; here a sample is always at the level of its timestep.
 
         Raises:
-            ValueError: steps are below 1, or so many that timestep 0 is the last but one too.
+            ValueError: steps is below 1, or so large that timestep 0 occurs twice.
         """
         if not 1 <= steps <= 666:
-            raise ValueError(f"a schedule of {steps} steps is asked for, expected 1 to 666")
+            raise ValueError(f"steps is {steps}, expected 1 to 666")
         scheduler = self.scheduler(steps)
         levels = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod[None]])
         return Schedule(levels, scheduler.timesteps.to(torch.float32))
@@ -117,16 +116,16 @@ class HandwritingUNet:
         PIXELS.check_prompt(prompt)
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
-        """Return the codes one-hot, and zeros for the empty one; the UNet attends to the tokens alone."""
+        """Return the codes one-hot, with zeros for the empty prompt; the UNet attends to the tokens only."""
         return PIXELS.encode(prompts)
 
     def predict(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
+        self, module: nn.Module, x: Tensor, level: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers sigma."""
+        """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers level `[B]`."""
         return module(
             x,
-            timestep_of(sigma) if timestep is None else timestep,
+            timestep_of(level) if timestep is None else timestep,
             encoder_hidden_states=cond.tokens,
             return_dict=False,
         )[0]
@@ -136,19 +135,19 @@ class HandwritingUNet:
         return classifier_free(v, v_uncond, scale)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images in [0, 1]; the model works on pixels in [-1, 1]."""
+        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
         return PIXELS.decode(latents)
 
 
 def timestep_of(alpha_bar: Tensor) -> Tensor:
-    """Return the timestep `[B]`, a whole number in float32, whose cumulative signal power is nearest to alpha_bar `[B]`."""
+    """Return the timestep whose cumulative signal power is nearest to alpha_bar `[B]`: whole numbers in float32, `[B]`."""
     levels = alphas_cumprod(alpha_bar.device).to(alpha_bar.dtype)
     return (alpha_bar[:, None] - levels).abs().argmin(1).to(torch.float32)
 
 
 @cache
 def alphas_cumprod(device: torch.device) -> Tensor:
-    """Return the cumulative signal power of each timestep, falling, `[1000]` float32."""
+    """Return the cumulative signal power of each timestep, `[1000]` float32, falling."""
     from diffusers import DDIMScheduler
 
     return DDIMScheduler(**SCHEDULER).alphas_cumprod.to(device)

@@ -1,1 +1,1 @@
-"""Adapters over diffusers: one file per architecture."""
+"""Adapters over diffusers' pipelines: one file per architecture, and `open_model`, which chooses among them."""

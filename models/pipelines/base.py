@@ -1,7 +1,7 @@
-"""What the adapters over diffusers share: a pipeline's folder, its frozen parts, its texts and its schedule.
+"""Base class of the adapters over diffusers: the pipeline's folder, its frozen parts, encoded prompts and schedule.
 
-A pipeline is a folder of parts. The network is trained, so the engine builds, shards and loads it; the text encoders and
-the VAE stay frozen, and are loaded here when they are first used.
+A pipeline is a folder of parts. The network is trained, so the engine builds, shards and loads it. The text encoders and
+the VAE are frozen and loaded here on first use.
 """
 
 import copy
@@ -20,56 +20,33 @@ from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.sigmas import from_scheduler
-from fluvial.models.pipelines.folder import entries, local_folder, parts_of, quietly, read_index, read_settings
+from fluvial.models.pipelines.folder import entries, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
-EDGE = 2**20  # bytes of a large file's beginning and end that its fingerprint takes in
-
-
-def open_model(name_or_path: str | Path, *, trust_remote_code: bool = False, **options: Any) -> "Pipeline":
-    """Return the adapter of a pipeline, chosen by the class that its model_index.json names.
-
-    Args:
-        name_or_path: a folder as diffusers saves a pipeline, or an id on the Hugging Face Hub, which is downloaded.
-        trust_remote_code: run code that the folder brings along.
-        options: as the adapter takes them.
-
-    Raises:
-        ValueError: there is no such model, fluvial has no adapter for it, or something is missing in its folder.
-    """
-    folder = local_folder(name_or_path, trust_remote_code=trust_remote_code)
-    kind, known = read_index(folder).get("_class_name"), _adapters()
-    if kind not in known:
-        raise ValueError(f"{folder} holds a {kind}, which there is no adapter for, expected one of {', '.join(known)}")
-    return known[kind](folder, trust_remote_code=trust_remote_code, **options)
-
-
-def has_adapter(folder: Path) -> bool:
-    """Return whether `open_model` opens the pipeline of a folder; ValueError if it holds none."""
-    return read_index(folder).get("_class_name") in _adapters()
+EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 
 
 class Pipeline(ABC):
-    """The velocity-model protocol over a folder of diffusers; an architecture adds what is its own.
+    """The model protocol over a pipeline's folder; the subclass of an architecture adds the rest.
 
     Args:
-        folder: as diffusers saves a pipeline, or an id on the Hub.
-        dtype: of the text encoders and the VAE. The network is built in float32; the engine chooses what it computes in.
-        device: of the text encoders and the VAE; by default the GPU, if there is one.
-        text_tokens: that a prompt is padded to; by default as many as diffusers' pipeline does.
-        decode_chunk: images that the VAE decodes at a time.
-        cache: folder for encoded prompts, which then are encoded once for all runs and ranks.
-        trust_remote_code: run code that the folder brings along.
+        folder: folder as diffusers saves a pipeline, or an id on the Hub.
+        dtype: dtype of the text encoders and the VAE. The network is built in float32; the engine chooses its own dtype.
+        device: device of the text encoders and the VAE; by default the GPU if there is one.
+        text_tokens: number of tokens that a prompt is padded to; by default that of diffusers' pipeline.
+        decode_chunk: number of images that the VAE decodes at a time.
+        cache: folder of encoded prompts, so that each prompt is encoded once for all runs and ranks; None keeps none.
+        trust_remote_code: whether to run code that the folder contains.
 
     Raises:
         ValueError: the folder holds another pipeline or lacks a part, or a number is out of range.
     """
 
-    pipeline: str  # the class of diffusers that model_index.json names
-    network: str  # the class of diffusers that is trained
-    part: ClassVar[str] = "transformer"  # its folder
-    block_lists: ClassVar[tuple[str, ...]]  # names of the lists of its repeated blocks, in the order they run
-    text_lengths: tuple[int, int]  # tokens that a prompt is padded to by default, and at most
+    pipeline: str  # class of diffusers' pipeline, as model_index.json names it
+    network: str  # class of diffusers' network, which is trained
+    part: ClassVar[str] = "transformer"  # folder of the network
+    block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
+    text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     lora_targets: ClassVar[tuple[str, ...]]
     prediction: Prediction = "velocity"
 
@@ -107,49 +84,54 @@ class Pipeline(ABC):
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of one sample, see the protocol."""
+        """See `DiffusionModel.latent_shape`."""
 
     @abstractmethod
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the schedule of the pipeline, see the protocol."""
+        """See `DiffusionModel.schedule`."""
 
     @abstractmethod
-    def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        """Return the prediction, see the protocol."""
+    def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
+        """See `DiffusionModel.predict`."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images, see the protocol."""
+        """See `DiffusionModel.decode`."""
 
     @abstractmethod
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
-        """Return what a prompt is encoded to, each `[1, ...]`, by diffusers' pipeline without its network and VAE."""
+        """Return the encoding of a prompt as tensors `[1, ...]` by name.
+
+        Args:
+            encoders: diffusers' pipeline with its tokenizers and text encoders, without its VAE and the network's weights.
+            prompt: the prompt.
+        """
 
     @abstractmethod
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
-        """Return the conditioning of a batch of encoded prompts, each `[B, ...]`."""
+        """Return the conditioning of a batch of encoded prompts, tensors `[B, ...]` by the names that `text` gives them."""
 
     @abstractmethod
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the tokenizer that reads most of a prompt, of diffusers' pipeline, and how many tokens it may give."""
+        """Return the tokenizer with the largest limit among those of diffusers' pipeline, and that limit in tokens."""
 
     def build(self, *, empty: bool = False) -> nn.Module:
         """Return the network with its weights, in float32, or `empty`, with parameters on the meta device.
 
         Raises:
-            ValueError: a tensor is missing in its files.
-            OSError: they cannot be read.
+            ValueError: a tensor is missing in the files.
+            OSError: the files cannot be read, or are not in the safetensors format.
         """
         return self.build_part(self.part, empty=empty)
 
     def with_weights(self, folder: Path) -> "Pipeline":
-        """Return the model with the network of another folder, as a run's export writes it."""
+        """Return the model with the network of another folder, e.g. the export of a run."""
         other = copy.copy(self)
         other.weights = folder if isinstance(self.weights, Path) else {part: folder / part for part in self.weights}
         return other
 
     def build_part(self, part: str, *, empty: bool) -> nn.Module:
-        """Return the network of one of the folder's parts, as `build` does."""
+        """Return the network of one part of the folder; see `build`."""
         import diffusers
 
         kind = getattr(diffusers, self.network)
@@ -171,77 +153,83 @@ class Pipeline(ABC):
         return [block for name in self.block_lists for block in module.get_submodule(name).children()]
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return the guided velocity, v_uncond + g (v - v_uncond)."""
+        """Return the guided prediction, v_uncond + g (v - v_uncond)."""
         return classifier_free(v, v_uncond, scale)
 
     def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError, in one line, if a prompt has more tokens than the encoder takes that takes most.
+        """Raise a ValueError of one line if a prompt has more tokens than the encoder with the largest limit takes.
 
-        Encoders that take fewer read its beginning, as in diffusers' pipeline.
+        Encoders with a smaller limit use the beginning of the prompt, as in diffusers' pipeline.
         """
         if self._tokenizers is None:
             self._tokenizers = self._load("tokenizer")
         with quietly():
             tokenizer, most = self.longest(self._tokenizers)
-            count = len(tokenizer(prompt).input_ids)
+            count = self.count_tokens(tokenizer, prompt)
         if count > most:
             raise ValueError(f"the prompt {prompt[:40]!r}... has {count} tokens, expected at most {most}")
+
+    def count_tokens(self, tokenizer: Any, prompt: str) -> int:
+        """Return the number of tokens of a prompt."""
+        return len(tokenizer(prompt).input_ids)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Return the conditioning of a batch of prompts, on the CPU.
 
-        Each prompt is encoded alone, so that its bits depend neither on its batch nor on whether it was cached.
+        Each prompt is encoded alone, so that its bits depend neither on its batch nor on the cache.
 
         Raises:
-            ValueError: a prompt is too long, or a cached one cannot be read.
+            ValueError: a prompt is too long, or its file in the cache cannot be read.
         """
         texts = {prompt: self._cached(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(texts.values()))
         return self.cond({name: torch.cat([texts[prompt][name] for prompt in prompts]) for name in names})
 
     def release(self) -> None:
-        """Drop the text encoders; a prompt that is not cached loads them again."""
+        """Free the text encoders; a prompt that is not in the cache loads them again."""
         self._text = None
 
     @property
     def vae_scale(self) -> int:
-        """Pixels that a value of the latents stands for, along each side; of an AutoencoderKL."""
+        """Pixels per latent along each side, for an AutoencoderKL."""
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     @property
     def vae(self) -> Any:
-        """The VAE, frozen."""
+        """The frozen VAE, loaded on first use."""
         if self._vae is None:
             import diffusers
 
             with quietly():
                 kind = getattr(diffusers, self.parts["vae"])
-                vae = kind.from_pretrained(self.folder / "vae", torch_dtype=self.dtype, local_files_only=True)
+                vae = kind.from_pretrained(
+                    self.folder / "vae", torch_dtype=self.dtype, use_safetensors=True, local_files_only=True
+                )
             self._vae = vae.requires_grad_(False).eval().to(self.device)
         return self._vae
 
     def scheduler(self) -> Any:
-        """Return diffusers' flow-matching scheduler as the folder configures it.
+        """Return diffusers' flow-matching scheduler with the folder's settings.
 
         Raises:
-            ValueError: the folder names another.
+            ValueError: the folder has another scheduler.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         if self.parts["scheduler"] != "FlowMatchEulerDiscreteScheduler":
             kind = self.parts["scheduler"]
-            raise ValueError(f"{self.folder} is scheduled by {kind}, expected FlowMatchEulerDiscreteScheduler")
+            raise ValueError(f"{self.folder} has the scheduler {kind}, expected FlowMatchEulerDiscreteScheduler")
         return FlowMatchEulerDiscreteScheduler.from_pretrained(self.folder / "scheduler", local_files_only=True)
 
     def decode_with_vae(self, latents: Tensor) -> Tensor:
-        """Return what the VAE makes of unscaled latents, in [0, 1], float32, on the latents' device; in chunks."""
+        """Decode unscaled latents in chunks; return float32 in [0, 1], on the device of the latents."""
         chunks = latents.to(self.device, self.dtype).split(self.decode_chunk)
         images = torch.cat([self.vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
         return (images.float() * 0.5 + 0.5).clamp(0, 1).to(latents.device)
 
     def _cached(self, prompt: str) -> dict[str, Tensor]:
-        """Return an encoded prompt from the cache's folder, if there is one and it holds it, else encode it."""
+        """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
             return self._encoded(prompt)
         self._fingerprint = self._fingerprint or self._encoders()
@@ -251,10 +239,10 @@ class Pipeline(ABC):
             try:
                 return load_file(file)
             except SafetensorError as error:
-                raise ValueError(f"the encoded prompt {file} cannot be read: {error}; delete it") from error
+                raise ValueError(f"the encoded prompt {file} cannot be read: {error}; delete the file") from error
         texts = self._encoded(prompt)
         self.cache.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same
+        partial = file.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same prompt
         save_file(texts, partial)
         os.replace(partial, file)
         return texts
@@ -271,21 +259,22 @@ class Pipeline(ABC):
         return {name: tensor.cpu().contiguous() for name, tensor in texts.items()}
 
     def _load(self, *wanted: str) -> Any:
-        """Return diffusers' pipeline with the parts whose names begin so, and with the network, without values."""
+        """Return diffusers' pipeline with the parts whose names start with `wanted`, and the network on the meta device."""
         from diffusers import DiffusionPipeline
 
         left_out = {name: None for name, kind in entries(self.folder).items() if kind is None or not name.startswith(wanted)}
         with quietly():
             return DiffusionPipeline.from_pretrained(
                 self.folder,
-                **{**left_out, self.part: self.build_part(self.part, empty=True)},  # some pipelines look its settings up
+                **{**left_out, self.part: self.build_part(self.part, empty=True)},  # some pipelines read its settings
                 torch_dtype=self.dtype,
                 local_files_only=True,
+                use_safetensors=True,
                 trust_remote_code=self.trust_remote_code,
             )
 
     def _encoders(self) -> str:
-        """Return a fingerprint of all that an encoded prompt depends on besides the prompt."""
+        """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""
         digest = hashlib.sha256(f"{self.pipeline} {self.dtype} {self.text_tokens}".encode())
         for part in sorted(name for name in self.parts if name.startswith(("tokenizer", "text_encoder"))):
             for file in sorted(path for path in (self.folder / part).rglob("*") if path.is_file()):
@@ -299,13 +288,13 @@ class Pipeline(ABC):
 
 
 def check_still(frames: int) -> None:
-    """Raise ValueError unless one frame is asked for."""
+    """Raise ValueError if more than one frame is asked for."""
     if frames != 1:
-        raise ValueError(f"{frames} frames are asked for, expected 1: the model makes images")
+        raise ValueError(f"frames is {frames}, expected 1: the model makes images")
 
 
 def check_size(height: int, width: int, *, multiple: int, most: int | None = None) -> None:
-    """Raise ValueError unless height and width are multiples of a number of pixels, and at most a number of them."""
+    """Raise ValueError unless height and width are multiples of `multiple` pixels and at most `most`."""
 
     def nearest(size: int) -> int:
         close = max(1, (size + multiple // 2) // multiple) * multiple
@@ -315,39 +304,24 @@ def check_size(height: int, width: int, *, multiple: int, most: int | None = Non
     if near != (height, width):
         limit = "" if most is None else f", at most {most}"
         raise ValueError(
-            f"a size of {height}x{width} is asked for, expected multiples of {multiple}{limit}: the nearest is "
-            f"{near[0]}x{near[1]}"
+            f"the size is {height}x{width}, expected multiples of {multiple}{limit}: the nearest is {near[0]}x{near[1]}"
         )
 
 
 def flow_schedule(scheduler: Any, steps: int, *, tokens: int, sigmas: Sequence[float] | None = None) -> Schedule:
-    """Return what a flow-matching scheduler steps through, exactly.
+    """Return the schedule of a flow-matching scheduler, to the bit.
 
     Args:
         scheduler: diffusers' FlowMatchEulerDiscreteScheduler.
-        steps: how many.
-        tokens: of the network's input for one sample, which move the levels if the scheduler's settings say so.
-        sigmas: unshifted levels, where the pipeline has its own.
+        steps: number of steps.
+        tokens: number of the network's tokens for one sample, which shifts the levels of some schedulers.
+        sigmas: noise levels before the shift, for pipelines that have their own.
     """
     settings = scheduler.config
     options: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": list(sigmas)}
     if settings.use_dynamic_shifting:
         slope = (settings.max_shift - settings.base_shift) / (settings.max_image_seq_len - settings.base_image_seq_len)
-        # Evaluated as diffusers' pipelines do, for the same bits.
+        # In the same order of operations as diffusers' pipelines, for the same bits.
         options["mu"] = tokens * slope + (settings.base_shift - slope * settings.base_image_seq_len)
     scheduler.set_timesteps(**options)
     return Schedule(from_scheduler(scheduler), scheduler.timesteps)
-
-
-def _adapters() -> dict[str, type[Pipeline]]:
-    """Return the adapters by the pipelines of diffusers that they serve."""
-    from fluvial.models.pipelines.flux import Flux
-    from fluvial.models.pipelines.qwen_image import QwenImage
-    from fluvial.models.pipelines.sd3 import SD3
-    from fluvial.models.pipelines.sdxl import StableDiffusionXL
-    from fluvial.models.pipelines.unet import StableDiffusion
-    from fluvial.models.pipelines.wan import Wan
-    from fluvial.models.pipelines.z_image import ZImage
-
-    adapters: tuple[type[Pipeline], ...] = (SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage)
-    return {adapter.pipeline: adapter for adapter in adapters}

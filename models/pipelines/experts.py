@@ -1,4 +1,4 @@
-"""Two networks for one schedule, one for much noise and one for little, as Wan 2.2 has."""
+"""Two networks for one schedule, one for high and one for low noise levels, as in Wan 2.2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor, distributed, nn
 
 from fluvial.core.checks import per_sample
 
-EXPERTS = ("transformer", "transformer_2")  # for much noise, and for little
+EXPERTS = ("transformer", "transformer_2")  # for high noise levels, and for low ones
 
 
 class Experts(nn.ModuleDict):
-    """Two networks: `transformer` computes samples at timesteps from `boundary` up, `transformer_2` those below.
+    """Two networks: `transformer` for samples at timesteps of at least `boundary`, `transformer_2` for those below.
 
-    A batch on one side runs one network, any other both. Ranks agree on that, so that they gather the same parameters: a
-    number is read from the device at each forward pass.
+    A batch with timesteps on one side runs one network, any other batch both. All ranks run the same networks, so that they
+    gather the same parameters; therefore each forward pass reads two numbers from the device.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], *, boundary: float) -> None:
@@ -23,7 +23,7 @@ class Experts(nn.ModuleDict):
         self.boundary = boundary
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
-        """Return `(v,)`, `[B, C, F, H, W]`, as a transformer does."""
+        """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
         low = timestep < self.boundary
         wanted = torch.stack([(~low).any(), low.any()]).to(torch.int32)
         if distributed.is_initialized():

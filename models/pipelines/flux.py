@@ -1,4 +1,4 @@
-"""FLUX.1: packed latents with positions, T5's tokens beside CLIP's pooled text, and guidance as an input of the network."""
+"""FLUX.1: packed latents with positions, T5 tokens, a pooled CLIP embedding, and guidance as an input of the network."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,26 +13,25 @@ from fluvial.core.checks import check_number
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
-PATCH = 2  # pixels of the latents that a token holds, along each side
+PATCH = 2  # latents per token along each side
 
 
 class FluxCond(NamedTuple):
-    """A batch of prompts as FLUX's transformer takes them."""
+    """Conditioning of FLUX's transformer."""
 
-    tokens: Tensor  # [B, L, D] of T5
-    pooled: Tensor  # [B, P] of CLIP
-    guidance: Tensor  # [B], what a distilled network takes as an input
+    tokens: Tensor  # [B, L, D] T5 embeddings
+    pooled: Tensor  # [B, P] pooled CLIP embedding
+    guidance: Tensor  # [B] guidance scale that a distilled network takes as an input
 
 
 class Flux(Pipeline):
-    """The velocity-model protocol over a FluxPipeline: FLUX.1 dev, whose guidance is distilled, and schnell, without.
+    """The model protocol over a FluxPipeline: FLUX.1 dev, with distilled guidance, and schnell, without guidance.
 
-    The transformer knows no mask: it attends to the tokens that pad a prompt too, so a prompt is encoded to `text_tokens` in
-    training as later in use.
+    The transformer has no mask and attends to padding tokens, so train with the same `text_tokens` as at inference.
 
     Args:
-        embedded_guidance: the input of a distilled network. Guidance by two forward passes comes on top, and dev needs none.
-        folder, options: as any pipeline takes them.
+        folder, options: see `Pipeline`.
+        embedded_guidance: guidance input of a distilled network. Guidance by two forward passes is separate; dev needs none.
     """
 
     pipeline = "FluxPipeline"
@@ -59,22 +58,22 @@ class Flux(Pipeline):
         self.embedded_guidance = embedded_guidance
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s), s being what the VAE scales by.
+        """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: 2 s does not divide the size.
+            ValueError: height or width is not a multiple of 2 s.
         """
         check_still(frames)
         check_size(height, width, multiple=self.vae_scale * PATCH)
         return (self.config["in_channels"] // PATCH**2, height // self.vae_scale, width // self.vae_scale)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: levels 1 to 1 / steps, moved by the number of tokens as the scheduler says."""
+        """Return the pipeline's schedule: levels 1 to 1 / steps, shifted by the scheduler for the number of tokens."""
         tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
         return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=np.linspace(1.0, 1 / steps, steps).tolist())
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return T5's tokenizer."""
+        """Return the T5 tokenizer and its limit."""
         return tokenizers.tokenizer_2, self.text_tokens
 
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
@@ -85,14 +84,15 @@ class Flux(Pipeline):
         return {"tokens": tokens, "pooled": pooled}
 
     def cond(self, texts: Mapping[str, Tensor]) -> FluxCond:
-        """Return them together, with the network's guidance."""
+        """Return the conditioning, with the guidance input of the network."""
         return FluxCond(**texts, guidance=torch.full((len(texts["pooled"]),), self.embedded_guidance))
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: FluxCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return v `[B, C, H, W]`; packing, and positions as whole numbers that no dtype rounds, are made from x's shape."""
+        """Return v `[B, C, H, W]`."""
         height, width = x.shape[-2] // PATCH, x.shape[-1] // PATCH
+        # Whole numbers, which no dtype rounds.
         place = torch.cartesian_prod(torch.arange(height, device=x.device), torch.arange(width, device=x.device))
         v = module(
             hidden_states=rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=PATCH, q=PATCH),

@@ -1,4 +1,4 @@
-"""A pipeline's folder, as diffusers saves it: where it comes from, which parts it has, and what it lacks."""
+"""Read the folder of a pipeline as diffusers saves it: download it, list its parts, and name what is missing."""
 
 import json
 import warnings
@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-INDEX = "model_index.json"  # names a pipeline's parts
-# Files of weights, and what lists them where they are split: as diffusers names them, and as transformers does.
+INDEX = "model_index.json"  # lists the parts of a pipeline
+# Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
 
 
 def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """Return the folder of a pipeline; one that is not here is downloaded from the Hugging Face Hub into its cache.
+    """Return the folder of a pipeline; an id on the Hugging Face Hub is downloaded into the Hub's cache.
 
     Raises:
-        ValueError: it is neither here nor there.
+        ValueError: there is no such folder, and the download fails.
     """
     if Path(name_or_path).expanduser().is_dir():
         return Path(name_or_path).expanduser()
@@ -28,36 +28,45 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
         return Path(DiffusionPipeline.download(str(name_or_path), **options))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name_or_path} is no folder, and cannot be downloaded from the Hub: {reason}") from error
+        raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what a pipeline's folder says of itself, or raise ValueError if it is none."""
+    """Return the index of a pipeline's folder; ValueError if it has none."""
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} holds no pipeline: {INDEX} is missing; expected a folder as diffusers saves one")
     return read_settings(folder / INDEX)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a json file, or raise ValueError if it cannot be read."""
+    """Return the settings in a JSON file; ValueError if it cannot be read or holds no object."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{file} cannot be read: {reason}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds no settings")
+        raise ValueError(f"{file} holds a {type(settings).__name__}, expected a JSON object of settings")
     return settings
 
 
 def entries(folder: Path) -> dict[str, str | None]:
-    """Return the class of each part that a pipeline has, and None for one that it was saved without."""
-    # Other entries are settings.
+    """Return the class of each part of a pipeline by name; None for a part that it was saved without."""
+    # The other entries of the index are settings.
     return {name: entry[1] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
 
 
 def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
-    """Return the class of each part that a pipeline's folder holds, or raise ValueError if something is missing."""
+    """Return the class of each part in a pipeline's folder by name.
+
+    Args:
+        folder: folder of the pipeline.
+        pipeline: expected class of the pipeline.
+        network: name of the part that is trained.
+
+    Raises:
+        ValueError: the folder holds another pipeline, or a part or file is missing.
+    """
     if (found := read_index(folder).get("_class_name")) != pipeline:
         raise ValueError(f"{folder} holds a {found}, expected a {pipeline}")
     parts = {name: kind for name, kind in entries(folder).items() if kind is not None}
@@ -71,34 +80,34 @@ def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
 
 
 def _lacks(part: Path, *, weights: bool) -> str | None:
-    """Return what a part's folder lacks."""
+    """Return the name of the file that a part's folder lacks, or None if it is complete."""
     if not part.is_dir():
         return "such folder"
     if not weights:
         return None if any(part.iterdir()) else "file in it"
     if not (part / "config.json").is_file():
         return "config.json"
-    for name in INDICES:  # those of other variants may lie beside them without their files
+    for name in INDICES:  # indices of other variants may be there without their files
         if (part / name).is_file():
             files = {str(file) for file in read_settings(part / name).get("weight_map", {}).values()}
             return next((file for file in sorted(files) if not (part / file).is_file()), None)
     if any((part / name).is_file() for name in WEIGHTS):
         return None
-    others = ", ".join(sorted(file.name for file in part.glob("*.safetensors")))  # a variant in other precision
+    others = ", ".join(sorted(file.name for file in part.glob("*.safetensors")))  # e.g. a variant in float16
     return f"{' or '.join(WEIGHTS)}" + (f", only {others}" if others else "")
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Let diffusers and transformers say nothing below an error, and draw no bars, for a while."""
+    """Silence warnings and progress bars of diffusers and transformers inside the context; errors are still logged."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     loggers: list[Any] = [diffusers_logging, transformers_logging]
     before = [(each.get_verbosity(), each.is_progress_bar_enabled()) for each in loggers]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Cannot (dis|en)able progress bars")  # the environment decided
-        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")  # older versions know no other name
+        warnings.filterwarnings("ignore", message="Cannot (dis|en)able progress bars")  # set by the environment
+        warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")  # older versions have no other name for it
         try:
             for each in loggers:
                 each.set_verbosity_error()

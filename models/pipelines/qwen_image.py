@@ -1,4 +1,4 @@
-"""Qwen-Image: packed latents beside the tokens of a vision-language model, masked, and guidance that keeps lengths."""
+"""Qwen-Image: packed latents, masked tokens of a vision-language model, and guidance that keeps the norm of each token."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,21 +12,21 @@ from fluvial.core.guidance import classifier_free
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
-PATCH = 2  # pixels of the latents that a token holds, along each side
+PATCH = 2  # latents per token along each side
 
 
 class QwenCond(NamedTuple):
-    """A batch of prompts as Qwen-Image's transformer takes them."""
+    """Conditioning of Qwen-Image's transformer."""
 
-    tokens: Tensor  # [B, L, D] of Qwen2.5-VL, zeros after a prompt's end
-    mask: Tensor  # [B, L] bool, which of them are the prompt's
+    tokens: Tensor  # [B, L, D] Qwen2.5-VL embeddings, zero at padding tokens
+    mask: Tensor  # [B, L] bool, true at the tokens of the prompt
 
 
 class QwenImage(Pipeline):
-    """The velocity-model protocol over a QwenImagePipeline (arXiv 2508.02324).
+    """The model protocol over a QwenImagePipeline (arXiv 2508.02324).
 
-    A prompt is padded to `text_tokens` and its padding masked. The pipeline pads it no further than the longest of its
-    batch, so images are the same up to rounding.
+    A prompt is padded to `text_tokens` and the padding is masked. The pipeline pads to the longest prompt of the batch, so
+    images agree up to rounding.
     """
 
     pipeline = "QwenImagePipeline"
@@ -37,26 +37,27 @@ class QwenImage(Pipeline):
 
     @property
     def vae_scale(self) -> int:
-        """Pixels that a value of the latents stands for, along each side."""
-        return 2 ** len(self.vae_config["temperal_downsample"])  # as the VAE spells it
+        """Pixels per latent along each side."""
+        return 2 ** len(self.vae_config["temperal_downsample"])  # the VAE's spelling
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s), s being what the VAE scales by.
+        """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: 2 s does not divide the size.
+            ValueError: height or width is not a multiple of 2 s.
         """
         check_still(frames)
         check_size(height, width, multiple=self.vae_scale * PATCH)
         return (self.config["in_channels"] // PATCH**2, height // self.vae_scale, width // self.vae_scale)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: levels 1 to 1 / steps, moved by the number of tokens as the scheduler says."""
+        """Return the pipeline's schedule: levels 1 to 1 / steps, shifted by the scheduler for the number of tokens."""
         tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
         return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=np.linspace(1.0, 1 / steps, steps).tolist())
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the tokenizer, and what the template leaves of `text_tokens`; its beginning is dropped once encoded."""
+        """Return the tokenizer, and the number of tokens that the template leaves for the prompt."""
+        # The beginning of the template is dropped after encoding.
         template = tokenizers.tokenizer(tokenizers.prompt_template_encode.format("")).input_ids
         return tokenizers.tokenizer, self.text_tokens - (len(template) - tokenizers.prompt_template_encode_start_idx)
 
@@ -68,13 +69,13 @@ class QwenImage(Pipeline):
         return {"tokens": nn.functional.pad(tokens, (0, 0, 0, pad)), "mask": nn.functional.pad(mask, (0, pad))}
 
     def cond(self, texts: Mapping[str, Tensor]) -> QwenCond:
-        """Return them together."""
+        """Return the conditioning."""
         return QwenCond(**texts)
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: QwenCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return v `[B, C, H, W]`; packing and positions are made from x's shape."""
+        """Return v `[B, C, H, W]`."""
         height, width = x.shape[-2] // PATCH, x.shape[-1] // PATCH
         v = module(
             hidden_states=_packed(x),
@@ -87,14 +88,14 @@ class QwenImage(Pipeline):
         return _unpacked(v, height)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return the guided velocity, v_uncond + g (v - v_uncond), each of its tokens as long as that of v."""
+        """Return the guided velocity, v_uncond + g (v - v_uncond), each token rescaled to the norm of v's token."""
         guided = _packed(classifier_free(v, v_uncond, scale))
         length = torch.linalg.vector_norm(_packed(v).to(guided.dtype), dim=-1, keepdim=True)
         ratio = length / torch.linalg.vector_norm(guided, dim=-1, keepdim=True)
         return _unpacked(guided * ratio, v.shape[-2] // PATCH)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, 3, height, width]`, float in [0, 1]; to the VAE each is a video of one frame."""
+        """Return images `[B, 3, height, width]`, float in [0, 1]; the VAE takes each as a video of one frame."""
         config = self.vae.config
         mean, std = (latents.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
         return self.decode_with_vae((latents * std + mean).unsqueeze(2)).squeeze(2)

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: joint attention over text and image, two CLIP encoders and T5, classic guidance."""
+"""Stable Diffusion 3 and 3.5: joint attention over text and image, with two CLIP encoders and T5."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,17 +10,17 @@ from fluvial.models.protocol import Schedule
 
 
 class TextCond(NamedTuple):
-    """A batch of prompts as SD3's transformer takes them."""
+    """Conditioning of SD3's transformer."""
 
-    tokens: Tensor  # [B, 77 + L, D] of both CLIPs side by side, and then of T5
-    pooled: Tensor  # [B, P] of both CLIPs
+    tokens: Tensor  # [B, 77 + L, D]: CLIP embeddings, both along the last dimension, then T5 embeddings
+    pooled: Tensor  # [B, P] pooled embeddings of both CLIP encoders
 
 
 class SD3(Pipeline):
-    """The velocity-model protocol over a StableDiffusion3Pipeline (arXiv 2403.03206).
+    """The model protocol over a StableDiffusion3Pipeline (arXiv 2403.03206).
 
-    T5 may be left out of the folder; it is zeros then. The transformer knows no mask: it attends to the tokens that pad a
-    prompt too, so a prompt is encoded to `text_tokens` in training as later in use.
+    The folder may lack T5; its embeddings are zeros then. The transformer has no mask and attends to padding tokens, so
+    train with the same `text_tokens` as at inference.
     """
 
     pipeline = "StableDiffusion3Pipeline"
@@ -30,10 +30,10 @@ class SD3(Pipeline):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s), s being what the VAE scales by.
+        """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: s times the patch does not divide the size, or it has more patches than the model has positions for.
+            ValueError: height or width is not a multiple of s times the patch, or has more patches than positions.
         """
         check_still(frames)
         scale, patch = self.vae_scale, self.config["patch_size"]
@@ -41,12 +41,12 @@ class SD3(Pipeline):
         return (self.config["in_channels"], height // scale, width // scale)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: that of the scheduler itself."""
+        """Return the pipeline's schedule, which is its scheduler's default."""
         patch = self.config["patch_size"]
         return flow_schedule(self.scheduler(), steps, tokens=(shape[-2] // patch) * (shape[-1] // patch))
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return T5's tokenizer, or CLIP's if there is none."""
+        """Return the T5 tokenizer, or a CLIP tokenizer if there is no T5, and its limit."""
         if tokenizers.tokenizer_3 is not None:
             return tokenizers.tokenizer_3, self.text_tokens
         return tokenizers.tokenizer, tokenizers.tokenizer.model_max_length
@@ -64,7 +64,7 @@ class SD3(Pipeline):
         return {"tokens": tokens, "pooled": pooled}
 
     def cond(self, texts: Mapping[str, Tensor]) -> TextCond:
-        """Return them together."""
+        """Return the conditioning."""
         return TextCond(**texts)
 
     def predict(

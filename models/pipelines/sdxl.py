@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: the UNet with two CLIPs, and with the image's size as an input."""
+"""Stable Diffusion XL: a UNet with two CLIP encoders and the image's size as an input."""
 
 from typing import Any, ClassVar
 
@@ -9,9 +9,10 @@ from fluvial.models.pipelines.unet import StableDiffusion
 
 
 class StableDiffusionXL(StableDiffusion):
-    """The velocity-model protocol over a StableDiffusionXLPipeline (arXiv 2307.01952), a model of epsilon.
+    """The model protocol over a StableDiffusionXLPipeline (arXiv 2307.01952), a model of epsilon.
 
-    The empty prompt is zeros where the folder says so, as it is for the pipeline that is given no negative prompt.
+    With `force_zeros_for_empty_prompt` in the folder, the empty prompt is encoded to zeros, as in the pipeline without a
+    negative prompt.
     """
 
     pipeline = "StableDiffusionXLPipeline"

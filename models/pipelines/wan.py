@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: videos from text, by one transformer, or by one for much noise and another for little."""
+"""Wan 2.1 and 2.2: videos from text, with one transformer, or with one each for high and low noise levels."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,19 +14,19 @@ from fluvial.models.protocol import Schedule
 
 
 class WanCond(NamedTuple):
-    """A batch of prompts as Wan's transformer takes them."""
+    """Conditioning of Wan's transformer."""
 
-    tokens: Tensor  # [B, L, D] of UMT5, zeros after the prompt's end
+    tokens: Tensor  # [B, L, D] UMT5 embeddings, zero at padding tokens
 
 
 class Wan(Pipeline):
-    """The velocity-model protocol over a WanPipeline (arXiv 2503.20314), whose samples are videos.
+    """The model protocol over a WanPipeline (arXiv 2503.20314), whose samples are videos.
 
-    The folder's scheduler is UniPC on the levels of a flow; the rollout walks the levels of FlowMatchEulerDiscreteScheduler
-    with the same shift. UMT5 leaves out what pads a prompt, and the transformer is given zeros there.
+    The folder's scheduler is UniPC on the levels of a flow; the rollout uses the levels of FlowMatchEulerDiscreteScheduler
+    with the same shift. UMT5 masks padding tokens, and the transformer is given zeros in their place.
 
     Args:
-        folder, options: as any pipeline takes them.
+        folder, options: see `Pipeline`.
     """
 
     pipeline = "WanPipeline"
@@ -43,51 +43,51 @@ class Wan(Pipeline):
             self.weights = {part: self.folder / part for part in EXPERTS}
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the transformer, or both as `Experts`; see the protocol."""
+        """Return the transformer, or both transformers as `Experts`; see `DiffusionModel.build`."""
         if self.boundary_ratio is None:
             return super().build(empty=empty)
         networks = {part: self.build_part(part, empty=empty) for part in EXPERTS}
         return Experts(networks, boundary=1000 * self.boundary_ratio)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the repeated blocks, in the order they run."""
+        """Return the repeated blocks in the order they run."""
         lists = [f"{part}.blocks" for part in EXPERTS] if isinstance(module, Experts) else ["blocks"]
         return [block for name in lists for block in module.get_submodule(name).children()]
 
     @property
     def vae_scale(self) -> int:
-        """Pixels that a value of the latents stands for, along each side."""
+        """Pixels per latent along each side."""
         return int(self.vae_config.get("scale_factor_spatial", 8))
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, 1 + (frames - 1) / r, height / s, width / s); the VAE scales sides by s, and frames by r but the first.
+        """Return (C, 1 + (frames - 1) / r, height / s, width / s) for a VAE that scales by r in time and s in space.
 
         Raises:
-            ValueError: s times the patch does not divide the size, or r does not divide frames - 1.
+            ValueError: height or width is not a multiple of s times the patch, or frames - 1 not of r.
         """
-        rate = self.vae_config.get("scale_factor_temporal", 4)  # older folders do not say
+        rate = self.vae_config.get("scale_factor_temporal", 4)  # absent in older folders
         if frames < 1 or (frames - 1) % rate:
-            raise ValueError(f"{frames} frames are asked for, expected 1 and a multiple of {rate}")
+            raise ValueError(f"frames is {frames}, expected 1 plus a multiple of {rate}")
         check_size(height, width, multiple=self.vae_scale * self.config["patch_size"][-1])
         return (self.config["in_channels"], 1 + (frames - 1) // rate, height // self.vae_scale, width // self.vae_scale)
 
     def scheduler(self) -> Any:
-        """Return diffusers' flow-matching scheduler with the folder's shift, or raise ValueError if that is of no flow."""
+        """Return diffusers' flow-matching scheduler with the folder's shift; ValueError if the folder's is not of a flow."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         if self.parts["scheduler"] != "UniPCMultistepScheduler":
             return super().scheduler()
         settings = read_settings(self.folder / "scheduler" / "scheduler_config.json")
         if not settings.get("use_flow_sigmas"):
-            raise ValueError(f"{self.folder} is scheduled by UniPCMultistepScheduler without use_flow_sigmas, expected with")
+            raise ValueError(f"{self.folder} has a UniPCMultistepScheduler without use_flow_sigmas, expected with")
         return FlowMatchEulerDiscreteScheduler(shift=settings.get("flow_shift", 1.0))
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the schedule of the scheduler, the same for all sizes."""
+        """Return the schedule of the scheduler; it is the same for all sizes."""
         return flow_schedule(self.scheduler(), steps, tokens=0)
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return UMT5's tokenizer."""
+        """Return the UMT5 tokenizer and its limit."""
         return tokenizers.tokenizer, self.text_tokens
 
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class Wan(Pipeline):
         return {"tokens": encoders.encode_prompt(prompt, do_classifier_free_guidance=False, **options)[0]}
 
     def cond(self, texts: Mapping[str, Tensor]) -> WanCond:
-        """Return them."""
+        """Return the conditioning."""
         return WanCond(**texts)
 
     def predict(
@@ -116,4 +116,4 @@ class Wan(Pipeline):
             torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
             for name in ("latents_mean", "latents_std")
         )
-        return self.decode_with_vae(latents / (1 / std) + mean)  # as diffusers' pipeline, for the same bits
+        return self.decode_with_vae(latents / (1 / std) + mean)  # the operations of diffusers' pipeline, for the same bits

@@ -1,4 +1,4 @@
-"""Z-Image: one stream of image and text, whose network takes lists, counts time the other way and predicts x0 - eps."""
+"""Z-Image: one stream of image and text tokens; its network takes lists, time 1 - sigma, and predicts x0 - eps."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
-PATCH = 2  # pixels of the latents that a token holds, along each side
+PATCH = 2  # latents per token along each side
 
 
 class ZImageCond(NamedTuple):
-    """A batch of prompts as Z-Image's transformer takes them, once they are cut to their lengths."""
+    """Conditioning of Z-Image's transformer; each prompt is cut to its length for the forward pass."""
 
-    tokens: Tensor  # [B, L, D] of Qwen3, zeros after a prompt's end
-    lengths: Tensor  # [B] int64, how many of them are the prompt's
+    tokens: Tensor  # [B, L, D] Qwen3 embeddings, zero at padding tokens
+    lengths: Tensor  # [B] int64, number of tokens of the prompt
 
 
 class ZImage(Pipeline):
-    """The velocity-model protocol over a ZImagePipeline: Z-Image and Z-Image-Turbo (arXiv 2511.22699).
+    """The model protocol over a ZImagePipeline: Z-Image and Z-Image-Turbo (arXiv 2511.22699).
 
-    The scale of guidance g is that of all models, v_uncond + g (v - v_uncond): the pipeline's `guidance_scale` is g - 1.
+    The guidance scale g means v_uncond + g (v - v_uncond) as for all models; the pipeline's `guidance_scale` is g - 1.
 
-    The network takes each prompt at its own length, which also places the image, so a forward pass reads the lengths of
-    its batch back from the device; and it pads to the longest of them, so a sample's velocity depends on the others by
-    rounding.
+    The network takes each prompt at its own length, which also sets the positions of the image's tokens. Therefore each
+    forward pass reads the lengths of the batch from the device. The network pads to the longest prompt of the batch, so a
+    sample's velocity depends on the other samples up to rounding.
     """
 
     pipeline = "ZImagePipeline"
@@ -36,10 +36,10 @@ class ZImage(Pipeline):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s), s being what the VAE scales by.
+        """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: 2 s does not divide the size, or a side has more patches than the model has positions for.
+            ValueError: height or width is not a multiple of 2 s, or has more patches than positions.
         """
         check_still(frames)
         multiple = self.vae_scale * PATCH
@@ -47,14 +47,14 @@ class ZImage(Pipeline):
         return (self.config["in_channels"], height // self.vae_scale, width // self.vae_scale)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: levels 1 to 1 / steps, moved as the scheduler says."""
+        """Return the pipeline's schedule: levels 1 to 1 / steps, shifted by the scheduler."""
         tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
         return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=torch.linspace(1.0, 1 / steps, steps).tolist())
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the tokenizer, and what its chat template leaves of `text_tokens`."""
+        """Return the tokenizer, and the number of tokens that its chat template leaves for the prompt."""
         tokenizer = tokenizers.tokenizer
-        # As the pipeline asks for it.
+        # The arguments of the pipeline.
         chat = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
         template = tokenizer.apply_chat_template([{"role": "user", "content": ""}], **chat)
         return tokenizer, self.text_tokens - len(tokenizer(template).input_ids)
@@ -68,7 +68,7 @@ class ZImage(Pipeline):
         return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}
 
     def cond(self, texts: Mapping[str, Tensor]) -> ZImageCond:
-        """Return them together."""
+        """Return the conditioning."""
         return ZImageCond(**texts)
 
     def predict(

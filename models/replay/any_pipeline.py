@@ -1,9 +1,10 @@
-"""A model of any flow pipeline of diffusers, without an adapter: the pipeline itself encodes, schedules and decodes.
+"""A model of any flow pipeline of diffusers without an adapter: the pipeline itself encodes, schedules and decodes.
 
-To encode a prompt, the pipeline is run with a stand-in for its transformer, which returns noise and takes no time. What the
-transformer would have been given at each step, but for the sample, is the prompt's conditioning, and what the pipeline made
-of the noise says how its velocity comes about (`models.capture`). To decode samples, it is run with a scheduler that answers
-with them. `check` compares all this with a run of the pipeline with its real transformer.
+To encode a prompt, the pipeline runs with a stand-in for its transformer, which returns noise at no cost. The inputs of the
+stand-in, apart from the sample, are the prompt's conditioning; the velocity that the pipeline makes from the noise gives the
+step's recipe (`models.replay.capture`). To decode samples, the pipeline runs with a scheduler that returns them. Everything
+that a rollout relies on is checked (`models.replay.checks`), and `AnyPipeline.check` compares the result with a run of the
+pipeline with its real transformer.
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.capture import SCALES, Capture, same_steps
-from fluvial.models.replay.recorded import RecordedModel, check_replay, generators, record, rounding
+from fluvial.models.replay.checks import check_images, check_initial_noise, check_steps, foreign, refusal
+from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, check_replay, generators, record, rounding
 
-# A prompt is encoded as that many samples, so that an input with a row for each is told from one that all share.
+# A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
@@ -33,31 +35,32 @@ class _Known(NamedTuple):
     """What does not depend on the prompt."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the samples that the pipeline ends with, and decodes
+    dtype: torch.dtype  # of the samples that the pipeline ends with and decodes
     schedule: Schedule
     model: RecordedModel
-    rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with a row a sample
+    rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
 
 
 class AnyPipeline(Pipeline):
-    """The velocity-model protocol over a flow pipeline that has no adapter, for one size, number of steps and guidance.
+    """The model protocol over a flow pipeline without an adapter, for one size, number of steps and guidance.
 
-    Its conditioning holds its guidance, negative prompt and all, and is known at the noise levels of its schedule alone. The
-    text encoders stay loaded, since the pipeline takes part in decoding. A folder's solver of higher order (as Sana has)
-    makes way for Euler's steps through the same flow.
+    The conditioning includes the guidance, with the negative prompt, and is known only at the noise levels of the schedule.
+    The text encoders stay loaded, because the whole pipeline takes part in decoding. If the folder's scheduler is a solver
+    of higher order (as Sana's), it is replaced by Euler steps through the same flow.
 
     Args:
-        folder: as diffusers saves a pipeline, or an id on the Hub; its transformer predicts a flow's velocity.
-        height, width, frames: of the images (videos), in pixels.
-        steps: of its schedule.
-        scale: of its guidance; passed on as guidance_scale, or as true_cfg_scale where it knows no other.
-        negative: prompt that is guided away from.
-        call: what else the pipeline is called with.
-        compute: dtype that the transformer will work in, which pipelines round numbers of their own to.
-        options: as any pipeline takes them.
+        folder: folder as diffusers saves a pipeline, or an id on the Hub; its transformer predicts a flow's velocity.
+        height, width: size of the images or videos, in pixels.
+        frames: number of frames of a video; 1 for images.
+        steps: number of steps of the schedule.
+        scale: scale of guidance, passed on as guidance_scale, or as true_cfg_scale if the pipeline has only that.
+        negative: negative prompt of guidance.
+        call: further arguments of the pipeline's call.
+        compute: dtype that the transformer will compute in; pipelines round some of their own numbers to it.
+        options: see `Pipeline`.
 
     Raises:
-        ValueError: as `Pipeline`, or the pipeline's class is not one of diffusers'.
+        ValueError: see `Pipeline`; or diffusers does not have the pipeline's class, or the class does not take an argument.
     """
 
     recorded = True
@@ -103,94 +106,114 @@ class AnyPipeline(Pipeline):
 
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The projections of attention, by those of the names that diffusers gives them that this network has."""
+        """The attention projections, by those of diffusers' usual names that the network has."""
         layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
         return tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers in the network's lists, those alone that it says are its blocks if it says so."""
+        """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
         layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
-        said = {*(getattr(module, "_no_split_modules", None) or ()), *(getattr(module, "_repeated_blocks", None) or ())}
-        return [layer for layer in layers if type(layer).__name__ in said] or layers
+        named = {*(getattr(module, "_no_split_modules", None) or ()), *(getattr(module, "_repeated_blocks", None) or ())}
+        return [layer for layer in layers if type(layer).__name__ in named] or layers
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the samples that the pipeline makes.
+        """Return the shape of one sample of the pipeline.
 
         Raises:
-            ValueError: another size is asked for than it was opened with, or it refuses that.
+            ValueError: the size is not the one that the model was opened with, or the pipeline cannot be replayed.
         """
         size = (height, width, frames)
         if size != (opened := (self.asked["height"], self.asked["width"], self.asked.get("num_frames", 1))):
-            raise ValueError(f"{size} (height, width, frames) is asked for, expected {opened}, as the pipeline was opened")
+            raise ValueError(f"size (height, width, frames) is {size}, expected {opened}, as the pipeline was opened")
         return self.known.shape
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return what the pipeline steps through; ValueError if other steps are asked for than it was opened with."""
+        """Return the pipeline's schedule; ValueError if the number of steps is not the one that it was opened with."""
         if steps != self.steps:
-            raise ValueError(f"{steps} steps are asked for, expected {self.steps}, as the pipeline was opened")
+            raise ValueError(f"steps is {steps}, expected {self.steps}, as the pipeline was opened")
         return self.known.schedule
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the tokenizer that takes most, and how many tokens the pipeline or it takes."""
-        found = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
+        """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
+        from transformers import ProcessorMixin
+
+        parts = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
+        # Some pipelines have a processor of text and images in the tokenizer's place.
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
-        tokenizer = max(found, key=lambda one: one.model_max_length)
-        return tokenizer, min(tokenizer.model_max_length, self.text_tokens)
+        with foreign(self.pipeline, "tell the length of its prompts"):
+            tokenizer = max(found, key=lambda one: one.model_max_length)
+            return tokenizer, min(tokenizer.model_max_length, self.text_tokens)
+
+    def count_tokens(self, tokenizer: Any, prompt: str) -> int:
+        """Return the number of tokens of a prompt."""
+        with foreign(self.pipeline, f"tokenize the prompt {prompt[:40]!r}"):
+            return super().count_tokens(tokenizer, prompt)
 
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
-        """Return what the transformer is given for a prompt besides the sample, by way and row, each `[1, ...]`.
+        """Return the transformer's inputs for a prompt apart from the sample, by recipe and row, each `[1, ...]`.
 
         Raises:
-            ValueError: it is given something else than for other prompts.
+            ValueError: they have other shapes or another recipe than those of other prompts.
         """
         found, cond = self._dry(encoders, prompt)
-        if not same_steps(found.model.ways, self.known.model.ways) or found.rows != self.known.rows:
-            raise ValueError(
-                f"{self.pipeline} cannot be trained without an adapter: its {COMPONENT} is given inputs of other shapes or "
-                f"settings for the prompt {prompt[:40]!r} than for others; samples of both cannot be in one batch"
+        if not same_steps(found.model.recipes, self.known.model.recipes) or found.rows != self.known.rows:
+            raise refusal(
+                self.pipeline,
+                f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {prompt[:40]!r} than for "
+                "others; samples of both cannot be in one batch",
             )
-        return {f"{way}.{row}": tensor for way, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+        return {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
-        """Return them as the recorded model takes them."""
-        return tuple(tuple(texts[f"{way}.{row}"] for row in range(len(rows))) for way, rows in enumerate(self.known.rows))
+        """Return the conditioning of the recorded model."""
+        return tuple(
+            tuple(texts[f"{recipe}.{row}"] for row in range(len(rows))) for recipe, rows in enumerate(self.known.rows)
+        )
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, *, timestep: Tensor | None = None) -> Tensor:
-        """Return the velocity that the pipeline would step with, guidance included, at levels of its schedule.
+        """Return the velocity that the pipeline would step with, guidance included, at noise levels of its schedule.
 
         Raises:
-            ValueError: a sigma is no step's (looked at only where that is free; elsewhere the answer is NaN).
+            ValueError: a sigma is that of no step. On a GPU this is not checked; the velocity is NaN there.
         """
         return self.known.model.predict(module, x, sigma, cond)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, C, H, W]`, or videos `[B, C, F, H, W]`, float in [0, 1]."""
+        """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
         return torch.cat([self._decoded(chunk) for chunk in latents.split(self.decode_chunk)]).to(latents.device)
 
     def check(self, module: nn.Module, prompts: Sequence[str]) -> float:
-        """Compare the model with a run of the pipeline: return the largest relative error of its velocities.
+        """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
 
         Args:
             module: the transformer, as it is trained.
-            prompts: to run it on.
+            prompts: prompts of the run.
+
+        Returns:
+            The largest relative error of the velocities.
 
         Raises:
-            ValueError: they are further apart than by rounding, or the schedules differ; the message names the pipeline.
+            ValueError: something differs by more than rounding; the message names the pipeline and what differs.
         """
         pipe, stand_in = self._loaded(), self._loaded().transformer
-        asked = {name: value for name, value in self.asked.items() if name not in ("num_inference_steps", "return_dict")}
+        apart = ("num_inference_steps", "return_dict", "output_type")
+        asked = {name: value for name, value in self.asked.items() if name not in apart}
         pipe.transformer = module
         try:
-            with quietly():
+            with quietly(), torch.no_grad():
                 run = record(pipe, prompts, key=key(0), steps=self.steps, sampler="ode", form="unscaled", **asked)
         finally:
             pipe.transformer = stand_in
         if not torch.equal(run.schedule.levels, self.known.schedule.levels):
-            raise ValueError(f"{self.pipeline} cannot be trained without an adapter: its schedule differs from run to run")
-        device = run.trajectory.final.device
-        cond = tuple(tuple(row.to(device) for row in rows) for rows in self.encode(prompts))
+            raise refusal(self.pipeline, "its schedule differs from run to run")
+        check_steps(self.pipeline, run.taken, self.steps)
+        check_initial_noise(self.pipeline, run.initial)
+        final = run.trajectory.final
+        check_images(self.pipeline, self.decode(final), _pixels(run.images), tolerance=TOLERANCES[self.dtype])
+        cond = tuple(tuple(row.to(final.device) for row in rows) for rows in self.encode(prompts))
         ours = dataclasses.replace(run, model=self.known.model, cond=cond)
         return check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(run.model))
 
@@ -204,19 +227,19 @@ class AnyPipeline(Pipeline):
     def _asked(
         self, height: int, width: int, frames: int, steps: int, scale: float, negative: str, call: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what the pipeline is called with besides the prompt."""
+        """Return the arguments of the pipeline's call apart from the prompt."""
         asked: dict[str, Any] = {
             "height": height, "width": width, "num_inference_steps": steps, "output_type": "latent", "return_dict": False
         }  # fmt: skip
         if "num_frames" in self.takes:
             asked["num_frames"] = frames
         elif frames != 1:
-            raise ValueError(f"{frames} frames are asked for, expected 1: {self.pipeline} makes images")
+            raise ValueError(f"frames is {frames}, expected 1: {self.pipeline} makes images")
         guidance = next((name for name in SCALES if name in self.takes), None)
         if guidance is not None:
             asked[guidance] = scale
         elif scale != 1:
-            raise ValueError(f"guidance of scale {scale:g} is asked for, and {self.pipeline} has none")
+            raise ValueError(f"the scale of guidance is {scale:g}, expected 1: {self.pipeline} has no guidance")
         if scale != 1 and "negative_prompt" in self.takes:
             asked["negative_prompt"] = negative
         asked |= call
@@ -231,29 +254,30 @@ class AnyPipeline(Pipeline):
         return f"{super()._encoders()} {self.compute} {_shown(self.asked)}"
 
     def _loaded(self) -> Any:
-        """Return the pipeline with a stand-in for its transformer, its other parts frozen and on the device."""
+        """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
             from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
             stand_in = _stand_in(self.build(empty=True), self.device, self.compute)
-            with quietly():
-                self._pipe = DiffusionPipeline.from_pretrained(
-                    self.folder, transformer=None, torch_dtype=self.dtype, local_files_only=True,
+            with quietly(), foreign(self.pipeline, "be loaded"):
+                pipe = DiffusionPipeline.from_pretrained(
+                    self.folder, transformer=None, torch_dtype=self.dtype, local_files_only=True, use_safetensors=True,
                     trust_remote_code=self.trust_remote_code,
                 )  # fmt: skip
-            for part in self._pipe.components.values():
-                if isinstance(part, nn.Module):
-                    part.requires_grad_(False).eval().to(self.device)
-            settings = self._pipe.scheduler.config
-            if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
-                # A solver of higher order on the levels of a flow, which have Euler's steps too.
-                self._pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-            self._pipe.transformer = stand_in
-            self._pipe.set_progress_bar_config(disable=True)
+                for part in pipe.components.values():
+                    if isinstance(part, nn.Module):
+                        part.requires_grad_(False).eval().to(self.device)
+                settings = pipe.scheduler.config
+                if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
+                    # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
+                    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
+                pipe.transformer = stand_in
+                pipe.set_progress_bar_config(disable=True)
+            self._pipe = pipe
         return self._pipe
 
     def _several(self, prompt: str, number: int) -> dict[str, Any]:
-        """Return how the pipeline is told to make several samples of a prompt."""
+        """Return the arguments that make the pipeline draw several samples of a prompt."""
         for name in ("num_images_per_prompt", "num_videos_per_prompt"):
             if name in self.takes:
                 return {"prompt": prompt, name: number}
@@ -268,43 +292,44 @@ class AnyPipeline(Pipeline):
         asked = {**self.asked, **self._several(prompt, COPIES), "generator": seeds}
         capture = Capture(pipe, COMPONENT, asked)
         own = pipe.scheduler
-        scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
-        try:
-            with (
-                quietly(), capture.watching(pipe, scheduler),
-                scheduler.recording(key=key(0), form="unscaled", on_step=capture.step) as recorder,
-            ):  # fmt: skip
+        with foreign(self.pipeline, "be trained without an adapter"):
+            scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
+        with (
+            quietly(), capture.watching(pipe, scheduler),
+            scheduler.recording(key=key(0), form="unscaled", on_step=capture.step) as recorder,
+        ):  # fmt: skip
+            with foreign(self.pipeline, f"be called with {_shown(self.asked)}"):
                 pipe(**asked)
-        except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
-            if str(error).startswith(self.pipeline):  # a refusal of the capture's
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{self.pipeline} cannot be called with {_shown(self.asked)}: {reason}") from error
-        ways, cond = capture.ways()
-        if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
-            raise ValueError(
-                f"{self.pipeline} cannot be trained without an adapter: its {COMPONENT} is given something besides the "
-                "sample that depends on it"
-            )
-        shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
+            if capture.initial is None:
+                raise refusal(self.pipeline, "its scheduler takes no step")
         levels = recorder.sigmas
-        model = RecordedModel(self.pipeline, levels[:-1], ways)
+        check_steps(self.pipeline, capture.taken, len(levels) - 1)
+        check_initial_noise(self.pipeline, capture.initial)
+        recipes, cond = capture.recipes()
+        if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
+            raise refusal(self.pipeline, f"its {COMPONENT} is given something besides the sample that depends on it")
+        shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
+        model = RecordedModel(self.pipeline, levels[:-1], recipes)
         last = recorder.trajectory().x_next
-        own = tuple(tuple(row[:1] for row in rows) for rows in cond)
-        return _Known(tuple(last.shape[2:]), last.dtype, Schedule(levels, scheduler.timesteps), model, shapes), own
+        first = tuple(tuple(row[:1] for row in rows) for rows in cond)
+        return _Known(tuple(last.shape[2:]), last.dtype, Schedule(levels, scheduler.timesteps), model, shapes), first
 
     def _decoded(self, latents: Tensor) -> Tensor:
-        """Return what the pipeline makes of its last latents."""
+        """Return the pipeline's images for its last latents."""
         pipe = self._loaded()
         own = pipe.scheduler
-        pipe.scheduler = _answer(own, latents.to(self.device, self.known.dtype))
         once = {**self._several("", len(latents)), "num_inference_steps": 1, "output_type": "pt"}
         try:
-            with quietly():
-                images: Tensor = pipe(**{**self.asked, **once})[0]
+            with quietly(), foreign(self.pipeline, "decode samples"):
+                pipe.scheduler = _answer(own, latents.to(self.device, self.known.dtype))
+                return _pixels(pipe(**{**self.asked, **once})[0])
         finally:
             pipe.scheduler = own
-        return (images.transpose(1, 2) if images.ndim == 5 else images).float().clamp(0, 1)
+
+
+def _pixels(made: Tensor) -> Tensor:
+    """Return a pipeline's output as images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
+    return (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
 
 
 def _shown(asked: Mapping[str, Any]) -> str:
@@ -312,7 +337,7 @@ def _shown(asked: Mapping[str, Any]) -> str:
 
 
 def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
-    """Return the empty network, made to look as if it were on a device and of a dtype, and to answer with noise."""
+    """Return the empty network with another device and dtype, whose forward pass returns noise."""
     kind, source = type(network), torch.Generator().manual_seed(0)
     doubled = network.config.get("out_channels") == 2 * network.config.get("in_channels", math.inf)  # a learned variance
 
@@ -329,7 +354,7 @@ def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
 
 
 def _answer(scheduler: Any, latents: Tensor) -> Any:
-    """Return a scheduler with another one's settings, whose steps all lead to the given samples."""
+    """Return a scheduler with the settings of another one, whose steps return the given samples."""
 
     class Answer(type(scheduler)):  # type: ignore[misc]
         def step(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:

@@ -1,5 +1,6 @@
-"""How a pipeline of diffusers makes a step's velocity of its transformer, found out by watching it do so."""
+"""Find out how a pipeline of diffusers makes a step's velocity from its transformer's outputs, by watching a run."""
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
+from fluvial.models.replay.checks import ReplayError, check_chain, refusal
 
-SCALES = ("guidance_scale", "true_cfg_scale")  # what diffusers' pipelines call the scale of classifier-free guidance
+SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 
 
 class Latent(NamedTuple):
@@ -25,7 +27,7 @@ class Latent(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An input with a row a sample, repeated along the batch for guidance."""
+    """An input with one row per sample, repeated along the batch for guidance."""
 
     repeats: int
     each_step: bool  # whether it differs from step to step
@@ -41,31 +43,31 @@ Leaf = Latent | Row | Fixed
 
 
 class Call(NamedTuple):
-    """One call of the transformer: where its inputs come from, as leaves of the pytree (args, kwargs)."""
+    """One call of the transformer: the source of each input, as leaves of the pytree (args, kwargs)."""
 
     tree: Any  # an optree.PyTreeSpec
     leaves: tuple[Leaf, ...]
-    dtype: torch.dtype  # of what it returns
+    dtype: torch.dtype  # of the output
 
     @property
     def repeats(self) -> int:
-        """How many times the batch is in one call."""
+        """Number of copies of the batch in the call."""
         return next(leaf.repeats for leaf in self.leaves if isinstance(leaf, Latent))
 
 
 class Combination(NamedTuple):
-    """What a step's velocity is made of: one part, or two with classifier-free guidance c + g (c - u) or u + g (c - u).
+    """A step's velocity as a function of one part, or of two with classifier-free guidance: c + g (c - u) or u + g (c - u).
 
-    A part is what the transformer returns for one copy of the batch; the parts of all calls are counted.
+    A part is the transformer's output for one copy of the batch; the parts of all calls are numbered in order.
     """
 
-    cond: int | None = None  # which of two parts is c; None: there is one part
+    cond: int | None = None  # index of c among two parts; None if there is one part
     scale: float = 1.0  # g
-    from_cond: bool = False  # it starts from c, as Z-Image's does
-    keep_norm: bool = False  # it is given the norm of c over the last dimension, as Lumina 2's is
-    first_half: bool = False  # of the channels: the others are a learned variance
-    negative: bool = False  # the model predicts x0 - eps
-    dtype: torch.dtype | None = None  # the parts are cast to it first
+    from_cond: bool = False  # starts from c, as in Z-Image
+    keep_norm: bool = False  # rescaled to the norm of c over the last dimension, as in Lumina 2
+    first_half: bool = False  # takes the first half of the channels; the other half is a learned variance
+    negative: bool = False  # the transformer predicts x0 - eps
+    dtype: torch.dtype | None = None  # dtype that the parts are cast to first
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the velocity of the parts, each `[B, ...]`."""
@@ -84,20 +86,20 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecipe:
-    """How the velocity of some recorded steps comes about; steps that are made alike share one."""
+    """Calls and combination that give the velocity of one or more recorded steps."""
 
     calls: tuple[Call, ...]
     combination: Combination
-    positions: tuple[int, ...]  # of the steps, among the recorded ones
+    positions: tuple[int, ...]  # indices of the steps among the recorded ones
 
     def predict(self, module: nn.Module, x: Tensor, rows: Sequence[Tensor], place: Tensor) -> Tensor:
-        """Return the velocity of P pairs.
+        """Return the velocity of P pairs of a sample and a step.
 
         Args:
             module: the transformer.
-            x: `[P, *event]`.
-            rows: the inputs with a row a sample, `[P, repeats, ...]`; those that differ by step, `[P, S, repeats, ...]`.
-            place: `[P]` int64, which of the S steps.
+            x: samples, `[P, *event]`.
+            rows: inputs with one row per sample, `[P, repeats, ...]`, or `[P, S, repeats, ...]` if they differ by step.
+            place: index of each pair's step among the S steps, `[P]` int64.
         """
         values, pairs, parts = iter(rows), torch.arange(len(x), device=x.device), []
         for call in self.calls:
@@ -115,51 +117,71 @@ class StepRecipe:
         return self.combination(parts)
 
 
-class _Steps(NamedTuple):
-    """Steps that are made alike, as they are recorded."""
+class _Group(NamedTuple):
+    """Recorded steps with the same recipe."""
 
     calls: list[Call]
-    combinations: list[Combination]  # that gave the velocity of all of them
+    combinations: list[Combination]  # combinations that gave the velocity of all these steps
     positions: list[int]
-    rows: list[list[Tensor]]  # of each step; the same objects where they are equal
+    rows: list[list[Tensor]]  # rows of each step; the same objects where they are equal
 
 
 class Capture:
-    """Hold what a transformer is given and returns within a step, until the scheduler is told the velocity.
+    """Record the transformer's inputs and outputs within each step until the scheduler receives the velocity.
 
     Args:
         pipe: the pipeline.
-        component: the part of it that is watched.
-        asked: what the pipeline is called with.
+        component: name of the watched part.
+        asked: arguments of the pipeline's call.
 
     Raises:
-        ValueError: it cannot be called so.
+        ValueError: the pipeline does not take those arguments.
     """
 
     def __init__(self, pipe: Any, component: str, asked: dict[str, Any]) -> None:
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
+        self.taken: list[int] = []  # steps of the schedule, in the order they were taken
+        self.initial: Tensor | None = None  # samples before the first step
+        self._output: Tensor | None = None  # of the last step
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._outputs: list[Any] = []
-        self._groups: list[_Steps] = []
+        self._groups: list[_Group] = []
         self._recorded = 0
 
     @contextmanager
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
-        """Let a pipeline step with another scheduler and its transformer be watched, for a while."""
+        """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
         own, module = pipe.scheduler, pipe.components[self.component]
         handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True), module.register_forward_hook(self._after),
         ]  # fmt: skip
+        scheduler.step = self._following(scheduler.step)
         pipe.scheduler = scheduler
         try:
             yield
         finally:
             pipe.scheduler = own
+            vars(scheduler).pop("step", None)  # the class has its own
             for handle in handles:
                 handle.remove()
 
     def step(self, step: int, x: Tensor, v: Tensor, recorded: bool) -> None:
-        """Understand the calls of a step, or raise ValueError."""
+        """Find the calls and combinations that give the velocity of a step.
+
+        Args:
+            step: step of the schedule.
+            x: sample that the scheduler is given.
+            v: velocity that the scheduler is given.
+            recorded: whether the step is recorded; other steps are only checked to follow each other.
+
+        Raises:
+            ReplayError: the step does not start from the output of the one before, or its velocity is not understood.
+        """
+        if self._output is None:
+            self.initial = x.detach().clone()
+        else:
+            check_chain(self.pipeline, step, x, self._output)
+        self.taken.append(step)
         inputs, outputs = self._inputs, self._outputs
         self._inputs, self._outputs = [], []
         if not recorded:
@@ -173,7 +195,7 @@ class Capture:
             leaves, tree = optree.tree_flatten(given)
             repeats = next((count for leaf in leaves if (count := _copies(leaf, x))), None)
             if repeats is None:
-                raise self._refusal(step, f"the {self.component} is called without the sample, as the scheduler has it")
+                raise self._refusal(step, f"the {self.component} is called without the sample that the scheduler has")
             kinds: list[Leaf] = []
             for leaf in leaves:
                 if count := _copies(leaf, x):
@@ -185,7 +207,7 @@ class Capture:
                     kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))
             returned = _output(output)
             if not isinstance(returned, Tensor) or len(returned) != repeats * len(x):
-                raise self._refusal(step, f"the {self.component} returns something else than a tensor of as many samples")
+                raise self._refusal(step, f"the {self.component} does not return one output per sample")
             calls.append(Call(tree, tuple(kinds), returned.dtype))
             parts.extend(returned.chunk(repeats))
         combinations = [combination for combination in _combinations(parts, v, self.scales) if _same(combination(parts), v)]
@@ -197,14 +219,18 @@ class Capture:
             )
         self._add(calls, rows, combinations)
 
-    def ways(self) -> tuple[tuple[StepRecipe, ...], Cond]:
-        """Return how the velocities came about, and the inputs with a row a sample."""
-        ways, cond = [], []
+    def recipes(self) -> tuple[tuple[StepRecipe, ...], Cond]:
+        """Return the recipes of the recorded steps, and the inputs with one row per sample.
+
+        Raises:
+            ReplayError: several combinations give the velocities of some steps.
+        """
+        recipes, cond = [], []
         for group in self._groups:
             if len(group.combinations) > 1:
                 raise self._refusal(
                     None,
-                    "its velocity is several combinations of the outputs at once; use prompts other than the negative one",
+                    "several combinations of the outputs give its velocity; use prompts other than the negative one",
                 )
             each_step = [any(row is not first for row in others) for first, *others in zip(*group.rows, strict=True)]
             flags = iter(each_step)
@@ -212,13 +238,24 @@ class Capture:
             for call in group.calls:
                 leaves = (leaf._replace(each_step=next(flags)) if isinstance(leaf, Row) else leaf for leaf in call.leaves)
                 calls.append(call._replace(leaves=tuple(leaves)))
-            ways.append(StepRecipe(tuple(calls), group.combinations[0], tuple(group.positions)))
+            recipes.append(StepRecipe(tuple(calls), group.combinations[0], tuple(group.positions)))
             columns = zip(zip(*group.rows, strict=True), each_step, strict=True)
             cond.append(tuple(torch.stack(column, dim=1) if differs else column[0] for column, differs in columns))
-        return tuple(ways), tuple(cond)
+        return tuple(recipes), tuple(cond)
+
+    def _following(self, step: Any) -> Any:
+        """Return a scheduler's step that keeps its output, to compare the next step's sample with."""
+
+        @functools.wraps(step)  # pipelines look at its signature
+        def following(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._output = result[0].detach().clone()  # the pipeline may write to the sample
+            return result
+
+        return following
 
     def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination]) -> None:
-        """Put a step to those that are made alike, keeping tensors that are equal once."""
+        """Add a step to the group of its recipe; tensors that equal those of another step are stored once."""
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
             both = [known for known in group.combinations if known in combinations]
@@ -230,23 +267,21 @@ class Capture:
                 group.rows.append(kept)
                 self._groups[at] = group._replace(combinations=both)
                 return
-        self._groups.append(_Steps(calls, combinations, [position], [[row.clone() for row in rows]]))
+        self._groups.append(_Group(calls, combinations, [position], [[row.clone() for row in rows]]))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the inputs; the transformer may go on to change the containers, so they are copied."""
+        # Containers are copied, because the transformer may change them.
         self._inputs.append(optree.tree_map(lambda leaf: leaf, (args, kwargs)))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the output."""
         self._outputs.append(output)
 
-    def _refusal(self, step: int | None, reason: str) -> ValueError:
-        where = "" if step is None else f" at step {step}"
-        return ValueError(f"{self.pipeline} cannot be trained without an adapter:{where} {reason}")
+    def _refusal(self, step: int | None, reason: str) -> ReplayError:
+        return refusal(self.pipeline, reason, step=step)
 
 
 def same_steps(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
-    """Return whether two runs of a pipeline make their velocities alike, but for the inputs with a row a sample."""
+    """Return whether two runs of a pipeline have the same recipes, apart from the inputs with one row per sample."""
     return len(left) == len(right) and all(
         one.positions == other.positions and one.combination == other.combination and _alike(one.calls, other.calls)
         for one, other in zip(left, right, strict=True)
@@ -254,7 +289,7 @@ def same_steps(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
 
 
 def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -> Iterator[Combination]:
-    """Yield the combinations that could make v of the parts, the plain ones first."""
+    """Yield the combinations of parts that have the shape of v, simple ones first."""
     if len(parts) > 2 or any(part.shape != parts[0].shape for part in parts):
         return
     dtype = None if parts[0].dtype == v.dtype else v.dtype
@@ -269,7 +304,7 @@ def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -
 
 
 def _copies(leaf: Any, x: Tensor) -> int:
-    """Return how many times the leaf is the sample, one after the other along the batch; 0 if it is something else."""
+    """Return the number of copies of the sample that an input consists of, along the batch; 0 for any other input."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.shape[1:] != x.shape[1:] or leaf.ndim != x.ndim:
         return 0
     count, rest = divmod(len(leaf), len(x))
@@ -279,7 +314,7 @@ def _copies(leaf: Any, x: Tensor) -> int:
 
 
 def _output(output: Any) -> Any:
-    """Return the first of what a transformer returns, as a tuple or as diffusers' output."""
+    """Return the first output of a transformer, which returns a tensor, a tuple or diffusers' output."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -292,7 +327,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _alike(left: Sequence[Call], right: Sequence[Call]) -> bool:
-    """Whether two steps call the transformer alike, but for what is the sample or has a row a sample."""
+    """Return whether two steps call the transformer with the same inputs, apart from the sample and rows per sample."""
     return len(left) == len(right) and all(
         one.tree == other.tree and one.dtype == other.dtype and all(map(_equal, one.leaves, other.leaves))
         for one, other in zip(left, right, strict=True)
@@ -309,7 +344,7 @@ def _equal(left: Leaf, right: Leaf) -> bool:
 
 
 def _scales(pipe: Any, asked: dict[str, Any]) -> list[float]:
-    """Return the scales of guidance that a pipeline is called with, its defaults included."""
+    """Return the scales of guidance among the arguments of a pipeline's call, defaults included."""
     try:
         bound = inspect.signature(pipe.__call__).bind(**asked)
     except TypeError as error:

@@ -1,9 +1,9 @@
-"""Post-train a flow pipeline of diffusers that has no adapter: run it, record what its transformer is given, replay that.
+"""Train a flow pipeline of diffusers without an adapter: record what its transformer is given, and replay it.
 
-A pipeline calls its transformer once or more a step and makes the step's velocity of what it returns: away from a negative
-prompt, with the sign turned, and so on. `record` runs the pipeline with a `RecordingScheduler` and keeps the transformer's
-inputs; the sample among them is known by its values. What the velocity was made of is looked for among a few
-`Combination`s, which must give it to the bit. A pipeline of which none does is refused.
+In each step, a pipeline calls its transformer once or more and makes the velocity from its outputs, e.g. guided away from a
+negative prompt, or with the sign changed. `record` runs the pipeline with a `RecordingScheduler` and keeps the
+transformer's inputs; the sample among them is found by its values. Then it looks for the `Combination` of the outputs that
+gives the velocity to the bit. A pipeline is refused if there is none.
 
     recording = record(pipe, prompts, key=key(0), steps=10, sampler="flow_sde", eta=0.7, guidance_scale=4.0)
     add_lora(pipe.transformer, LoraConfig(), ["to_q", "to_k", "to_v"])
@@ -27,9 +27,10 @@ from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture, StepRecipe
+from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.scheduler import RecordingScheduler, SamplerName
 
-# Initial noise and the noise of the steps are drawn from keys apart.
+# The initial noise and the noise of the steps are drawn from separate keys.
 INITIAL, STEPS = 0, 1
 
 # Relative error, in root mean square, of a velocity that is computed in another batch than it was recorded in.
@@ -38,14 +39,14 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """The velocity of a recorded pipeline, with the arguments of `models.protocol.DiffusionModel`, at the recorded steps.
+    """Velocity of a recorded pipeline as a function of module, sample and level, as `DiffusionModel.predict`.
 
-    It knows its inputs at those noise levels alone, so noise can be put on samples anew at those and no others.
+    The inputs are known at the recorded noise levels only, so samples can be noised to those levels and no others.
     """
 
-    pipeline: str  # its class, for messages
-    sigmas: Tensor  # [S] float32 on the host, of the recorded steps
-    ways: tuple[StepRecipe, ...]
+    pipeline: str  # class of the pipeline, for messages
+    sigmas: Tensor  # [S] float32 on the host: noise levels of the recorded steps
+    recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
 
     def predict(
@@ -53,18 +54,18 @@ class RecordedModel:
     ) -> Samples:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
-        All pairs share their forward passes where all recorded steps are made alike; else the steps' own are taken one after
-        the other, which makes the host wait for the device.
+        If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own,
+        one after the other, and the host waits for the device.
 
         Args:
-            module: the pipeline's transformer, sharded or adapted as may be.
+            module: the pipeline's transformer, possibly sharded and with adapters.
             x: samples, `[P, *event]`.
             sigma: noise levels of recorded steps, `[P]`.
             cond: rows of `Recording.cond`, `[P, ...]`.
-            timestep: is not needed: what the transformer was given is in cond.
+            timestep: not used, because cond includes the transformer's own.
 
         Raises:
-            ValueError: a sigma is no recorded step's (looked at only where that is free; elsewhere the answer is NaN).
+            ValueError: a sigma is that of no recorded step. On a GPU this is not checked; the velocity is NaN there.
         """
         known = sigma.to(torch.float32)[:, None] == self.sigmas.to(sigma.device)
         found, position = known.any(dim=1), known.int().argmax(dim=1)
@@ -74,16 +75,16 @@ class RecordedModel:
                 f"the recording of {self.pipeline} has no step at sigma {got:g}, expected one of "
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
-        if len(self.ways) == 1:
-            v = self.ways[0].predict(module, x, cond[0], position)
+        if len(self.recipes) == 1:
+            v = self.recipes[0].predict(module, x, cond[0], position)
         else:
             order, parts = [], []
-            for way, rows in zip(self.ways, cond, strict=True):
-                places = torch.tensor(way.positions, device=x.device)
-                mine = torch.nonzero(torch.isin(position, places)).flatten()
+            for recipe, rows in zip(self.recipes, cond, strict=True):
+                positions = torch.tensor(recipe.positions, device=x.device)
+                mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
-                    place = torch.searchsorted(places, position[mine])
-                    parts.append(way.predict(module, x[mine], [row[mine] for row in rows], place))
+                    place = torch.searchsorted(positions, position[mine])
+                    parts.append(recipe.predict(module, x[mine], [row[mine] for row in rows], place))
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -95,10 +96,12 @@ class Recording:
 
     trajectory: Trajectory  # with the velocities
     schedule: Schedule
-    transition: Sampler  # of the steps in the window
-    images: Any  # what the pipeline returns, images [B, C, H, W] in [0, 1] by default
+    transition: Sampler  # sampler of the steps in the window
+    images: Any  # the pipeline's output, by default images [B, C, H, W] in [0, 1]
     model: RecordedModel
-    cond: Cond  # a pytree of tensors [B, ...]; what does not differ from step to step is there once
+    cond: Cond  # pytree of tensors [B, ...]; an input that is the same at every step is stored once
+    initial: Tensor  # [B, *event] samples before the first step
+    taken: tuple[int, ...]  # steps of the schedule in the order they were taken, recorded or not
 
 
 def record(
@@ -118,26 +121,26 @@ def record(
     tolerance: float | None = None,
     **options: Any,
 ) -> Recording:
-    """Run a flow pipeline of diffusers and record its steps and what its transformer was given at each of them.
+    """Run a flow pipeline of diffusers and record its steps and the inputs of its transformer.
 
-    The pipeline's scheduler is replaced while it runs. That replaying gives what was recorded is tried on as many pairs as
-    there are samples, shuffled.
+    The pipeline's scheduler is replaced during the run. Afterwards the recording is replayed on as many shuffled pairs as
+    there are samples, and compared.
 
     Args:
-        pipe: the pipeline; nothing is asked of its class but a scheduler and a transformer.
-        prompts: one a sample, or `num_images_per_prompt` samples each, if that is among the options.
-        key: one key, or a key a sample `[B]`. It makes the initial noise too, unless the options hold `generator` or
+        pipe: the pipeline; any class with a scheduler and a transformer.
+        prompts: one prompt per sample, or per `num_images_per_prompt` samples if the options include it.
+        key: one key, or one per sample `[B]`. It also draws the initial noise, unless the options include `generator` or
             `latents`.
-        steps: of the schedule.
+        steps: number of steps of the schedule.
         sampler, eta: see `RecordingScheduler`.
         window, record, form, reduction, debug: see `RecordingScheduler.recording`.
-        component: the pipeline's part that is trained.
+        component: name of the pipeline's part that is trained.
         tolerance: see `check_replay`.
-        options: the pipeline's own, e.g. height, width and guidance_scale.
+        options: arguments of the pipeline's call, e.g. height, width and guidance_scale.
 
     Raises:
-        ValueError: the pipeline has no such part or another kind of scheduler, or it is not understood what it does with the
-            transformer; the message names the pipeline. Or what `RecordingScheduler` refuses.
+        ValueError: the pipeline has no such part or another kind of scheduler, it changes its samples between steps, its
+            velocity is not understood, or its own code raises an exception; the message names the pipeline.
     """
     name, module = type(pipe).__name__, pipe.components.get(component)
     if not isinstance(module, nn.Module):
@@ -151,9 +154,9 @@ def record(
         asked["generator"] = generators(fold_in(keys, INITIAL))
 
     own = pipe.scheduler
-    config = {**own.config, "_class_name": type(own).__name__}  # only a config from a file says whose it is
+    config = {**own.config, "_class_name": type(own).__name__}  # only a config loaded from a file names its class
     scheduler = RecordingScheduler.from_config(config, sampler=sampler, eta=eta)
-    scheduler.set_shift(own.shift)  # which may have been moved since it was configured
+    scheduler.set_shift(own.shift)  # it may have been changed after the scheduler was configured
     capture = Capture(pipe, component, asked)
     with (
         capture.watching(pipe, scheduler),
@@ -162,13 +165,18 @@ def record(
             debug=debug, on_step=capture.step,
         ) as recorder,
     ):  # fmt: skip
-        images = pipe(**asked)[0]
+        with foreign(name, "be run"):
+            images = pipe(**asked)[0]
+        if capture.initial is None:
+            raise refusal(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.sigmas, scheduler.timesteps)
-    ways, cond = capture.ways()
-    model = RecordedModel(name, recorder.sigmas[trajectory.steps.cpu()], ways)
-    recording = Recording(trajectory, schedule, recorder.transition, images, model, cond)
-    if ways:
+    recipes, cond = capture.recipes()
+    model = RecordedModel(name, recorder.sigmas[trajectory.steps.cpu()], recipes)
+    recording = Recording(
+        trajectory, schedule, recorder.transition, images, model, cond, capture.initial, tuple(capture.taken)
+    )
+    if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)
     return recording
 
@@ -178,13 +186,13 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
 
     Args:
         module: the pipeline's transformer.
-        recording: of the pipeline.
-        sample: `[P]`, which of the B samples.
-        step: `[P]`, which step of the schedule, among the recorded ones.
-        x: the samples to take it at, `[P, *event]`; by default the recorded ones.
+        recording: recording of the pipeline.
+        sample: index of each pair's sample, `[P]`.
+        step: step of the schedule of each pair, among the recorded ones, `[P]`.
+        x: samples to compute the velocity at, `[P, *event]`; by default the recorded ones.
 
     Raises:
-        ValueError: a step was not recorded (looked at only where that is free; elsewhere the answer is NaN).
+        ValueError: a step was not recorded. On a GPU this is not checked; the velocity is NaN there.
     """
     trajectory = recording.trajectory
     sigma = recording.schedule.levels.to(step.device)[step]
@@ -196,8 +204,8 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
 
 
 def rounding(model: RecordedModel) -> float:
-    """Return the relative error that is taken for rounding, by the dtype that the transformer works in."""
-    return max((TOLERANCES[call.dtype] for way in model.ways for call in way.calls), default=0.0)
+    """Return the largest relative error that counts as rounding, by the dtype that the transformer computes in."""
+    return max((TOLERANCES[call.dtype] for recipe in model.recipes for call in recipe.calls), default=0.0)
 
 
 def check_replay(
@@ -208,17 +216,17 @@ def check_replay(
     chunks: int | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Return how far the replayed velocities are from the recorded ones: the largest relative error, in root mean square.
+    """Return the largest relative error, in root mean square, of replayed velocities against recorded ones.
 
-    Call it before the first update, with the weights that the recording was made with and in the mode that is trained in.
-    Pairs are put in other batches than they were recorded in, so that an input that belongs to no sample shows.
+    Call it before the first update, with the weights of the recording and in the mode that is trained in. Pairs are
+    computed in other batches than they were recorded in, so that an input that belongs to no sample shows.
 
     Args:
         module: the pipeline's transformer.
-        recording: of the pipeline.
-        micro_batch: pairs a forward pass.
-        chunks: micro-batches to try, all by default.
-        tolerance: the largest error that is taken for rounding; by default one for the dtype that the transformer works in.
+        recording: recording of the pipeline.
+        micro_batch: number of pairs per forward pass.
+        chunks: number of micro-batches to compare; all by default.
+        tolerance: largest error that counts as rounding; by default that of the dtype that the transformer computes in.
 
     Raises:
         ValueError: the error is larger; the message names the pipeline.
@@ -228,7 +236,7 @@ def check_replay(
     batch, count = trajectory.log_prob.shape
     pair = torch.arange(batch * count, device=trajectory.final.device).flip(0)
     sample = pair % batch
-    position = (pair // batch + sample) % count  # neighbours are of different samples and steps
+    position = (pair // batch + sample) % count  # neighbours belong to different samples and steps
     errors = []
     with torch.no_grad():
         for rows in list(torch.arange(len(pair), device=pair.device).split(micro_batch))[:chunks]:
@@ -239,16 +247,16 @@ def check_replay(
     if tolerance is None:
         tolerance = rounding(model)
     if not error <= tolerance:
-        raise ValueError(
-            f"{model.pipeline} cannot be trained without an adapter: its transformer, replayed, misses the recorded "
-            f"velocity by {error:.2g} of its norm, expected at most {tolerance:g}; it may be in training mode, have other "
-            "weights by now, or mix the samples of a batch"
+        raise refusal(
+            model.pipeline,
+            f"its transformer, replayed, misses the recorded velocity by {error:.2g} of its norm, expected at most "
+            f"{tolerance:g}; it may be in training mode, have other weights by now, or mix the samples of a batch",
         )
     return error
 
 
 def generators(keys: Key) -> list[torch.Generator]:
-    """Return a generator a key, on the host, so that a sample's noise depends on its key alone."""
+    """Return one generator per key, on the host, so that a sample's noise depends only on its key."""
     words = zip(torch.as_tensor(keys.low).tolist(), torch.as_tensor(keys.high).tolist(), strict=True)
     return [torch.Generator().manual_seed(high << 32 | low) for low, high in words]
 

@@ -1,4 +1,7 @@
-"""Rewards for images of any model: how small they compress."""
+"""JPEG compressibility and incompressibility of images: rewards that need no model.
+
+Source: DDPO, arXiv 2305.13301, section 5.1.
+"""
 
 import io
 from collections.abc import Sequence
@@ -8,26 +11,36 @@ from torch import Tensor
 
 from fluvial.models.images import as_image
 
-QUALITY = 95  # of the JPEGs
+QUALITY = 95  # of the JPEG encoder, as in the paper's code
 
 
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return minus the kilobytes of each image as a JPEG of quality 95, `[B]`, of a video its frames' mean.
+    """Return minus the size of each image as a JPEG file, in kilobytes, `[B]`.
+
+    r(x) = -bytes(JPEG_95(x)) / 1000
 
     Args:
-        images: `[B, 3, H, W]` in [0, 1], or videos `[B, 3, F, H, W]`.
-        prompts: not looked at.
-
-    Source: DDPO, arXiv 2305.13301.
+        images: images `[B, 3, H, W]` in [0, 1], or videos `[B, 3, F, H, W]`, whose frames are averaged.
+        prompts: not used.
     """
+    return -jpeg_incompressibility(images, prompts)
 
-    def kilobytes(image: Tensor) -> float:
-        file = io.BytesIO()
-        as_image(image, width=image.shape[-1]).save(file, format="JPEG", quality=QUALITY)
-        return file.tell() / 1000
 
-    def size(sample: Tensor) -> float:
-        frames = sample.unbind(1) if sample.ndim == 4 else (sample,)
-        return sum(map(kilobytes, frames)) / len(frames)
+def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the size of each image as a JPEG file, in kilobytes, `[B]`.
 
-    return torch.tensor([-size(sample) for sample in images])
+    r(x) = bytes(JPEG_95(x)) / 1000
+
+    Args:
+        images: images `[B, 3, H, W]` in [0, 1], or videos `[B, 3, F, H, W]`, whose frames are averaged.
+        prompts: not used.
+    """
+    videos = [sample.unbind(1) if sample.ndim == 4 else (sample,) for sample in images]
+    return torch.tensor([sum(map(_kilobytes, frames)) / len(frames) for frames in videos])
+
+
+def _kilobytes(image: Tensor) -> float:
+    """Return the size of an image `[C, H, W]` as a JPEG file, in kilobytes."""
+    file = io.BytesIO()
+    as_image(image, width=image.shape[-1]).save(file, format="JPEG", quality=QUALITY)
+    return file.tell() / 1000

@@ -243,7 +243,7 @@ def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message
 @pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
 def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
     """It is called `default`, and the names differ."""
-    with pytest.raises(ValueError, match="expected default and then others"):
+    with pytest.raises(ValueError, match="expected default first"):
         add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
 
 

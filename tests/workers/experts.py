@@ -13,7 +13,7 @@ from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.export import export
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.models.pipelines.base import open_model
+from fluvial.models.pipelines.open import open_model
 
 SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
 

@@ -23,7 +23,7 @@ from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.pipelines.base import open_model
+from fluvial.models.pipelines.open import open_model
 from fluvial.models.protocol import DiffusionModel, Schedule
 from fluvial.models.replay.any_pipeline import AnyPipeline
 

@@ -104,7 +104,7 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 def test_there_is_one_size() -> None:
     """That of the transformer."""
     assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
-    with pytest.raises(ValueError, match="16x32 is asked for"):
+    with pytest.raises(ValueError, match="the size is 16x32"):
         MODEL.latent_shape(16, 32)
     with pytest.raises(ValueError, match="is not a code of 4 digits"):
         MODEL.check_prompt("042")
@@ -138,7 +138,7 @@ def test_any_schedule_rises(steps: int) -> None:
 @pytest.mark.parametrize("steps", [0, 667, 1000])
 def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
     """Its last step would go nowhere."""
-    with pytest.raises(ValueError, match=f"{steps} steps is asked for, expected 1 to 666"):
+    with pytest.raises(ValueError, match=f"steps is {steps}, expected 1 to 666"):
         MODEL.schedule(steps)
 
 
@@ -277,7 +277,7 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
     for folder, message in ((BASE, "is not of the handwriting-unet model"), (tmp_path, "config.json is missing")):
         with pytest.raises(ValueError, match=message):
             HandwritingUNet(folder).build()
-    with pytest.raises(ValueError, match="random weights has no folder"):
+    with pytest.raises(ValueError, match="random weights cannot be built empty"):
         HandwritingUNet(None).build(empty=True)
 
 

@@ -29,9 +29,10 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import DiffusionModel, Schedule
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.pipelines.base import Pipeline, check_size, open_model
+from fluvial.models.pipelines.base import Pipeline, check_size
 from fluvial.models.pipelines.experts import EXPERTS
 from fluvial.models.pipelines.flux import Flux
+from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.sd3 import SD3
 
 STEPS = 3
@@ -383,7 +384,7 @@ def test_encoded_prompts_are_kept_on_disk(
     assert len(list((tmp_path / "texts").iterdir())) == len(files) + 2
     for file in files:
         file.write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"the encoded prompt .* cannot be read: .*; delete it"):
+    with pytest.raises(ValueError, match=r"the encoded prompt .* cannot be read: .*; delete the file"):
         again.encode(row.prompts)
 
 
@@ -470,10 +471,10 @@ def test_a_template_around_a_prompt_is_counted(folders: Callable[[str], Path]) -
 def test_a_size_that_does_not_divide_is_refused(name: str, folders: Callable[[str], Path]) -> None:
     """With the nearest that does; so are videos, or of so many frames."""
     model = opened(name, folders(name))
-    with pytest.raises(ValueError, match=r"a size of 17x23 is asked for, expected multiples of 4.*: the nearest is 16x24"):
+    with pytest.raises(ValueError, match=r"the size is 17x23, expected multiples of 4.*: the nearest is 16x24"):
         model.latent_shape(17, 23)
     assert model.latent_shape(16, 24)[-2:] == (16 // model.vae_scale, 24 // model.vae_scale)
-    with pytest.raises(ValueError, match="4 frames are asked for, expected 1"):
+    with pytest.raises(ValueError, match="frames is 4, expected 1"):
         model.latent_shape(16, 24, 4)
 
 
@@ -554,7 +555,7 @@ def test_each_expert_computes_its_side(folders: Callable[[str], Path]) -> None:
         ("wan", "model_index.json", {"boundary_ratio": 0.5}, "only one of transformer_2 and boundary_ratio"),
         ("wan-experts", "model_index.json", {"boundary_ratio": None}, "only one of transformer_2 and boundary_ratio"),
         ("wan", SCHEDULER, {"use_flow_sigmas": False}, "UniPCMultistepScheduler without use_flow_sigmas"),
-        ("sd1", SCHEDULER, {"prediction_type": "sample"}, "PNDMScheduler of sample, expected one with betas, of epsilon"),
+        ("sd1", SCHEDULER, {"prediction_type": "sample"}, "PNDMScheduler of sample, expected a scheduler with betas"),
         ("sd1", SCHEDULER, {"timestep_spacing": "trailing", "beta_start": 0.5, "beta_end": 1.0}, "has no 3 steps"),
         ("sd1", SCHEDULER, {"steps_offset": 0}, "scheduler has no 3 steps whose alpha_bar rises"),
     ],
@@ -582,7 +583,7 @@ def test_frames_of_films_are_one_and_a_multiple(folders: Callable[[str], Path]) 
     model = opened("wan", folders("wan"))
     assert [model.latent_shape(16, 16, frames)[1] for frames in (1, 3, 5)] == [1, 2, 3]
     for frames in (0, 2, 4):
-        with pytest.raises(ValueError, match=f"{frames} frames are asked for, expected 1 and a multiple of 2"):
+        with pytest.raises(ValueError, match=f"frames is {frames}, expected 1 plus a multiple of 2"):
             model.latent_shape(16, 16, frames)
 
 
@@ -632,7 +633,7 @@ def test_another_pipeline_is_refused(
 def test_another_scheduler_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
     """Its schedule would not be that of a flow."""
     folder = edited(folders("sd3"), tmp_path, "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
-    with pytest.raises(ValueError, match="is scheduled by DDIMScheduler, expected FlowMatchEulerDiscreteScheduler"):
+    with pytest.raises(ValueError, match="has the scheduler DDIMScheduler, expected FlowMatchEulerDiscreteScheduler"):
         open_model(folder).schedule(4, (4, 8, 8))
 
 
@@ -696,7 +697,7 @@ def test_a_hub_id_is_downloaded(folders: Callable[[str], Path], monkeypatch: pyt
     assert model.weights == folders("sd3") / "transformer"
     assert asked == [("somebody/model", {"use_safetensors": True, "trust_remote_code": False})]
     with pytest.raises(
-        ValueError, match="no-one/model is no folder, and cannot be downloaded from the Hub: We couldn't"
+        ValueError, match="no-one/model is not a folder, and cannot be downloaded from the Hub: We couldn't"
     ) as why:
         open_model("no-one/model")
     assert "\n" not in str(why.value)

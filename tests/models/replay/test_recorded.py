@@ -102,13 +102,13 @@ def test_what_differs_from_step_to_step_is_kept_by_step_and_the_rest_once(load: 
     """Of Sana: the mask, the text and the time, both halves of each; of FLUX the places of tokens are nobody's own."""
     pipe = load("sana")
     recording = recorded(pipe, "sana")
-    (way,) = recording.model.ways
-    leaves = way.calls[0].leaves
+    (recipe,) = recording.model.recipes
+    leaves = recipe.calls[0].leaves
     assert sum(isinstance(leaf, Latent) for leaf in leaves) == 1
     assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, Row)) == [False, False, True]
     assert sorted(tuple(leaf.shape) for leaf in recording.cond[0]) == [(3, 2, 24), (3, 2, 24, 16), (3, STEPS, 2)]
     pipe = load("flux")
-    leaves = recorded(pipe, "flux").model.ways[0].calls[0].leaves
+    leaves = recorded(pipe, "flux").model.recipes[0].calls[0].leaves
     shared = [leaf.value for leaf in leaves if isinstance(leaf, Fixed) and isinstance(leaf.value, Tensor)]
     assert sorted(tuple(tensor.shape) for tensor in shared) == [(12, 3), (16, 3)]
 
@@ -127,25 +127,25 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 @each
 def test_what_the_velocity_is_made_of_is_found(name: str, load: Callable[[str], Any]) -> None:
     """As the pipeline's source has it."""
-    (way,) = recorded(load(name), name).model.ways
-    found = way.combination._asdict()
+    (recipe,) = recorded(load(name), name).model.recipes
+    found = recipe.combination._asdict()
     assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
 
 
 def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
     """Sana's own, Lumina's with its sign turned."""
     for name in ("sana", "lumina2"):
-        (way,) = recorded(load(name), name, guidance_scale=1.0).model.ways
-        assert way.combination.cond is None
-        assert way.combination.negative == (name == "lumina2")
+        (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
+        assert recipe.combination.cond is None
+        assert recipe.combination.negative == (name == "lumina2")
 
 
 def test_steps_that_are_made_otherwise_are_replayed_so(load: Callable[[str], Any]) -> None:
     """Lumina 2 guides only the first of its steps if asked to; pairs of both kinds can be mixed."""
     pipe = load("lumina2")
     recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
-    assert [way.positions for way in recording.model.ways] == [(0, 1), (2, 3)]
-    assert [len(way.calls) for way in recording.model.ways] == [2, 1]
+    assert [recipe.positions for recipe in recording.model.recipes] == [(0, 1), (2, 3)]
+    assert [len(recipe.calls) for recipe in recording.model.recipes] == [2, 1]
     assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
     sample, step = torch.tensor([0, 2, 1, 1]), torch.tensor([3, 0, 2, 1])
     mixed = replay(pipe.transformer, recording, sample, step)
@@ -163,7 +163,7 @@ def test_what_all_samples_share_may_differ_from_step_to_step(kind: Callable[[int
         return tensors
 
     recording = recorded(pipe, "sana", attention_kwargs={"shared": kind(0)}, callback_on_step_end=move)
-    assert [way.positions for way in recording.model.ways] == [(0, 2), (1, 3)]
+    assert [recipe.positions for recipe in recording.model.recipes] == [(0, 2), (1, 3)]
     assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
 
 
@@ -178,7 +178,7 @@ def test_inputs_are_what_the_transformer_was_given(load: Callable[[str], Any]) -
 
     pipe.transformer.forward = taking
     recording = recorded(pipe, "sana", attention_kwargs={"shared": 1})
-    assert [way.positions for way in recording.model.ways] == [(0,), (1, 2, 3)]
+    assert [recipe.positions for recipe in recording.model.recipes] == [(0,), (1, 2, 3)]
 
 
 def test_the_schedule_is_the_schedulers_own(load: Callable[[str], Any]) -> None:
@@ -197,8 +197,8 @@ def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
     pipe.transformer.to(torch.bfloat16)
     recording = recorded(pipe, "sana")
     assert recording.trajectory.x.dtype == torch.float32
-    (way,) = recording.model.ways
-    assert way.combination.dtype == torch.float32
+    (recipe,) = recording.model.recipes
+    assert recipe.combination.dtype == torch.float32
     v = replay(pipe.transformer, recording, torch.arange(3), torch.ones(3, dtype=torch.int64))
     assert recording.trajectory.velocity is not None
     assert torch.equal(v, recording.trajectory.velocity[:, 1])

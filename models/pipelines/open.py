@@ -1,0 +1,124 @@
+"""Open a pipeline with the adapter of its class: built in, declared by an installed package, or given by the caller."""
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.pipelines.folder import local_folder, read_index
+from fluvial.models.protocol import DiffusionModel, PipelineModel, check_model
+
+GROUP = "fluvial.models"  # entry points: class of diffusers' pipeline -> class of the adapter
+
+Adapter = Callable[..., PipelineModel]  # (folder, **options) -> model
+
+
+def open_model(
+    name_or_path: str | Path, *, adapter: Adapter | str | None = None, trust_remote_code: bool = False, **options: Any
+) -> Any:
+    """Return the adapter of a pipeline, chosen by the class that its model_index.json names.
+
+    Built-in adapters come first, then those that installed packages declare as entry points of the group `fluvial.models`.
+
+    Args:
+        name_or_path: folder as diffusers saves a pipeline, or an id on the Hugging Face Hub, which is downloaded.
+        adapter: adapter to use instead, as a class or as `module:name`.
+        trust_remote_code: whether to run code that the folder contains.
+        options: options of the adapter.
+
+    Raises:
+        ValueError: there is no such model or no adapter for it, the folder is incomplete, or the adapter cannot be imported
+            or is not a `PipelineModel`.
+    """
+    folder = local_folder(name_or_path, trust_remote_code=trust_remote_code)
+    kind = str(read_index(folder).get("_class_name"))
+    if adapter is not None:
+        name = adapter if isinstance(adapter, str) else getattr(adapter, "__name__", repr(adapter))
+        made = _imported(adapter, adapter) if isinstance(adapter, str) else adapter
+    elif kind in (known := built_in()):
+        return known[kind](folder, trust_remote_code=trust_remote_code, **options)
+    elif kind in (declared := _declared()):
+        name = f"entry point {kind} = {declared[kind].value}"
+        made = _imported(declared[kind].value, name)
+    else:
+        raise ValueError(
+            f"{folder} holds a {kind}, which there is no adapter for, expected one of {', '.join([*known, *declared])}"
+        )
+    model = _called(made, name, folder, trust_remote_code=trust_remote_code, **options)
+    check_model(model, name, pipeline=True)
+    return model
+
+
+def has_adapter(folder: Path) -> bool:
+    """Return whether `open_model` knows an adapter for the pipeline in a folder; ValueError if it holds no pipeline."""
+    kind = read_index(folder).get("_class_name")
+    return kind in built_in() or kind in _declared()
+
+
+def load_adapter(spec: str) -> DiffusionModel:
+    """Return the model that `module:name` stands for.
+
+    Args:
+        spec: name of an object of `DiffusionModel`, or of a class or function that returns one when called without
+            arguments.
+
+    Raises:
+        ValueError: the module cannot be imported or lacks the name, the call fails, or the result is not a
+            `DiffusionModel`; in one line.
+    """
+    found = _imported(spec, spec)
+    model = _called(found, spec) if isinstance(found, type) or not hasattr(found, "predict") else found
+    check_model(model, spec)
+    return model
+
+
+def built_in() -> dict[str, type[Pipeline]]:
+    """Return the built-in adapters by the class of diffusers' pipeline."""
+    from fluvial.models.pipelines.flux import Flux
+    from fluvial.models.pipelines.qwen_image import QwenImage
+    from fluvial.models.pipelines.sd3 import SD3
+    from fluvial.models.pipelines.sdxl import StableDiffusionXL
+    from fluvial.models.pipelines.unet import StableDiffusion
+    from fluvial.models.pipelines.wan import Wan
+    from fluvial.models.pipelines.z_image import ZImage
+
+    adapters: tuple[type[Pipeline], ...] = (SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage)
+    return {adapter.pipeline: adapter for adapter in adapters}
+
+
+def _declared() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _imported(spec: str, label: str) -> Any:
+    """Return the attribute of `module:name`, or raise ValueError in one line."""
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise ValueError(f"adapter {label!r}: expected module:name")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # the module is a person's own: it may raise anything
+        raise ValueError(f"adapter {label!r} cannot be imported: {one_line(error)}") from error
+    return found
+
+
+def _called(made: Any, label: str, *args: Any, **options: Any) -> Any:
+    """Return what an adapter's class or function returns, or raise ValueError in one line."""
+    if not callable(made):
+        raise ValueError(
+            f"adapter {label!r} is of type {type(made).__name__}, expected a DiffusionModel, or a class or function of one"
+        )
+    try:
+        return made(*args, **options)
+    except Exception as error:  # so may its constructor
+        raise ValueError(f"adapter {label!r} cannot be opened: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and text in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

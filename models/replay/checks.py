@@ -1,0 +1,147 @@
+"""What a pipeline without an adapter is refused for, and its exceptions in one line."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fluvial.models.pipelines.open import one_line
+
+# A statistic of the initial noise may be this many standard errors off. With fixed keys the outcome is the same every time.
+STANDARD_ERRORS = 6.0
+
+
+class ReplayError(ValueError):
+    """A pipeline cannot be replayed faithfully; the message names the pipeline and what differs."""
+
+
+def refusal(pipeline: str, reason: str, *, step: int | None = None) -> ReplayError:
+    """Return the error that refuses a pipeline.
+
+    Args:
+        pipeline: class of the pipeline.
+        reason: what differs.
+        step: step of the schedule at which it differs.
+    """
+    where = "" if step is None else f" at step {step}"
+    return ReplayError(f"{pipeline} cannot be trained without an adapter:{where} {reason}")
+
+
+@contextmanager
+def foreign(pipeline: str, doing: str) -> Iterator[None]:
+    """Turn any exception of a pipeline's own code into a ValueError of one line.
+
+    Args:
+        pipeline: class of the pipeline.
+        doing: what fails, e.g. "decode samples".
+    """
+    try:
+        yield
+    except ReplayError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{pipeline} cannot {doing}: {one_line(error)}") from error
+
+
+def check_chain(pipeline: str, step: int, x: Tensor, output: Tensor) -> None:
+    """Check that a step starts from the output of the step before, which the rollout relies on.
+
+    Args:
+        pipeline: class of the pipeline.
+        step: step of the schedule.
+        x: sample that the step starts from.
+        output: sample that the previous step returned.
+
+    Raises:
+        ReplayError: they differ, as in pipelines that inpaint or edit.
+    """
+    if x.shape != output.shape:
+        raise refusal(
+            pipeline, f"the sample has shape {tuple(x.shape)}, and the step before returned {tuple(output.shape)}", step=step
+        )
+    expected = output.to(x.dtype)  # the pipeline may keep its samples in another dtype than its model's
+    if not torch.equal(x, expected):
+        difference = float((x.float() - expected.float()).norm() / expected.float().norm())
+        raise refusal(
+            pipeline,
+            f"the sample differs from the output of the step before by {difference:.2g} of its norm: the pipeline changes "
+            "samples between steps, as for inpainting",
+            step=step,
+        )
+
+
+def check_steps(pipeline: str, taken: Sequence[int], steps: int) -> None:
+    """Check that a pipeline takes every step of its schedule once, in order.
+
+    Raises:
+        ReplayError: it leaves some out, as image-to-image pipelines do with a strength below 1.
+    """
+    if list(taken) != list(range(steps)):
+        shown = ", ".join(map(str, taken))
+        raise refusal(
+            pipeline,
+            f"it takes the steps {shown or 'none'} of a schedule of {steps}, expected all: it may start from an image "
+            "(strength below 1)",
+        )
+
+
+def check_initial_noise(pipeline: str, x: Tensor) -> None:
+    """Check that initial samples are standard normal noise, drawn per sample, because a rollout starts from such noise.
+
+    Mean, variance and fourth moment are compared with those of the normal distribution, and the variance of the sum over
+    the batch with that of independent samples, which shows anything that all samples share.
+
+    Args:
+        pipeline: class of the pipeline.
+        x: initial samples of different generators, `[B, *event]`.
+
+    Raises:
+        ReplayError: a statistic is more than six standard errors off.
+    """
+    z = x.detach().to("cpu", torch.float64).flatten(1)
+    count, shared = z.numel(), z.sum(0) / math.sqrt(len(z))
+    mean, variance, fourth, together = z.mean(), z.square().mean(), z.pow(4).mean(), shared.square().mean()
+    errors = [
+        mean * math.sqrt(count),
+        (variance - 1) * math.sqrt(count / 2),
+        (fourth - 3) * math.sqrt(count / 96),
+        (together - 1) * math.sqrt(len(shared) / 2),
+    ]
+    if not all(abs(float(error)) <= STANDARD_ERRORS for error in errors):
+        raise refusal(
+            pipeline,
+            f"its initial samples are not standard normal noise: mean {float(mean):.2g}, variance {float(variance):.2g}, "
+            f"fourth moment {float(fourth):.2g}, variance of their sum {float(together):.2g} times the batch, "
+            "expected 0, 1, 3 and 1",
+        )
+
+
+def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: float) -> float:
+    """Check that samples are decoded to the pipeline's own images.
+
+    Args:
+        pipeline: class of the pipeline.
+        decoded: images of the model.
+        images: images that the pipeline returned for the same samples.
+        tolerance: largest relative error, in root mean square, that counts as rounding.
+
+    Returns:
+        The relative error.
+
+    Raises:
+        ReplayError: the shapes differ, or the error is larger.
+    """
+    if decoded.shape != images.shape:
+        raise refusal(
+            pipeline, f"its images have shape {tuple(images.shape)}, and its samples are decoded to {tuple(decoded.shape)}"
+        )
+    error = float((decoded - images.to(decoded)).norm() / images.norm())
+    if not error <= tolerance:
+        raise refusal(
+            pipeline,
+            f"its last samples, decoded, differ from its own images by {error:.2g} of their norm, expected at most "
+            f"{tolerance:g}: it may change the samples after the last step",
+        )
+    return error
