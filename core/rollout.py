@@ -1,29 +1,62 @@
-"""Rollout: a transition folded over a schedule, recording what a policy update needs."""
+"""Rollout: a transition folded over a schedule, recording what a policy update needs.
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+`rollout` has its own loop. A loop that belongs to someone else (a diffusers pipeline) records the same trajectory with the
+same three functions: `plan_steps` before the first step, `record_step` at each recorded one, `stack_steps` at the end.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import FLOATING, compute_dtype
+from fluvial.core.checks import FLOATING, check_literals, compute_dtype
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.sigmas import check_sigmas
-from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.transitions import Sampler, Transition, sampler_name
 from fluvial.core.types import Grid, Samples
 
-# v = velocity(x, sigma, step): x `[B, *event]`, sigma `[B]` float32, step the index into the schedule.
+# v = velocity(x, level, step): x `[B, *event]`, level `[B]` float32, step the index into the schedule.
 Velocity = Callable[[Tensor, Tensor, int], Tensor]
 
 # A log-prob with the arguments of `gaussian.log_prob`.
 LogProb = Callable[..., Tensor]
 
 
+@dataclass(frozen=True)
+class Record:
+    """What is recorded of a rollout's steps.
+
+    Args:
+        steps: indices of the recorded steps; None records the stochastic steps of the window.
+        form, reduction: of the log-probs, as in `gaussian.log_prob`.
+        log_prob: function that computes them; it should be the one that the update calls.
+        dtype: dtype of the stored samples; None is that of the computation. If it is lower, each sample is rounded before
+            the next step is taken, so that the stored trajectory is the one that was sampled.
+        velocity: also record the model's output, which some objectives compare theirs with.
+        debug: also record noise, mean, std and model output of each step.
+    """
+
+    steps: Collection[int] | None = None
+    form: Form = "density"
+    reduction: Reduction = "mean"
+    log_prob: LogProb = gaussian.log_prob
+    dtype: torch.dtype | None = None
+    velocity: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if self.dtype not in (None, *FLOATING):
+            raise TypeError(f"record.dtype is {self.dtype}, expected a floating-point dtype")
+
+
 class Debug(NamedTuple):
-    """What the recorded steps were made of; each `[B, S, ...]`."""
+    """What the recorded steps were computed from; each `[B, S, ...]`."""
 
     noise: Tensor
     mean: Tensor
@@ -38,8 +71,26 @@ class Trajectory(NamedTuple):
     x_next: Tensor  # [B, S, *event] after it
     steps: Tensor  # [S] int64, indices into the schedule
     log_prob: Tensor  # [B, S] under the policy that made the rollout
-    velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it was asked for
+    velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it is recorded
     final: Tensor  # [B, *event], in the dtype of the computation
+    debug: Debug | None
+
+
+class StepPlan(NamedTuple):
+    """Which sampler takes each step of a schedule, and which steps are recorded."""
+
+    samplers: tuple[Sampler, ...]  # of each step
+    window: frozenset[int]
+    record: frozenset[int]
+
+
+class RecordedStep(NamedTuple):
+    """One recorded step of B samples, each tensor `[B, ...]`."""
+
+    x: Tensor
+    x_next: Tensor
+    log_prob: Tensor
+    velocity: Tensor | None
     debug: Debug | None
 
 
@@ -52,144 +103,187 @@ def rollout(
     key: Key,
     window: Collection[int] | None = None,
     deterministic: Sampler = transitions.ode,
-    record: Collection[int] | None = None,
-    form: Form = "density",
-    reduction: Reduction = "mean",
-    log_prob: LogProb = gaussian.log_prob,
-    dtype: torch.dtype | None = None,
-    keep_velocity: bool = False,
-    debug: bool = False,
+    record: Record | Collection[int] | None = None,
 ) -> Trajectory:
-    """Sample x_{i+1} ~ N(a_i x_i + b_i velocity(x_i), std_i^2) along a schedule; record steps and their log-probs.
+    """Sample x_{i+1} ~ N(a_i x_i + b_i velocity(x_i), std_i^2 I) along a schedule; record steps and their log-probs.
 
-    Log-probs are computed from the tensors as stored, by the function a policy update calls, so that an on-policy
+    Log-probs are computed from the tensors as stored, by the function that a policy update calls, so that an on-policy
     ratio is exactly 1.
 
     Args:
-        velocity: the model, v = velocity(x, sigma `[B]`, step).
+        velocity: the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
-        sigmas: T+1 falling noise levels, the last exactly 0 (for `ddim`: rising cumulative signal powers).
-        transition: a sampler with its hyper-parameters bound, e.g. partial(flow_sde, eta=0.7, sigma_max=sigmas[1]).
-        key: one key, into which each sample's place in the batch is folded, or a key a sample `[B]`. Step i draws
-            from fold_in(key, i).
-        window: the steps taken with `transition`, all by default.
-        deterministic: the sampler of the other steps, which draws no noise; partial(ddim, eta=0) beside `ddim`.
-        record: the steps to record, by default those of the window that are stochastic.
-        form, reduction: of the log-probs, as in `gaussian.log_prob`.
-        log_prob: what computes them: the function that the update will compare them with.
-        dtype: in which the trajectory is stored, by default that of the computation. Where it is lower, each sample is
-            rounded before it goes on, so that the stored trajectory is the one that was walked.
-        keep_velocity: also return the model's output of the recorded steps, which some objectives compare theirs with.
-        debug: also return noise, mean, std and model output of the recorded steps.
+        sigmas: the schedule's T+1 levels: noise levels that fall to exactly 0, or for `ddim` cumulative signal powers that
+            rise.
+        transition: sampler with its hyper-parameters bound, e.g. `transitions.bind("flow_sde", 0.7, sigmas)`.
+        key: one key, into which each sample's index in the batch is folded, or one key per sample, `[B]`. Step i draws
+            its noise from fold_in(key, i).
+        window: the steps taken with `transition`; None is all of them.
+        deterministic: sampler of the other steps, for which no noise is drawn; partial(ddim, eta=0) beside `ddim`.
+        record: what to record, or just the indices of the steps to record; None is `Record()`.
 
     Raises:
-        ValueError: a step out of range, or a recorded step without a density (std = 0) where `form` needs one; the
+        ValueError: a step is out of range, or a recorded step has no density (std = 0) where the form needs one; the
             message names the sampler and the step.
     """
-    T = len(sigmas) - 1
-    window = range(T) if window is None else window
-    if deterministic is transitions.ode and set(window) != set(range(T)):
-        try:
-            check_sigmas(sigmas)
-        except ValueError as error:
-            way_out = (
-                "steps outside the window are the ODE's, over noise levels; pass deterministic=partial(ddim, eta=0) for DDIM"
-            )
-            raise ValueError(f"rollout: {error}: {way_out}") from error
+    record = as_record(record)
+    plan = plan_steps(sigmas, transition, window=window, deterministic=deterministic, record=record)
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
-    dtype = compute if dtype is None else dtype
-    if dtype not in FLOATING:
-        raise TypeError(f"rollout: dtype is {dtype}, expected a floating-point dtype")
-    for name, steps in (("window", window), ("record", record or ())):
-        if out := [step for step in steps if not 0 <= step < T]:
-            raise ValueError(f"rollout: {name} holds steps {out}, expected 0 to {T - 1}")
-    samplers = [transition if step in window else deterministic for step in range(T)]
-    if record is None:
-        record = [step for step in window if form == "unscaled" or not _is_deterministic(samplers[step], sigmas, step)]
-        if not record and form != "unscaled":
-            raise ValueError(
-                f"rollout: {sampler_name(transition)} takes no stochastic step in {list(window)}, so form={form!r} has "
-                "no answer: use eta > 0, or form='unscaled'"
-            )
-    check_density(samplers, sigmas, record=record, form=form)
-
+    dtype = compute if record.dtype is None else record.dtype
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
     levels = sigmas.to(device=x.device, dtype=compute)
     x = x.to(dtype).to(compute)
-    before, after, log_probs, outputs, details = [], [], [], [], []
-    for step, sampler in enumerate(samplers):
-        sigma, sigma_next = (level.expand(batch).contiguous() for level in levels[step : step + 2])
-        coefficients: Transition = sampler(sigma, sigma_next)
-        v = velocity(x, sigma, step)
-        if step in window:
-            noise = normal(fold_in(keys, step), x.shape, dtype=compute)
-            x_next = gaussian.sample(coefficients, x, v, noise)
-        else:
-            noise = torch.zeros_like(x)
-            x_next = gaussian.mean(coefficients, x, v)
+    recorded: dict[int, RecordedStep] = {}
+    for step, sampler in enumerate(plan.samplers):
+        level, level_next = (value.expand(batch).contiguous() for value in levels[step : step + 2])
+        coefficients = sampler(level, level_next)
+        v = velocity(x, level, step)
+        noise = normal(fold_in(keys, step), x.shape, dtype=compute) if step in plan.window else None
+        x_next = gaussian.mean(coefficients, x, v) if noise is None else gaussian.sample(coefficients, x, v, noise)
         x_next = x_next.to(dtype).to(compute)
-        if step in record:
-            before.append(x.to(dtype))
-            after.append(x_next.to(dtype))
-            log_probs.append(log_prob(coefficients, x, v, x_next, form=form, reduction=reduction))
-            if keep_velocity:
-                outputs.append(v)
-            if debug:
-                details.append(Debug(noise, gaussian.mean(coefficients, x, v), coefficients.std, v))
+        if step in plan.record:
+            row = record_step(record, coefficients, x, v, x_next, noise)
+            recorded[step] = row._replace(x=x.to(dtype), x_next=x_next.to(dtype))
         x = x_next
-
-    def stack(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype = compute) -> Tensor:
-        return torch.stack(list(tensors), dim=1) if tensors else x.new_empty((batch, 0, *event), dtype=dtype)
-
-    event = x.shape[1:]
-    noises, means, stds, velocities = zip(*details, strict=True) if details else ((), (), (), ())
-    return Trajectory(
-        x=stack(before, *event, dtype=dtype),
-        x_next=stack(after, *event, dtype=dtype),
-        steps=torch.tensor([step for step in range(T) if step in record], dtype=torch.int64, device=x.device),
-        log_prob=stack(log_probs),
-        velocity=stack(outputs, *event) if keep_velocity else None,
-        final=x,
-        debug=Debug(stack(noises, *event), stack(means, *event), stack(stds), stack(velocities, *event)) if debug else None,
-    )
+    return stack_steps(record, recorded, final=x, dtype=dtype)
 
 
 def unrecorded(final: Samples) -> Trajectory:
-    """Return the trajectory of samples that came about in some other way: no step of it is known."""
-    batch, *event = final.shape
-    nothing = final.new_empty((batch, 0, *event))
-    steps = torch.empty(0, dtype=torch.int64, device=final.device)
-    return Trajectory(nothing, nothing, steps, final.new_empty((batch, 0)), None, final, None)
+    """Return the trajectory of samples that were made in some other way, with no recorded step."""
+    return stack_steps(Record(), {}, final=final, dtype=final.dtype)
 
 
-def check_density(samplers: Sequence[Sampler], sigmas: Grid, *, record: Collection[int], form: Form) -> None:
-    """Raise ValueError, naming sampler and step, if a recorded step is deterministic and `form` divides by its std.
+def as_record(record: Record | Collection[int] | None) -> Record:
+    """Return what to record from the short forms that `rollout` accepts: the steps alone, or None."""
+    return record if isinstance(record, Record) else Record(steps=record)
 
-    Call it once, when a schedule is built: it looks at values only where that is free.
+
+def plan_steps(
+    levels: Grid,
+    transition: Sampler,
+    *,
+    window: Collection[int] | None = None,
+    deterministic: Sampler = transitions.ode,
+    record: Record | None = None,
+    function: str = "rollout",
+) -> StepPlan:
+    """Return which sampler takes each step of a schedule and which steps are recorded, after checking that it can be done.
+
+    Call it once per schedule, with levels on the host: it reads values only where that is free.
 
     Args:
-        samplers: of each step.
-        sigmas: the schedule.
+        levels: T+1 levels.
+        transition, window, deterministic, record: as in `rollout`.
+        function: name of the caller, for messages.
+
+    Raises:
+        ValueError: as in `rollout`.
+    """
+    record, T = record or Record(), len(levels) - 1
+    window = range(T) if window is None else window
+    if deterministic is transitions.ode and set(window) != set(range(T)):
+        try:
+            check_sigmas(levels)
+        except ValueError as error:
+            raise ValueError(
+                f"{function}: {error}: steps outside the window are the ODE's, over noise levels; pass "
+                "deterministic=partial(ddim, eta=0) for DDIM"
+            ) from error
+    for name, steps in (("window", window), ("record", record.steps or ())):
+        if out := [step for step in steps if not 0 <= step < T]:
+            raise ValueError(f"{function}: {name} holds steps {out}, expected 0 to {T - 1}")
+    samplers = tuple(transition if step in window else deterministic for step in range(T))
+    steps = record.steps
+    if steps is None:
+        steps = [step for step in window if record.form == "unscaled" or not _is_deterministic(samplers[step], levels, step)]
+        if not steps and record.form != "unscaled":
+            raise ValueError(
+                f"{function}: {sampler_name(transition)} takes no stochastic step in {list(window)}, so "
+                f"form={record.form!r} has no answer: use a stochastic sampler with eta > 0, or form='unscaled'"
+            )
+    check_density(samplers, levels, record=steps, form=record.form)
+    return StepPlan(samplers, frozenset(window), frozenset(steps))
+
+
+def record_step(
+    record: Record, transition: Transition, x: Samples, v: Samples, x_next: Samples, noise: Samples | None
+) -> RecordedStep:
+    """Return what is recorded of one step.
+
+    Args:
+        record: what to record.
+        transition: coefficients of the step, `[B]`.
+        x, v, x_next: sample, model output and next sample, `[B, *event]`, the samples rounded as they are stored.
+        noise: the noise that was drawn, `[B, *event]`; None stands for zeros.
+    """
+    debug = None
+    if record.debug:
+        noise = transition.std.new_zeros(x.shape) if noise is None else noise
+        debug = Debug(noise, gaussian.mean(transition, x, v), transition.std, v)
+    log_prob = record.log_prob(transition, x, v, x_next, form=record.form, reduction=record.reduction)
+    return RecordedStep(x, x_next, log_prob, v if record.velocity else None, debug)
+
+
+def stack_steps(record: Record, steps: Mapping[int, RecordedStep], *, final: Samples, dtype: torch.dtype) -> Trajectory:
+    """Return the trajectory of recorded steps.
+
+    Args:
+        record: what was recorded.
+        steps: the recorded steps by their index into the schedule.
+        final: the samples after the last step of the schedule, `[B, *event]`.
+        dtype: dtype of the trajectory's samples. A step that was recorded in a wider dtype is not rounded: all steps are
+            then stored in the wider one.
+    """
+    compute, (batch, *event) = compute_dtype("trajectory", final=final), final.shape
+    indices = sorted(steps)
+    rows = [steps[index] for index in indices]
+
+    def stack(tensors: Sequence[Tensor], *event: int, least: torch.dtype | None = None) -> Tensor:
+        if not tensors:
+            return final.new_empty((batch, 0, *event), dtype=least or compute)
+        common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), least or tensors[0].dtype)
+        return torch.stack([tensor.to(common) for tensor in tensors], dim=1)
+
+    debugs = [row.debug for row in rows if row.debug is not None]
+    debug = Debug(
+        noise=stack([row.noise for row in debugs], *event),
+        mean=stack([row.mean for row in debugs], *event),
+        std=stack([row.std for row in debugs]),
+        velocity=stack([row.velocity for row in debugs], *event),
+    )
+    return Trajectory(
+        x=stack([row.x for row in rows], *event, least=dtype),
+        x_next=stack([row.x_next for row in rows], *event, least=dtype),
+        steps=torch.tensor(indices, dtype=torch.int64, device=final.device),
+        log_prob=stack([row.log_prob for row in rows]),
+        velocity=stack([row.velocity for row in rows if row.velocity is not None], *event) if record.velocity else None,
+        final=final.to(compute),
+        debug=debug if record.debug else None,
+    )
+
+
+def check_density(samplers: Sequence[Sampler], levels: Grid, *, record: Collection[int], form: Form) -> None:
+    """Raise ValueError, naming sampler and step, if a recorded step is deterministic and `form` divides by its std.
+
+    Call it once per schedule: it reads values only where that is free.
+
+    Args:
+        samplers: sampler of each step.
+        levels: T+1 levels.
         record: the steps to record.
-        form: of the log-prob.
+        form: form of the log-prob.
     """
     if form == "unscaled":
         return
     for step in record:
-        if _is_deterministic(samplers[step], sigmas, step):
+        if _is_deterministic(samplers[step], levels, step):
             raise ValueError(
-                f"{sampler_name(samplers[step])} has std 0 at step {step} (sigma {sigmas[step]:g} to {sigmas[step + 1]:g}), "
+                f"{sampler_name(samplers[step])} has std 0 at step {step} (level {levels[step]:g} to {levels[step + 1]:g}), "
                 f"so form={form!r} has no answer: use eta > 0 and record only stochastic steps, or form='unscaled'"
             )
 
 
-def sampler_name(sampler: Sampler) -> str:
-    """Return the name of a sampler, with or without bound hyper-parameters, for messages."""
-    function = sampler.func if isinstance(sampler, partial) else sampler
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _is_deterministic(sampler: Sampler, sigmas: Tensor, step: int) -> bool:
-    if sigmas.device.type != "cpu":
+def _is_deterministic(sampler: Sampler, levels: Tensor, step: int) -> bool:
+    if levels.device.type != "cpu":
         return sampler is transitions.ode
-    return not bool(sampler(sigmas[step], sigmas[step + 1]).std > 0)
+    return not bool(sampler(levels[step], levels[step + 1]).std > 0)

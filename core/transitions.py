@@ -1,32 +1,90 @@
-"""The samplers. Every one is the same Gaussian, affine in the sample and in the model output:
+"""The samplers. Each is the same Gaussian, affine in the sample and in the model output:
 
     x_next ~ N(a x + b v, std^2 I)
 
-so a sampler is a function that returns the three coefficients, and `core.gaussian` serves them all. `std` is the
-standard deviation of the whole step, sqrt(|dt|) included: never a rate.
+A sampler is a function that returns the three coefficients of a step between two noise levels, and `core.gaussian` serves
+all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) included; it is never a rate.
+
+"Level" is the general word for what a schedule holds. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
+falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (rising to 1).
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_number, check_per_sample, compute_dtype
-from fluvial.core.types import Scalar
+from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype
+from fluvial.core.types import Grid, Scalar
+
+SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
+SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
+# Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
+MAX_ETA: dict[str, float] = {"flow_sde": math.inf, "dance_sde": math.inf, "cps": 1.0, "ddim": 1.0, "ode": 0.0}
 
 
 class Transition(NamedTuple):
-    """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): float tensors `[B]`, or 0-d for all samples."""
+    """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): floating-point tensors `[B]`, or 0-d for all samples."""
 
     a: Tensor
     b: Tensor
     std: Tensor
 
 
-# What `rollout` folds over a schedule: a sampler whose hyper-parameters have been bound with functools.partial.
-Sampler = Callable[[Tensor, Tensor], Transition]
+@runtime_checkable
+class Sampler(Protocol):
+    """A sampler with its hyper-parameters bound: `sampler(level, level_next)` returns the step's `Transition`.
+
+    Levels are floating-point tensors, `[B]` (one step per sample) or 0-d; the coefficients have the same shape, dtype and
+    device. The coefficients may depend on nothing else: a rollout and the update that scores its steps call the sampler
+    separately, with other batches, and must find the same numbers.
+    """
+
+    def __call__(self, level: Tensor, level_next: Tensor, /) -> Transition:
+        """Return the coefficients of the step from `level` to `level_next`."""
+        ...
+
+
+def bind(sampler: str | Callable[..., Transition], eta: float, levels: Grid) -> Sampler:
+    """Return the sampler of a name with its hyper-parameters bound for a schedule, or a custom sampler as it is.
+
+    Args:
+        sampler: one of `SAMPLERS`, or a callable that follows the `Sampler` protocol.
+        eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`. A custom sampler has its own
+            hyper-parameters bound already, and eta is not passed to it.
+        levels: T+1 levels of the schedule, `[T+1]`. flow_sde takes the second one as its `sigma_max`.
+
+    Raises:
+        ValueError: no sampler has that name, eta is out of its range, or a custom sampler returns coefficients of a wrong
+            shape.
+        TypeError: a custom sampler cannot be called with two levels, or does not return a `Transition` of floating-point
+            tensors.
+    """
+    if not isinstance(sampler, str):
+        return _check_custom(sampler, levels)
+    check_eta("bind", sampler, eta)
+    if sampler == "flow_sde":
+        return partial(flow_sde, eta=eta, sigma_max=levels[1])
+    if sampler == "ode":
+        return ode
+    return partial({"dance_sde": dance_sde, "cps": cps, "ddim": ddim}[sampler], eta=eta)
+
+
+def check_eta(function: str, sampler: str, eta: float) -> None:
+    """Raise ValueError unless `sampler` is one of `SAMPLERS` and eta is in its range."""
+    check_choice(function, "sampler", sampler, SAMPLERS)
+    if sampler == "ode" and eta != 0:
+        raise ValueError(f"{function}: eta is {eta}, and ode draws no noise: use eta 0, or another sampler")
+    check_number(function, "eta", eta, low=0, high=MAX_ETA[sampler])
+
+
+def sampler_name(sampler: Sampler) -> str:
+    """Return the name of a sampler, with or without bound hyper-parameters, for messages."""
+    function = sampler.func if isinstance(sampler, partial) else sampler
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def ode(sigma: Scalar, sigma_next: Scalar) -> Transition:
@@ -45,10 +103,10 @@ def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt)
 
-    The rate has no bound at sigma = 1, which is why a step from there takes the schedule's second value for it. With that
-    the first step's noise is eta whatever the length of the step: x' = (1 - eta^2/2) x + dt v + eta noise. So its marginal
-    is not kept as the other steps keep theirs, to second order in dt: noise of unit power leaves it with 1 + eta^4/4, 6 %
-    more at eta = 0.7, on any schedule. A window that begins at step 1 has no such step.
+    The rate r is unbounded at sigma = 1. The step from there therefore uses the schedule's second value in its place.
+    Its noise is then eta whatever the length of the step: x' = (1 - eta^2/2) x + dt v + eta noise. So this first step does
+    not keep the marginal to second order in dt, as the others do: noise of unit power leaves it with power 1 + eta^4/4,
+    6 % more at eta = 0.7, on any schedule. A window that begins at step 1 avoids it.
 
     Args:
         sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
@@ -81,13 +139,13 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
         std = sigma_next sin(eta pi / 2),  q = sqrt(sigma_next^2 - std^2)
         a = (1 - sigma_next) + q,  b = -sigma (1 - sigma_next) + (1 - sigma) q
 
-    It is evaluated as the ODE step less what is left out of the old noise, drop = sigma_next - q: a = 1 - drop,
-    b = dt - (1 - sigma) drop. That is the same, and to the bit the ODE at eta = 0. At sigma_next = 0 std is 0: the
-    last step of a schedule has no density.
+    It is evaluated as the ODE step minus the part of the old noise that is dropped, drop = sigma_next - q: a = 1 - drop,
+    b = dt - (1 - sigma) drop. The two are equal, and this one is the ODE to the bit at eta = 0. At sigma_next = 0 std is
+    0, so the last step of a schedule has no density.
 
     Args:
         sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
-        eta: share of fresh noise, 0 (the ODE) to 1 (all of it).
+        eta: share of fresh noise, from 0 (the ODE) to 1 (all of it).
     """
     sigma, sigma_next = _scalars("cps", sigma=sigma, sigma_next=sigma_next)
     check_number("cps", "eta", eta, low=0, high=1)
@@ -107,13 +165,13 @@ def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: float) -> Transition
         a = sqrt(abn / ab),  b = sqrt(1 - abn - std^2) - sqrt(abn (1 - ab) / ab)
 
     with ab = alpha_bar and abn = alpha_bar_next. The root's argument is evaluated as
-    (1 - abn) (1 - eta^2 + eta^2 ab (1 - abn) / (abn (1 - ab))), which is the same and does not round below zero.
+    (1 - abn) (1 - eta^2 + eta^2 ab (1 - abn) / (abn (1 - ab))), which is equal and does not round below zero.
 
     Args:
         alpha_bar, alpha_bar_next: cumulative signal power before and after the step in (0, 1), rising; `[B]`, 0-d
             or float.
-        eta: 0 is deterministic DDIM, 1 is DDPM's ancestral step. Above 1 the variance can exceed what there is to
-            replace, and b is NaN.
+        eta: 0 is deterministic DDIM, 1 is DDPM's ancestral step. Above 1 the variance can exceed the noise that there
+            is to replace, and b is NaN.
     """
     ab, abn = _scalars("ddim", alpha_bar=alpha_bar, alpha_bar_next=alpha_bar_next)
     check_number("ddim", "eta", eta, low=0)
@@ -134,6 +192,21 @@ def _reverse_sde(sigma: Tensor, sigma_next: Tensor, *, rate: Tensor) -> Transiti
         b=(1 + half_rate_sq * (1 - sigma) / sigma) * dt,
         std=rate * torch.sqrt(-dt),
     )
+
+
+def _check_custom(sampler: Callable[..., Transition], levels: Tensor) -> Sampler:
+    """Call a custom sampler for all steps of a schedule at once, and return it if its coefficients can be used."""
+    name = sampler_name(sampler)
+    try:
+        step = sampler(levels[:-1], levels[1:])
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise TypeError(f"bind: sampler {name} fails when called as {name}(level, level_next): {reason}") from error
+    if not isinstance(step, Transition):
+        raise TypeError(f"bind: sampler {name} returns a {type(step).__name__}, expected a Transition of a, b and std")
+    compute_dtype(f"bind: sampler {name}", **step._asdict())
+    check_per_sample(f"bind: sampler {name}", len(levels) - 1, **step._asdict())
+    return sampler
 
 
 def _scalars(function: str, **scalars: Scalar) -> tuple[Tensor, ...]:

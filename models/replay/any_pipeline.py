@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key
+from fluvial.core.rollout import Record
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
@@ -296,7 +297,7 @@ class AnyPipeline(Pipeline):
             scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
         with (
             quietly(), capture.watching(pipe, scheduler),
-            scheduler.recording(key=key(0), form="unscaled", on_step=capture.step) as recorder,
+            scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
         ):  # fmt: skip
             with foreign(self.pipeline, f"be called with {_shown(self.asked)}"):
                 pipe(**asked)

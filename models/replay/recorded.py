@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from fluvial.core.checks import can_look, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in
-from fluvial.core.rollout import Trajectory
+from fluvial.core.rollout import Record, Trajectory
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture, StepRecipe
 from fluvial.models.replay.checks import foreign, refusal
-from fluvial.models.replay.scheduler import RecordingScheduler, SamplerName
+from fluvial.models.replay.scheduler import RecordingScheduler
 
 # The initial noise and the noise of the steps are drawn from separate keys.
 INITIAL, STEPS = 0, 1
@@ -110,7 +110,7 @@ def record(
     *,
     key: Key,
     steps: int,
-    sampler: SamplerName,
+    sampler: str | Sampler,
     eta: float = 0.0,
     window: Collection[int] | None = None,
     record: Collection[int] | None = None,
@@ -161,8 +161,8 @@ def record(
     with (
         capture.watching(pipe, scheduler),
         scheduler.recording(
-            key=fold_in(keys, STEPS), window=window, record=record, form=form, reduction=reduction, keep_velocity=True,
-            debug=debug, on_step=capture.step,
+            key=fold_in(keys, STEPS), window=window, on_step=capture.step,
+            record=Record(record, form=form, reduction=reduction, velocity=True, debug=debug),
         ) as recorder,
     ):  # fmt: skip
         with foreign(name, "be run"):

@@ -1,17 +1,16 @@
-"""A scheduler for any flow pipeline of diffusers, which steps with fluvial's transitions and records what it walks.
+"""A scheduler for any flow pipeline of diffusers that steps with fluvial's samplers and records the steps.
 
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config, sampler="flow_sde", eta=0.7)
     with pipe.scheduler.recording(key=keys) as recorder:
         images = pipe(prompts).images
     trajectory = recorder.trajectory()
 
-Put the pipeline's own scheduler back before saving the pipeline: diffusers cannot load a class that it does not have.
+Restore the pipeline's own scheduler before saving the pipeline: diffusers cannot load a class that it does not have.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -19,58 +18,31 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from fluvial.core import gaussian, transitions
-from fluvial.core.checks import check_choice, check_number, compute_dtype
-from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
+from fluvial.core import transitions
+from fluvial.core.checks import compute_dtype
+from fluvial.core.gaussian import sample as gaussian_sample
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Debug, Trajectory, check_density, sampler_name
+from fluvial.core.rollout import Record, RecordedStep, StepPlan, Trajectory, as_record, plan_steps, record_step, stack_steps
 from fluvial.core.sigmas import check_sigmas
-from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.transitions import Sampler, Transition, bind, check_eta
 
-SamplerName = Literal["ode", "flow_sde", "dance_sde", "cps"]
-SAMPLERS: tuple[SamplerName, ...] = ("ode", "flow_sde", "dance_sde", "cps")
 Generators = torch.Generator | Sequence[torch.Generator]
 
-# Told of each step: its index, the sample before it, the model's output, and whether it is recorded.
+# Called after each step with its index, the sample before it, the model's output, and whether it is recorded.
 Observer = Callable[[int, Tensor, Tensor, bool], None]
 
 
-def bind(name: SamplerName, eta: float, sigmas: Tensor) -> Sampler:
-    """Return the sampler of a name, its hyper-parameters bound for a schedule `[T+1]`; eta does not concern the ODE.
-
-    Raises:
-        ValueError: there is no such sampler, or eta is out of its range.
-    """
-    _check_sampler(name, eta)
-    if name == "flow_sde":
-        return partial(transitions.flow_sde, eta=eta, sigma_max=sigmas[1])
-    if name == "dance_sde":
-        return partial(transitions.dance_sde, eta=eta)
-    return partial(transitions.cps, eta=eta) if name == "cps" else transitions.ode
-
-
 class _Plan(NamedTuple):
-    """How a schedule is walked."""
+    """How the steps of a schedule are taken."""
 
     of: Tensor  # the scheduler's own sigmas; new ones make a new plan
     sigmas: Tensor  # [T+1] float32 on the host
     transition: Sampler
-    samplers: Sequence[Sampler]  # of each step
-    record: frozenset[int]
-
-
-class _Recorded(NamedTuple):
-    """A recorded step, each `[B, ...]`."""
-
-    x: Tensor
-    x_next: Tensor
-    log_prob: Tensor
-    velocity: Tensor | None
-    debug: Debug | None
+    steps: StepPlan
 
 
 class Recorder:
-    """Hold what one call of a pipeline walks; `RecordingScheduler.recording` makes it, and its arguments are there."""
+    """The steps of one call of a pipeline; made by `RecordingScheduler.recording`, which documents its arguments."""
 
     def __init__(
         self,
@@ -78,31 +50,25 @@ class Recorder:
         key: Key | None,
         generator: Generators | None,
         window: Collection[int] | None,
-        record: Collection[int] | None,
-        form: Form,
-        reduction: Reduction,
-        keep_velocity: bool,
-        debug: bool,
+        record: Record,
         on_step: Observer | None,
     ) -> None:
         self.key, self.generator = key, generator
         self.window, self.record = window, record
-        self.form, self.reduction = form, reduction
-        self.keep_velocity, self.debug = keep_velocity, debug
         self.on_step = on_step
         self._plan: _Plan | None = None
-        self._steps: dict[int, _Recorded] = {}
+        self._steps: dict[int, RecordedStep] = {}
         self._final: Tensor | None = None
 
     @property
     def sigmas(self) -> Tensor:
-        """The schedule that is walked, `[T+1]` float32 on the host; ValueError before the first step."""
-        return self._walked().sigmas
+        """The schedule, `[T+1]` float32 on the host; ValueError before the first step."""
+        return self._started().sigmas
 
     @property
     def transition(self) -> Sampler:
-        """The sampler of the steps in the window, its hyper-parameters bound; ValueError before the first step."""
-        return self._walked().transition
+        """The sampler of the steps in the window, with its hyper-parameters bound; ValueError before the first step."""
+        return self._started().transition
 
     def trajectory(self) -> Trajectory:
         """Return the recorded steps, as `core.rollout.rollout` does; x and x_next have the dtype of the pipeline's samples.
@@ -110,59 +76,27 @@ class Recorder:
         Raises:
             ValueError: no step has been taken.
         """
-        self._walked()
-        final = self._final
-        assert final is not None
-        compute, event = compute_dtype("trajectory", final=final), final.shape[1:]
-        rows = [self._steps[step] for step in sorted(self._steps)]
+        self._started()
+        assert self._final is not None
+        return stack_steps(self.record, self._steps, final=self._final, dtype=self._final.dtype)
 
-        def stack(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype = compute) -> Tensor:
-            if not tensors:
-                return final.new_empty((len(final), 0, *event), dtype=dtype)
-            # A pipeline may begin in another dtype than its model's.
-            common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), dtype)
-            return torch.stack([tensor.to(common) for tensor in tensors], dim=1)
-
-        velocities = [row.velocity for row in rows if row.velocity is not None]
-        details = [row.debug for row in rows if row.debug is not None]
-        debug = Debug(
-            noise=stack([detail.noise for detail in details], *event),
-            mean=stack([detail.mean for detail in details], *event),
-            std=stack([detail.std for detail in details]),
-            velocity=stack([detail.velocity for detail in details], *event),
-        )
-        return Trajectory(
-            x=stack([row.x for row in rows], *event, dtype=final.dtype),
-            x_next=stack([row.x_next for row in rows], *event, dtype=final.dtype),
-            steps=torch.tensor(sorted(self._steps), dtype=torch.int64, device=final.device),
-            log_prob=stack([row.log_prob for row in rows]),
-            velocity=stack(velocities, *event) if self.keep_velocity else None,
-            final=final.to(compute),
-            debug=debug if self.debug else None,
-        )
-
-    def _walked(self) -> _Plan:
+    def _started(self) -> _Plan:
         if self._plan is None or self._final is None:
             raise ValueError("recording: no step was taken: call the pipeline inside `with scheduler.recording(...)`")
         return self._plan
 
     def _take(self, step: int, transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, noise: Tensor | None) -> None:
-        """Keep a step if it is to be recorded, and tell the observer."""
+        """Keep a step if it is to be recorded, and call the observer."""
         assert self._plan is not None
         self._final = x_next
-        if recorded := step in self._plan.record:
+        if recorded := step in self._plan.steps.record:
             if step in self._steps:
-                raise ValueError(f"recording: step {step} is taken twice, expected one call of a pipeline a recording")
-            # Sums over a sample that is laid out otherwise round otherwise, and what is replayed is laid out in order.
+                raise ValueError(f"recording: step {step} is taken twice, expected one call of a pipeline per recording")
+            # The sum over a sample rounds differently in another memory layout, and a replayed sample is contiguous.
             x, v, x_next = x.contiguous(), v.contiguous(), x_next.contiguous()
-            details = None
-            if self.debug:
-                drawn = torch.zeros_like(transition.std.new_empty(x.shape)) if noise is None else noise
-                details = Debug(drawn, gaussian.mean(transition, x, v), transition.std, v.clone())
-            log_prob = gaussian.log_prob(transition, x, v, x_next, form=self.form, reduction=self.reduction)
-            kept = v.clone() if self.keep_velocity else None
             # Copies, because the pipeline may go on to write to its samples.
-            self._steps[step] = _Recorded(x.clone(), x_next.clone(), log_prob, kept, details)
+            kept = v.clone() if self.record.velocity or self.record.debug else v
+            self._steps[step] = record_step(self.record, transition, x.clone(), kept, x_next.clone(), noise)
         if self.on_step is not None:
             self.on_step(step, x, v, recorded)
 
@@ -170,32 +104,36 @@ class Recorder:
 class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     """Step like diffusers' Euler scheduler of flows, or stochastically, and record the steps on request.
 
-    The ODE's steps are diffusers' to the bit, and while nothing is recorded they are diffusers' own call. The other samplers
-    are those of `core.transitions`; their noise comes from the recording's key or generators, else from the generator that
-    the pipeline passes, else from torch's global one.
+    The ODE's steps equal diffusers' to the bit, and while nothing is recorded they are diffusers' own call. The other
+    samplers are those of `core.transitions`. Their noise comes from the recording's key or generators, else from the
+    generator that the pipeline passes, else from torch's global one.
     """
 
-    # No arguments of __init__, whose signature is how diffusers knows what a config may hold.
-    sampler: SamplerName = "ode"
+    # Not arguments of __init__, because diffusers reads the config's fields from its signature.
+    sampler: str | Sampler = "ode"
     eta: float = 0.0
     _recorder: Recorder | None = None
     _plan: _Plan | None = None
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the scheduler for another one's config, `pipe.scheduler.config`.
+        """Return a recording scheduler for the config of another scheduler, `pipe.scheduler.config`.
 
         Args:
-            config: of a FlowMatchEulerDiscreteScheduler.
+            config: config of a FlowMatchEulerDiscreteScheduler.
             return_unused_kwargs: as in diffusers.
-            kwargs: `sampler` ("ode", "flow_sde", "dance_sde" or "cps"; "ode" by default), its `eta`, and what overrides
-                the config.
+            kwargs: `sampler` (a name of `core.transitions.SAMPLERS` except "ddim", or a custom `Sampler`; "ode" by
+                default), its `eta`, and overrides of the config.
 
         Raises:
-            ValueError: the config is another scheduler's or asks for stochastic_sampling, or there is no such sampler.
+            ValueError: the config is of another scheduler or asks for stochastic_sampling, the sampler does not exist or
+                is not a flow's, or eta is out of its range.
         """
         sampler, eta = kwargs.pop("sampler", "ode"), kwargs.pop("eta", 0.0)
-        _check_sampler(sampler, eta)
+        if isinstance(sampler, str):
+            check_eta("RecordingScheduler", sampler, eta)
+        if sampler == "ddim":
+            raise ValueError("RecordingScheduler: sampler is 'ddim', which is not a flow's: use one that steps over sigmas")
         _check_config({**config, **kwargs})
         made = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
         scheduler = made[0] if return_unused_kwargs else made
@@ -209,36 +147,32 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         key: Key | None = None,
         generator: Generators | None = None,
         window: Collection[int] | None = None,
-        record: Collection[int] | None = None,
-        form: Form = "density",
-        reduction: Reduction = "mean",
-        keep_velocity: bool = False,
-        debug: bool = False,
+        record: Record | Collection[int] | None = None,
         on_step: Observer | None = None,
     ) -> Iterator[Recorder]:
-        """Record the steps of one call of a pipeline; arguments that are not named here are as in `core.rollout.rollout`.
+        """Record the steps of one call of a pipeline.
 
         Args:
-            key: one key, or a key a sample `[B]`. Step i draws from fold_in(key, i), as in a rollout.
-            generator: where there is no key, one generator or one a sample.
+            key: one key, or one key per sample, `[B]`. Step i draws from fold_in(key, i), as in a rollout.
+            generator: one generator, or one per sample; in place of a key.
             window: the steps taken with the scheduler's sampler, all by default; the others are the ODE's.
-            record: the steps to record, by default those of the window that are stochastic.
+            record: what to record, as in `core.rollout.rollout`. Samples are stored in the pipeline's dtype.
             on_step: see `Observer`.
 
         Raises:
-            ValueError: a recording is under way, or both a key and generators are given. The first step raises it where
-                `core.rollout.rollout` would, and a step that is taken twice does.
+            ValueError: a recording is under way, both a key and generators are given, or `record.dtype` is. The first step
+                raises the errors of `core.rollout.rollout`, and a step that is taken twice raises one.
         """
-        check_choice("recording", "form", form, FORMS)
-        check_choice("recording", "reduction", reduction, REDUCTIONS)
+        record = as_record(record)
+        if record.dtype is not None:
+            raise ValueError(
+                f"recording: record.dtype is {record.dtype}, expected None: samples are stored in the pipeline's dtype"
+            )
         if self._recorder is not None:
-            raise ValueError("recording: the scheduler records already")
+            raise ValueError("recording: the scheduler records already: end that recording first")
         if key is not None and generator is not None:
             raise ValueError("recording: key and generator are both given, expected one of them")
-        recorder = Recorder(
-            key=key, generator=generator, window=window, record=record, form=form, reduction=reduction,
-            keep_velocity=keep_velocity, debug=debug, on_step=on_step,
-        )  # fmt: skip
+        recorder = Recorder(key=key, generator=generator, window=window, record=record, on_step=on_step)
         self._recorder, self._plan = recorder, None
         try:
             yield recorder
@@ -262,31 +196,31 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
 
         Args:
             model_output: the velocity, `[B, *event]`.
-            timestep: of the schedule.
-            sample: `[B, *event]`.
-            s_churn, s_tmin, s_tmax, s_noise: are of no effect, as in diffusers.
-            generator: of the noise, where the recording has neither key nor generators.
-            per_token_timesteps: is refused.
+            timestep: timestep of the schedule.
+            sample: sample before the step, `[B, *event]`.
+            s_churn, s_tmin, s_tmax, s_noise: without effect, as in diffusers.
+            generator: source of the noise if the recording has neither a key nor generators.
+            per_token_timesteps: must be None.
             return_dict: as in diffusers.
 
         Raises:
-            ValueError: tokens have timesteps of their own, or what `recording` says.
+            ValueError: tokens have timesteps of their own, or an error of `recording`.
         """
         if per_token_timesteps is not None:
-            raise ValueError("RecordingScheduler: per_token_timesteps is given, expected one noise level a sample and step")
+            raise ValueError("RecordingScheduler: per_token_timesteps is given, expected None: one noise level per sample")
         # It also checks the timestep and counts the steps.
         x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
         if self._recorder is not None or self.sampler != "ode":
-            x_next = self._walk(self.step_index - 1, model_output, sample, x_next, generator)
+            x_next = self._take_step(self.step_index - 1, model_output, sample, x_next, generator)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
-    def _walk(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
-        """Return the next sample of a step that may be stochastic or recorded, given what Euler's would be."""
+    def _take_step(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
+        """Return the next sample of a step that may be stochastic or recorded, given Euler's next sample."""
         recorder, sigmas, dtype = self._recorder, self.sigmas, compute_dtype("step", model_output=v, sample=x)
         if self._plan is None or self._plan.of is not sigmas:
             self._plan = _plan(self, recorder)
-        sampler, batch = self._plan.samplers[step], len(x)
-        # One number a sample, as in a rollout: a vector's arithmetic may round another way than a single number's.
+        sampler, batch = self._plan.steps.samplers[step], len(x)
+        # One level per sample, as in a rollout: arithmetic on a vector may round differently from that on one number.
         levels = (level.to(device=x.device, dtype=dtype).expand(batch).contiguous() for level in sigmas[step : step + 2])
         transition = sampler(*levels)
         noise, x_next = None, euler
@@ -295,7 +229,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             if recorder is not None and recorder.generator is not None:
                 generator = recorder.generator
             noise = _noise(key, generator, step, x, dtype)
-            x_next = gaussian.sample(transition, x, v, noise).to(v.dtype)
+            x_next = gaussian_sample(transition, x, v, noise).to(v.dtype)
         if recorder is not None:
             recorder._plan = self._plan
             recorder._take(step, transition, x, v, x_next, noise)
@@ -303,7 +237,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
 
 
 def _plan(scheduler: RecordingScheduler, recorder: Recorder | None) -> _Plan:
-    """Look at a schedule once, on the host, and say how it is walked; what cannot be is refused."""
+    """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
     try:
         check_sigmas(sigmas)
@@ -311,26 +245,10 @@ def _plan(scheduler: RecordingScheduler, recorder: Recorder | None) -> _Plan:
         raise ValueError(
             f"RecordingScheduler: {error}; only the ODE, unrecorded, steps through any other schedule"
         ) from error
-    T = len(sigmas) - 1
     transition = bind(scheduler.sampler, scheduler.eta, sigmas)
-    if recorder is None:
-        return _Plan(scheduler.sigmas, sigmas, transition, [transition] * T, frozenset())
-    window = range(T) if recorder.window is None else recorder.window
-    for name, steps in (("window", window), ("record", recorder.record or ())):
-        if out := [step for step in steps if not 0 <= step < T]:
-            raise ValueError(f"recording: {name} holds steps {out}, expected 0 to {T - 1}")
-    samplers = [transition if step in window else transitions.ode for step in range(T)]
-    record = recorder.record
-    if record is None:
-        noisy = [step for step in window if bool(samplers[step](sigmas[step], sigmas[step + 1]).std > 0)]
-        record = window if recorder.form == "unscaled" else noisy
-        if not noisy and recorder.form != "unscaled":
-            raise ValueError(
-                f"recording: {sampler_name(transition)} takes no stochastic step in {list(window)}, so "
-                f"form={recorder.form!r} has no answer: use a stochastic sampler with eta > 0, or form='unscaled'"
-            )
-    check_density(samplers, sigmas, record=record, form=recorder.form)
-    return _Plan(scheduler.sigmas, sigmas, transition, samplers, frozenset(record))
+    window, record = (None, Record(steps=())) if recorder is None else (recorder.window, recorder.record)
+    steps = plan_steps(sigmas, transition, window=window, record=record, function="recording")
+    return _Plan(scheduler.sigmas, sigmas, transition, steps)
 
 
 def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -338,7 +256,9 @@ def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, 
     batch = len(x)
     if key is None:
         if isinstance(generator, Sequence) and len(generator) != batch:
-            raise ValueError(f"recording: there are {len(generator)} generators for {batch} samples, expected one a sample")
+            raise ValueError(
+                f"recording: there are {len(generator)} generators for {batch} samples, expected one per sample"
+            )
         drawn = list(generator) if isinstance(generator, Sequence) else generator
         return randn_tensor(tuple(x.shape), generator=drawn, device=x.device, dtype=dtype)
     if not isinstance(key.low, Tensor):
@@ -346,20 +266,15 @@ def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, 
     else:
         keys = Key(key.low.to(x.device), torch.as_tensor(key.high, device=x.device))
         if len(key.low) != batch:
-            raise ValueError(f"recording: there are {len(key.low)} keys for {batch} samples, expected one a sample")
+            raise ValueError(f"recording: {len(key.low)} keys for {batch} samples, expected one per sample")
     return normal(fold_in(keys, step), tuple(x.shape), dtype=dtype)
 
 
-def _check_sampler(name: str, eta: float) -> None:
-    check_choice("RecordingScheduler", "sampler", name, SAMPLERS)
-    check_number("RecordingScheduler", "eta", eta, low=0, high=1 if name == "cps" else float("inf"))
-
-
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError unless a config is one that Euler's steps through a flow are taken with."""
+    """Raise ValueError unless a config is that of an Euler scheduler of flows, without stochastic sampling."""
     own = FlowMatchEulerDiscreteScheduler.__name__
     foreign = [name for name in config if not name.startswith("_") and name not in FlowMatchEulerDiscreteScheduler().config]
-    # Only a config from a file says whose it is, and a file may say more than the class asks for.
+    # Only a config from a file names its class, and a file may hold more fields than the class has.
     name = config.get("_class_name", f"a scheduler with {', '.join(foreign)}" if foreign else own)
     if name not in (own, RecordingScheduler.__name__):
         flow = config.get("use_flow_sigmas") and "flow_shift" in config

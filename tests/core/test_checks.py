@@ -354,9 +354,19 @@ CASES: dict[str, Case] = {
     "kind": (lambda: sigmas.dynamic_shift(4, 256, kind="cosine"), ValueError, "dynamic_shift: kind is 'cosine'"),  # type: ignore[arg-type]
     "decay": (lambda: ema.update({"w": X}, {"w": X}, 2.0), ValueError, r"ema.update: decay is 2.0, expected .* in \[0, 1\]"),
     "storage dtype": (
-        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), dtype=torch.int32),
+        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), record=rollout.Record(dtype=torch.int32)),
         TypeError,
-        "rollout: dtype is torch.int32",
+        "record.dtype is torch.int32, expected a floating-point dtype",
+    ),
+    "recorded form": (
+        lambda: rollout.Record(form="densty"),  # type: ignore[arg-type]
+        ValueError,
+        r"record.form is 'densty', expected one of 'density', .* \(did you mean 'density'\?\)",
+    ),
+    "recorded reduction": (
+        lambda: rollout.Record(reduction="max"),  # type: ignore[arg-type]
+        ValueError,
+        "record.reduction is 'max', expected one of 'mean', 'sum'",
     ),
     "keys of another batch": (
         lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), key=fold_in(key(0), GROUP[:2])),

@@ -16,9 +16,9 @@ from fluvial.core import gaussian
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
 from fluvial.core.policy import clipped_surrogate
 from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Trajectory, check_density, rollout, sampler_name
+from fluvial.core.rollout import Record, Trajectory, check_density, rollout
 from fluvial.core.sigmas import from_scheduler, linear
-from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode
+from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode, sampler_name
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
 every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
@@ -55,10 +55,7 @@ def test_the_on_policy_ratio_is_exactly_one(row: SamplerRow, stored: torch.dtype
                 grid,
                 transition=row.bind(0.6),
                 key=key(1),
-                record=range(5),
-                form=form,
-                reduction=reduction,
-                dtype=stored,
+                record=Record(range(5), form=form, reduction=reduction, dtype=stored),
             )
             assert trajectory.x.dtype == trajectory.x_next.dtype == stored
             log_prob = recompute(row, trajectory, grid, form=form, reduction=reduction)
@@ -74,7 +71,7 @@ def test_the_on_policy_ratio_is_exactly_one(row: SamplerRow, stored: torch.dtype
 def test_in_float64_too(row: SamplerRow) -> None:
     grid = row.grid(4).double()
     x = normals(0, 3, 41)
-    trajectory = rollout(velocity, x, grid, transition=row.bind(0.6), key=key(1), record=[0, 1], dtype=torch.float64)
+    trajectory = rollout(velocity, x, grid, transition=row.bind(0.6), key=key(1), record=Record([0, 1], dtype=torch.float64))
     assert {t.dtype for t in (trajectory.x, trajectory.x_next, trajectory.log_prob, trajectory.final)} == {torch.float64}
     assert torch.equal(recompute(row, trajectory, grid), trajectory.log_prob)
 
@@ -90,7 +87,7 @@ def test_it_is_the_loop_one_would_write(row: SamplerRow) -> None:
         noise = normal(fold_in(keys, step), (3, 41))
         x = gaussian.sample(sampler(sigma, sigma_next), x, velocity(x, sigma, step), noise)
         path.append(x)
-    trajectory = rollout(velocity, start, grid, transition=sampler, key=key(8), record=range(5), form="unscaled")
+    trajectory = rollout(velocity, start, grid, transition=sampler, key=key(8), record=Record(range(5), form="unscaled"))
     assert trajectory.steps.tolist() == [0, 1, 2, 3, 4]
     assert trajectory.debug is None
     assert torch.equal(trajectory.x, torch.stack(path[:-1], dim=1))
@@ -113,7 +110,7 @@ def test_the_ode_is_the_steps_of_diffusers_bit_for_bit(config: dict[str, bool | 
     for step, t in enumerate(scheduler.timesteps):
         x = scheduler.step(model(x, grid[step].repeat(3), step), t, x, return_dict=False)[0]
         path.append(x)
-    trajectory = rollout(model, start, grid, transition=ode, key=key(0), record=range(10), form="unscaled")
+    trajectory = rollout(model, start, grid, transition=ode, key=key(0), record=Record(range(10), form="unscaled"))
     assert torch.equal(trajectory.final, x)
     assert torch.equal(trajectory.x_next, torch.stack(path[1:], dim=1))
 
@@ -143,7 +140,9 @@ def test_a_sample_does_not_depend_on_its_batch(row: SamplerRow, data: st.DataObj
 
     def walk(places: list[int]) -> Trajectory:
         keys = fold_in(key(5), torch.tensor([ids[place] for place in places]))
-        return rollout(velocity, x[places], row.grid(4), transition=row.bind(0.6), key=keys, record=[0, 2], debug=True)
+        return rollout(
+            velocity, x[places], row.grid(4), transition=row.bind(0.6), key=keys, record=Record([0, 2], debug=True)
+        )
 
     whole, part = walk(list(range(len(ids)))), walk(chosen)
     assert whole.debug is not None
@@ -166,7 +165,7 @@ def test_one_key_is_a_key_a_place() -> None:
 
 
 def test_noise_differs_between_steps_and_samples() -> None:
-    trajectory = rollout(velocity, torch.zeros(3, 41), linear(4), transition=FLOW, key=key(0), debug=True)
+    trajectory = rollout(velocity, torch.zeros(3, 41), linear(4), transition=FLOW, key=key(0), record=Record(debug=True))
     assert trajectory.debug is not None
     noises = trajectory.debug.noise.flatten(0, 1)
     assert len({tuple(noise.tolist()) for noise in noises}) == 3 * 4
@@ -182,10 +181,7 @@ def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stor
         grid,
         transition=row.bind(0.6),
         key=key(1),
-        record=steps,
-        form="unscaled",
-        dtype=stored,
-        debug=True,
+        record=Record(steps, form="unscaled", dtype=stored, debug=True),
     )
     debug = trajectory.debug
     assert debug is not None
@@ -212,9 +208,7 @@ def test_steps_outside_the_window_are_the_ode() -> None:
         transition=FLOW,
         key=key(1),
         window=[2, 3],
-        record=range(6),
-        form="unscaled",
-        debug=True,
+        record=Record(range(6), form="unscaled", debug=True),
     )
     assert trajectory.debug is not None
     assert (trajectory.debug.std > 0).all(0).tolist() == [False, False, True, True, False, False]
@@ -224,7 +218,7 @@ def test_steps_outside_the_window_are_the_ode() -> None:
         assert torch.equal(trajectory.x_next[:, step], euler)
         assert not bool(trajectory.debug.noise[:, step].any())
     # A stochastic step draws the same noise whichever window it is in.
-    everywhere = rollout(velocity, torch.zeros(3, 41), grid, transition=FLOW, key=key(1), debug=True)
+    everywhere = rollout(velocity, torch.zeros(3, 41), grid, transition=FLOW, key=key(1), record=Record(debug=True))
     assert everywhere.debug is not None
     assert torch.equal(everywhere.debug.noise[:, 2:4], trajectory.debug.noise[:, 2:4])
 
@@ -238,7 +232,10 @@ def test_by_default_the_stochastic_steps_of_the_window_are_recorded(window: list
     without_last = [step for step in inside if step < 3]
     if without_last:
         assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5)).steps.tolist() == without_last
-    assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5), form="unscaled").steps.tolist() == inside
+    assert (
+        rollout(velocity, **arguments, transition=partial(cps, eta=0.5), record=Record(form="unscaled")).steps.tolist()
+        == inside
+    )
 
 
 def test_what_is_recorded_does_not_change_what_is_walked() -> None:
@@ -259,7 +256,7 @@ def test_what_is_recorded_does_not_change_what_is_walked() -> None:
 def test_shapes(event: tuple[int, ...], batch: int) -> None:
     x = torch.zeros(batch, *event)
     for steps in ([0, 2], []):
-        got = rollout(velocity, x, linear(3), transition=FLOW, key=key(0), record=steps, dtype=torch.bfloat16)
+        got = rollout(velocity, x, linear(3), transition=FLOW, key=key(0), record=Record(steps, dtype=torch.bfloat16))
         S = len(steps)
         assert got.x.shape == got.x_next.shape == (batch, S, *event)
         assert got.log_prob.shape == (batch, S)
@@ -272,7 +269,7 @@ def test_shapes(event: tuple[int, ...], batch: int) -> None:
 
 def test_debug_is_there_when_asked_for() -> None:
     # Also where nothing is recorded: an answer of another type would surprise the code that reads it.
-    got = rollout(velocity, torch.zeros(2, 5), linear(3), transition=FLOW, key=key(0), record=[], debug=True)
+    got = rollout(velocity, torch.zeros(2, 5), linear(3), transition=FLOW, key=key(0), record=Record([], debug=True))
     assert got.debug is not None
     assert got.debug.noise.shape == got.debug.mean.shape == got.debug.velocity.shape == (2, 0, 5)
     assert got.debug.std.shape == (2, 0)
@@ -280,7 +277,7 @@ def test_debug_is_there_when_asked_for() -> None:
 
 def test_a_lower_precision_is_walked_and_not_only_stored() -> None:
     x = normals(0, 3, 41, dtype=torch.float32)
-    low = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), dtype=torch.bfloat16)
+    low = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=Record(dtype=torch.bfloat16))
     assert torch.equal(low.x[:, 0], x.bfloat16())
     assert torch.equal(low.final.bfloat16().to(low.final.dtype), low.final)
     assert torch.equal(low.x[:, 1:], low.x_next[:, :-1])
@@ -309,8 +306,8 @@ def test_noise_of_a_non_contiguous_start() -> None:
 @pytest.mark.parametrize(
     ("transition", "record", "window", "message"),
     [
-        (partial(cps, eta=0.5), [0, 3], None, r"cps has std 0 at step 3 \(sigma 0.25 to 0\)"),
-        (partial(cps, eta=0), [1], None, r"cps has std 0 at step 1 \(sigma 0.75 to 0.5\)"),
+        (partial(cps, eta=0.5), [0, 3], None, r"cps has std 0 at step 3 \(level 0.25 to 0\)"),
+        (partial(cps, eta=0), [1], None, r"cps has std 0 at step 1 \(level 0.75 to 0.5\)"),
         (partial(flow_sde, eta=0, sigma_max=0.75), [0], None, "flow_sde has std 0 at step 0"),
         (ode, [2], None, "ode has std 0 at step 2"),
         (partial(dance_sde, eta=0.5), [0], [1, 2], "ode has std 0 at step 0"),
@@ -324,11 +321,12 @@ def test_a_recorded_step_needs_a_density(
     arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": transition, "key": key(0)}
     for form in FORMS[:2]:
         with pytest.raises(ValueError, match=message) as error:
-            rollout(velocity, **arguments, record=record, window=window, form=form)
+            rollout(velocity, **arguments, record=Record(record, form=form), window=window)
         assert "\n" not in str(error.value)
         assert "eta > 0" in str(error.value)
         assert "unscaled" in str(error.value)
-    assert rollout(velocity, **arguments, record=record, window=window, form="unscaled").log_prob.isfinite().all()
+    unscaled = rollout(velocity, **arguments, record=Record(record, form="unscaled"), window=window)
+    assert unscaled.log_prob.isfinite().all()
 
 
 def test_check_density_accepts_what_has_one() -> None:

@@ -1,6 +1,7 @@
 """The samplers' coefficients, every sampler at once: formulas, limits, the path they keep, the marginals they carry."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -20,9 +21,12 @@ from tables import (
     reference_coefficients,
 )
 from tolerances import COMPUTE_DTYPE, EXACT, tolerance
+from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core import gaussian
+from fluvial.core import gaussian, transitions
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.rollout import rollout
 from fluvial.core.transitions import Sampler, Transition, cps, dance_sde, ddim, flow_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
@@ -254,3 +258,73 @@ def test_the_first_step_of_flow_sde_leaves_surplus_noise(eta: float) -> None:
     assert min(first) > eta**4 / 8
     for coarse, fine in pairwise(later):
         assert abs(fine) < abs(coarse) / 50  # second order: a hundredth for a tenth of the step
+
+
+LEVELS = torch.tensor([1.0, 0.8, 0.3, 0.0])
+DIRECT = {
+    "flow_sde": partial(transitions.flow_sde, eta=0.7, sigma_max=LEVELS[1]),
+    "dance_sde": partial(transitions.dance_sde, eta=0.7),
+    "cps": partial(transitions.cps, eta=0.7),
+    "ddim": partial(transitions.ddim, eta=0.7),
+    "ode": transitions.ode,
+}
+
+
+@pytest.mark.parametrize("name", transitions.SAMPLERS)
+def test_a_bound_name_is_the_function_with_its_hyper_parameters(name: str) -> None:
+    levels = LEVELS.flip(0) * 0.9 + 0.05 if name == "ddim" else LEVELS
+    bound = transitions.bind(name, 0.0 if name == "ode" else 0.7, levels)
+    got, want = bound(levels[:-1], levels[1:]), DIRECT[name](levels[:-1], levels[1:])
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert transitions.sampler_name(bound) == name
+
+
+def test_every_sampler_of_the_table_has_a_name() -> None:
+    assert set(transitions.SAMPLERS) == set(transitions.MAX_ETA) == {row.name for row in SAMPLERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "eta", "message"),
+    [
+        ("flow-sde", 0.7, r"bind: sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)"),
+        ("sde", 0.7, "bind: sampler is 'sde', expected one of 'flow_sde', 'dance_sde', 'cps', 'ddim', 'ode'"),
+        ("cps", 1.5, r"bind: eta is 1.5, expected a finite number in \[0, 1\]"),
+        ("ddim", 1.5, r"bind: eta is 1.5, expected a finite number in \[0, 1\]"),
+        ("dance_sde", -0.1, "bind: eta is -0.1, expected a finite number >= 0"),
+        ("ode", 0.7, "bind: eta is 0.7, and ode draws no noise: use eta 0"),
+    ],
+)
+def test_a_name_or_an_eta_that_is_none_is_named(name: str, eta: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transitions.bind(name, eta, LEVELS)
+
+
+def constant(level: Tensor, level_next: Tensor) -> transitions.Transition:
+    """A custom sampler: the ODE's mean with noise of std 0.1."""
+    return transitions.ode(level, level_next)._replace(std=torch.full_like(level, 0.1))
+
+
+def test_a_custom_sampler_is_bound_as_it_is_and_rolls_out() -> None:
+    bound = transitions.bind(constant, 0.7, LEVELS)
+    assert bound is constant
+    trajectory = rollout(lambda x, level, step: -x, torch.zeros(2, 3), LEVELS, transition=bound, key=key(0))
+    assert trajectory.steps.tolist() == [0, 1, 2]
+    assert torch.equal(trajectory.x_next[:, 0], 0.1 * normal(fold_in(fold_in(key(0), torch.arange(2)), 0), (2, 3)))
+
+
+def test_a_custom_sampler_that_cannot_be_used_is_refused_in_one_line() -> None:
+    step = transitions.ode(LEVELS[:-1], LEVELS[1:])
+    broken: dict[str, Callable[..., object]] = {
+        "fails when called as <lambda>(level, level_next)": lambda level: step,
+        "fails when called": lambda level, level_next: level.reshape(7),
+        "returns a tuple, expected a Transition": lambda level, level_next: tuple(step),
+        "std is torch.int64, expected float16": lambda level, level_next: step._replace(
+            std=torch.zeros(3, dtype=torch.int64)
+        ),
+        r"b has shape [2], expected [] or [3]": lambda level, level_next: step._replace(b=step.b[:2]),
+    }
+    for message, sampler in broken.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            transitions.bind(sampler, 0.7, LEVELS)  # type: ignore[arg-type]
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)

@@ -17,11 +17,12 @@ from diffusers import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fluvial.core import gaussian, transitions
+from fluvial.core import gaussian
 from fluvial.core.random import fold_in, key
-from fluvial.core.rollout import rollout
+from fluvial.core.rollout import Record, rollout
 from fluvial.core.sigmas import from_scheduler
-from fluvial.models.replay.scheduler import RecordingScheduler, SamplerName, bind
+from fluvial.core.transitions import SamplerName, bind
+from fluvial.models.replay.scheduler import RecordingScheduler
 
 BATCH, T = 3, 5
 EVENT = (2, 3, 4)
@@ -80,7 +81,7 @@ def test_images_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]) 
     want = run()
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config)
     assert torch.equal(run(), want)
-    with pipe.scheduler.recording(form="unscaled") as recorder:
+    with pipe.scheduler.recording(record=Record(form="unscaled")) as recorder:
         assert torch.equal(run(), want)
     trajectory = recorder.trajectory()
     assert trajectory.steps.tolist() == [0, 1, 2]
@@ -125,7 +126,7 @@ def test_recording_off_adds_nothing() -> None:
     """The operations are those of diffusers, and nothing is kept, after a recording too."""
     stock, scheduler = Scheduler(), made()
     stock.set_timesteps(T)
-    with scheduler.recording(form="unscaled"):
+    with scheduler.recording(record=Record(form="unscaled")):
         walk(scheduler, start())
     scheduler.set_timesteps(T)
     counts = []
@@ -146,11 +147,9 @@ def test_steps_are_those_of_a_rollout(sampler: SamplerName, window: tuple[int, .
     sigmas = from_scheduler(scheduler)
     for keys in (key(5), fold_in(key(5), torch.tensor([7, 1, 9]))):
         for form, reduction in (("density", "mean"), ("no_const", "sum"), ("unscaled", "mean")):
-            options: dict[str, Any] = {
-                "key": keys, "window": window, "form": form, "reduction": reduction, "keep_velocity": True, "debug": True,
-            }  # fmt: skip
-            if form == "unscaled":
-                options["record"] = (0, 2, 4)
+            steps = (0, 2, 4) if form == "unscaled" else None
+            record = Record(steps, form=form, reduction=reduction, velocity=True, debug=True)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"key": keys, "window": window, "record": record}
             want = rollout(
                 lambda x, sigma, step: velocity(x), start(), sigmas, transition=bind(sampler, 0.6, sigmas), **options
             )
@@ -180,7 +179,7 @@ def test_steps_are_those_of_a_rollout(sampler: SamplerName, window: tuple[int, .
 def test_log_probs_are_those_of_the_stored_tensors(dtype: torch.dtype) -> None:
     """The sample is rounded to the pipeline's dtype before its log-prob is taken: the first ratio is exactly 1."""
     scheduler = made("flow_sde", 0.7)
-    with scheduler.recording(key=key(0), keep_velocity=True) as recorder:
+    with scheduler.recording(key=key(0), record=Record(velocity=True)) as recorder:
         walk(scheduler, start(dtype))
     trajectory = recorder.trajectory()
     assert trajectory.x.dtype == trajectory.x_next.dtype == dtype
@@ -197,7 +196,7 @@ def test_what_is_kept_is_kept_apart() -> None:
     trajectories = []
     for meddle in (False, True):
         scheduler = made("flow_sde", 0.7)
-        with scheduler.recording(key=key(0), window=[0], record=[0], keep_velocity=True) as recorder:
+        with scheduler.recording(key=key(0), window=[0], record=Record([0], velocity=True)) as recorder:
             x = start()
             v = velocity(x)
             after = scheduler.step(v, scheduler.timesteps[0], x)[0]
@@ -254,7 +253,7 @@ def test_a_pipeline_may_begin_within_the_schedule() -> None:
     assert recorder.trajectory().steps.tolist() == [2, 3, 4]
 
 
-def test_a_new_schedule_is_walked_anew() -> None:
+def test_a_new_schedule_makes_a_new_plan() -> None:
     """Without a recording, the sampler goes by the schedule as it is, not as it was."""
     scheduler = made("flow_sde", 0.7)
     walk(scheduler, start(), generator=torch.Generator().manual_seed(1))
@@ -268,7 +267,7 @@ def test_a_new_schedule_is_walked_anew() -> None:
 def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
     """S = 0."""
     scheduler = made()
-    with scheduler.recording(record=(), keep_velocity=True, debug=True) as recorder:
+    with scheduler.recording(record=Record((), velocity=True, debug=True)) as recorder:
         walk(scheduler, start())
     trajectory = recorder.trajectory()
     assert trajectory.x.shape == (BATCH, 0, *EVENT)
@@ -312,7 +311,7 @@ def config_of(kind: Any, **options: Any) -> Callable[[], Any]:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens": (
         lambda: made().step(start(), made().timesteps[0], start(), per_token_timesteps=torch.ones(BATCH, 4)),
-        "per_token_timesteps is given, expected one noise level a sample and step",
+        "per_token_timesteps is given, expected None",
     ),
     "stochastic": (config_of(Scheduler, stochastic_sampling=True), "stochastic_sampling is on"),
     "other": (config_of(FlowMatchHeunDiscreteScheduler), "is of FlowMatchHeunDiscreteScheduler, expected FlowMatchEuler"),
@@ -325,11 +324,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "is of a scheduler with beta_start, .*, expected FlowMatchEuler",
     ),
     "inverted": (lambda: recorded(made("flow_sde", 0.7, invert_sigmas=True), key=key(0)), "RecordingScheduler: sigmas"),
-    "sampler": (lambda: made("euler"), "sampler is 'euler', expected one of 'ode', 'flow_sde'"),  # type: ignore[arg-type]
+    "sampler": (lambda: made("euler"), "sampler is 'euler', expected one of 'flow_sde', 'dance_sde'"),  # type: ignore[arg-type]
+    "ddim": (lambda: made("ddim", 0.5), "sampler is 'ddim', which is not a flow's"),
     "eta": (lambda: made("flow_sde", -1.0), "eta is -1.0, expected a finite number >= 0"),
     "share": (lambda: made("cps", 1.5), r"eta is 1.5, expected a finite number in \[0, 1\]"),
-    "form": (lambda: recorded(made(), form="log"), "form is 'log'"),
-    "reduction": (lambda: recorded(made(), reduction="max"), "reduction is 'max'"),
+    "dtype": (
+        lambda: recorded(made(), record=Record(dtype=torch.bfloat16)),
+        "record.dtype is torch.bfloat16, expected None",
+    ),
     "both": (lambda: recorded(made(), key=key(0), generator=torch.Generator()), "key and generator are both given"),
     "density": (lambda: recorded(made()), "ode takes no stochastic step in .* use a stochastic sampler with eta > 0"),
     "last": (lambda: recorded(made("cps", 0.5), key=key(0), record=[4]), "cps has std 0 at step 4"),
@@ -359,14 +361,3 @@ def test_a_failed_recording_is_over() -> None:
         recorded(scheduler, key=key(0), window=[9])
     scheduler.set_timesteps(T)
     recorded(scheduler, key=key(0))
-
-
-def test_samplers_go_by_their_names() -> None:
-    """Each is the core's, with eta bound."""
-    sigmas = torch.tensor([1.0, 0.8, 0.3, 0.0])
-    levels = (sigmas[:2], sigmas[1:3])
-    assert torch.equal(bind("ode", 0.0, sigmas)(*levels).b, transitions.ode(*levels).b)
-    want = transitions.flow_sde(*levels, eta=0.7, sigma_max=0.8)
-    assert all(torch.equal(*pair) for pair in zip(bind("flow_sde", 0.7, sigmas)(*levels), want, strict=True))
-    assert torch.equal(bind("dance_sde", 0.2, sigmas)(*levels).std, transitions.dance_sde(*levels, eta=0.2).std)
-    assert torch.equal(bind("cps", 0.2, sigmas)(*levels).std, transitions.cps(*levels, eta=0.2).std)
