@@ -17,7 +17,6 @@ from fluvial.bench.update import MODEL, SIZES, Compared, CountRow, UpdateConfig,
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 
-WORKERS = Path(__file__).parents[1] / "workers"
 UNITS = 3  # two blocks, and the rest of the model
 
 pytestmark = pytest.mark.slow
@@ -30,21 +29,9 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def result(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What updates.py found on that many world."""
-    out = tmp_path_factory.mktemp("updates") / "result.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *(str(WORKERS / "updates.py"), str(out)),
-        ],
-        env={**launch.environment(), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())
+def result(ranks: int) -> dict[str, Any]:
+    """Return what the updates of that many ranks measure."""
+    return launch.on_ranks(ranks, "updates:measure", timeout=400)[0]
 
 
 def rows(result: dict[str, Any], sharding: str) -> list[dict[str, Any]]:

@@ -1,35 +1,162 @@
-"""A run of the built-in job that is small enough for a test, and ways to start it."""
+"""Starts processes for tests: the command line, or a function on a number of ranks, forked from a server that is warm."""
 
+import atexit
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-# Eight samples of four steps an update: a fraction of a second each.
+import forkserver
+
+HELPERS = Path(__file__).parent
+WORKERS = HELPERS.parent / "workers"
+# Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
-    *(
-        "--rollout.prompts",
-        "2",
-        "--rollout.group",
-        "4",
-        "--rollout.steps",
-        "4",
-        "--rollout.window",
-        "2",
-        "--rollout.window-high",
-        "4",
-    ),
+    *("--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4"),
+    *("--rollout.window", "2", "--rollout.window-high", "4"),
     *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
     *("--optimizer.schedule", "constant"),  # a run whose last update can be moved
     *("--train", "full"),  # LoRA's import takes seconds; the tests that are about it ask for it
 ]
 
 
+class Server:
+    """The fork server of this pytest process, and what it has reported so far."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", forkserver.__file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], env=environment(helpers=True), start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        self.text, self.number, self.reports = b"", 0, dict[int, dict[str, Any]]()
+        self.ready = False
+        atexit.register(self.close, os.getpid())
+
+    def request(self, **request: Any) -> int:
+        """Send a request, and return its number."""
+        self.number += 1
+        self.reports[self.number] = {}
+        self.socket.sendall(json.dumps({**request, "number": self.number}).encode() + b"\n")
+        return self.number
+
+    def report(self, number: int, key: str, timeout: float) -> Any:
+        """Return what the server says of a request, or None if it says nothing within `timeout` seconds."""
+        until = time.monotonic() + timeout
+        while key not in self.reports[number]:
+            self.socket.settimeout(max(until - time.monotonic(), 1e-3))
+            try:
+                part = self.socket.recv(65536)
+            except TimeoutError:
+                return None
+            assert part, "the fork server has ended"
+            *lines, self.text = (self.text + part).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                self.reports.get(message.get("number"), {}).update(message)
+        return self.reports[number][key]
+
+    def close(self, pid: int) -> None:
+        """Let the server end, unless this is a fork of the process that started it."""
+        if os.getpid() == pid:
+            self.socket.close()
+            self.process.wait(30)
+
+
+@cache
+def server() -> Server:
+    """Return this session's server; the first caller starts it."""
+    return Server()
+
+
+class Process:
+    """A forked program, with the methods of `subprocess.Popen` that tests use; its output goes to files."""
+
+    def __init__(
+        self, target: str, *arguments: Any, folder: Path | None = None, environment: dict[str, str], timeout: float = 120
+    ) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="forked-")
+        self.files = {name: os.path.join(self.folder.name, name) for name in ("stdout", "stderr", "result")}
+        self.returncode: int | None = None
+        self.number = server().request(
+            target=target, arguments=[str(a) if isinstance(a, Path) else a for a in arguments],
+            environment=environment, folder=str(folder or os.getcwd()), timeout=timeout, **self.files,
+        )  # fmt: skip
+        self.pid: int = server().report(self.number, "pid", 300)  # the first also waits for the imports
+        assert self.pid is not None, "the fork server does not answer"
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit code, negative for a signal, as `Popen` does.
+
+        Raises:
+            subprocess.TimeoutExpired: the program still runs.
+        """
+        if self.returncode is None:
+            status = server().report(self.number, "status", timeout)
+            if status is None:
+                raise subprocess.TimeoutExpired(self.files["stdout"], timeout, self.stdout, self.stderr)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the program runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the program has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the program, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def stdout(self) -> str:
+        """What the program has written to its standard output so far."""
+        return self._text("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """What the program has written to its standard error so far."""
+        return self._text("stderr")
+
+    def _text(self, name: str) -> str:
+        path = Path(self.files[name])
+        return path.read_text() if path.exists() else ""
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.wait(30)
+        self.folder.cleanup()
+
+
+def start(*args: str, folder: Path | None = None, **variables: str) -> Process:
+    """Start the command line in a process of its own: `with start("train", ...) as process`."""
+    return Process("fluvial.engines", *args, folder=folder, environment={**environment(), **variables})
+
+
 def fluvial(*args: str, ranks: int = 1, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end in processes of its own."""
-    return subprocess.run(command(*args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=environment())
+    """Run the command line to its end on a number of ranks; the output is that of all of them, by rank."""
+    with _started("fluvial.engines", *args, ranks=ranks) as processes:
+        codes = _finished(processes, timeout)
+        out, err = ("".join(getattr(process, name) for process in processes) for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess([*args], next((code for code in codes if code), 0), out, err)
 
 
 def train(out: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
@@ -39,8 +166,63 @@ def train(out: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[
     return done
 
 
+def on_ranks(ranks: int, target: str, *arguments: Any, timeout: float = 240) -> list[Any]:
+    """Call `module:function` of the tests' workers on a number of ranks, and return what it returns, by rank.
+
+    The function takes the `World`, then the arguments. JSON must hold the arguments (paths become strings) and the values.
+
+    Raises:
+        AssertionError: a rank failed; its standard error is the message.
+    """
+    with _started(target, *arguments, ranks=ranks) as processes:
+        codes = _finished(processes, timeout)
+        failed = [rank for rank, code in enumerate(codes) if code != 0]
+        assert not failed, f"{target}: " + "\n".join(
+            f"rank {rank} ended with code {codes[rank]}:\n{processes[rank].stderr}" for rank in failed
+        )
+        return [json.loads(Path(process.files["result"]).read_text()) for process in processes]
+
+
+@contextlib.contextmanager
+def _started(target: str, *arguments: Any, ranks: int) -> Iterator[list[Process]]:
+    """Start a program on each rank; end those that still run afterwards."""
+    shared = {} if ranks == 1 else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(ranks):
+            own = {} if ranks == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            process = Process(target, *arguments, environment={**environment(), **shared, **own})
+            processes.append(stack.enter_context(process))
+        yield processes
+
+
+def _finished(processes: Sequence[Process], timeout: float) -> list[int]:
+    """Wait for all ranks, and return their exit codes; where one fails, the others are killed as torchrun does."""
+    until, patience = time.monotonic() + timeout, 10.0
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode not in (0, None) for process in processes):
+            until = min(until, time.monotonic() + patience)
+        if time.monotonic() > until:
+            for process in processes:
+                process.kill()
+            texts = "\n".join(process.stderr for process in processes)
+            if all(process.returncode in (0, None) for process in processes):
+                raise AssertionError(f"not finished within {timeout:g} s:\n{texts}")
+            break
+        next(process for process in processes if process.returncode is None).poll()
+        time.sleep(0.01)
+    return [process.wait(30) for process in processes]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def command(*args: str, ranks: int = 1) -> list[str]:
-    """Return the argument list of a run on a number of ranks."""
+    """Return the argument list that starts the command line in new interpreters, by torchrun if there are several."""
     if ranks == 1:
         return [sys.executable, "-P", "-m", "fluvial.engines", *args]
     return [*launcher(ranks), "-m", "fluvial.engines", *args]
@@ -51,23 +233,15 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def script(path: Path, *args: str, ranks: int) -> None:
-    """Run a script of the tests on a number of ranks, and expect it to succeed."""
-    done = subprocess.run(
-        [*launcher(ranks), str(path), *args],
-        env=environment(helpers=True), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def environment(*, helpers: bool = False) -> dict[str, str]:
     """Return an environment in which one and several ranks use the same number of threads, and so the same kernels.
 
     Args:
-        helpers: let a script that is run by its path import what lies beside this file.
+        helpers: let a script that is run by its path import the helpers and the workers.
     """
-    path = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"} if helpers else {}
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **path}
+    path = os.pathsep.join(filter(None, (str(HELPERS), str(WORKERS), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} if helpers else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **own}
 
 
 def one_line(text: str) -> str:
@@ -83,6 +257,6 @@ def weights(out: Path) -> bytes:
     return (out / "weights" / "diffusion_pytorch_model.safetensors").read_bytes()
 
 
-def records(out: Path) -> Sequence[dict]:
+def records(out: Path) -> Sequence[dict[str, Any]]:
     """Return the records of a run's metrics."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     pipeline_ranks.save(folder)
     (folder / "two").mkdir()
-    launch.script(Path(pipeline_ranks.__file__), str(folder), str(folder / "two"), ranks=2)
+    launch.on_ranks(2, "pipeline_ranks:updates", folder, folder / "two", timeout=400)
     return folder
 
 

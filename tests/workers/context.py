@@ -1,57 +1,44 @@
-"""Run by torchrun: an update of small transformers whose tokens are split over pairs of ranks, for test_context.py."""
+"""Updates small transformers whose tokens are split over pairs of ranks, for test_context.py."""
 
-import json
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import tiny_transformers
 import torch
 
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 
 
-def main(args: list[str]) -> int:
-    """Write {model: {how it lies: {gradients, info, velocity}}}, and what odd numbers of tokens are told."""
+def updates(world: World) -> dict[str, Any]:
+    """Return {model: {layout: {gradients, info, velocity}}}, and the error for odd numbers of tokens under `odd`."""
     result: dict[str, Any] = {}
     warnings.simplefilter("ignore")  # deprecations within diffusers
-    with init_world() as world:
-        for name, (build, velocity) in tiny_transformers.MODELS.items():
-            result[name] = {}
-            for lies, options in tiny_transformers.LIES.items():
-                net = build()
-                engine = Engine(
-                    net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), world,
-                    updates=1, sharding=EngineConfig(context_parallel=2, **options),
-                )  # fmt: skip
-                share = tiny_transformers.ITEMS // engine.world.data_size
-                mine = slice(engine.world.data_rank * share, (engine.world.data_rank + 1) * share)
-                items = {key: tensor[mine] for key, tensor in tiny_transformers.data().items()}
-                with engine.inference() as module:
-                    found = engine.world.gather(velocity(module, items))
-                info = engine.update(
-                    items, torch.ones(share), tiny_transformers.loss_of(velocity, engine.module),
-                    count=tiny_transformers.ITEMS, micro_batch=2, pad_to=share,
-                )  # fmt: skip
-                result[name][lies] = {
-                    "gradients": {key: tensor.tolist() for key, tensor in tiny_transformers.gradients(engine).items()},
-                    "info": info._asdict(),
-                    "velocity": found.tolist(),
-                }
-            try:
-                velocity(
-                    engine.module, tiny_transformers.data(tokens=6) | {"text": torch.zeros(tiny_transformers.ITEMS, 3, 6)}
-                )
-            except UsageError as error:
-                result[name]["odd"] = str(error)
-        if world.is_main:
-            Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    for name, (build, velocity) in tiny_transformers.MODELS.items():
+        result[name] = {}
+        for lies, options in tiny_transformers.LIES.items():
+            net = build()
+            engine = Engine(
+                net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), world,
+                updates=1, sharding=EngineConfig(context_parallel=2, **options),
+            )  # fmt: skip
+            share = tiny_transformers.ITEMS // engine.world.data_size
+            mine = slice(engine.world.data_rank * share, (engine.world.data_rank + 1) * share)
+            items = {key: tensor[mine] for key, tensor in tiny_transformers.data().items()}
+            with engine.inference() as module:
+                found = engine.world.gather(velocity(module, items))
+            info = engine.update(
+                items, torch.ones(share), tiny_transformers.loss_of(velocity, engine.module),
+                count=tiny_transformers.ITEMS, micro_batch=2, pad_to=share,
+            )  # fmt: skip
+            result[name][lies] = {
+                "gradients": {key: tensor.tolist() for key, tensor in tiny_transformers.gradients(engine).items()},
+                "info": info._asdict(),
+                "velocity": found.tolist(),
+            }
+        try:
+            velocity(engine.module, tiny_transformers.data(tokens=6) | {"text": torch.zeros(tiny_transformers.ITEMS, 3, 6)})
+        except UsageError as error:
+            result[name]["odd"] = str(error)
+    return result

@@ -1,6 +1,5 @@
-"""An update of two experts, here or by torchrun: the first half of the samples is one expert's, the second the other's."""
+"""Updates two experts, on any number of ranks: half of the samples belong to each expert."""
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +8,9 @@ from safetensors.torch import save_file
 from tiny_pipelines import TEXT
 from torch import Tensor
 
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.export import export
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.models.pipelines.open import open_model
 
 SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
@@ -49,15 +47,8 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
     return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]
 
 
-def main(args: list[str]) -> int:
-    """Write the gradients of the pipeline in the first folder to the second, with what is exported."""
-    folder, out = map(Path, args)
-    with init_world() as world:
-        gradients = update(folder, out, world)
-        if world.is_main:
-            save_file(gradients, out / "gradients.safetensors")
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+def exported(world: World, folder: str, to: str) -> None:
+    """Update the pipeline in a folder; write its gradients and what is exported to another."""
+    gradients = update(Path(folder), Path(to), world)
+    if world.is_main:
+        save_file(gradients, Path(to) / "gradients.safetensors")

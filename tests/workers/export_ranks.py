@@ -1,8 +1,6 @@
-"""Run by torchrun: exports from sharded modules, and adapters that are copied and blended there, for test_export.py."""
+"""Exports from sharded modules, and copies and blends adapters there, for test_export.py."""
 
 import errno
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fluvial.engines.fsdp.export as exporting
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
 
 
@@ -81,28 +78,21 @@ def full_disk(module: nn.Module, out: Path, world: World) -> list[Any]:
     return messages
 
 
-def main(args: list[str]) -> int:
-    """Write the exports of a plain and of an adapted module, and result.json."""
-    out = Path(args[0])
-    with init_world() as world:
-        plain = MODEL.build()
-        Engine(plain, MODEL.blocks(plain), OptimizerConfig(), world, updates=1)
-        export(plain, out / "plain", world=world)
-        export(plain, out / "sharded", max_shard_size="1MB", world=world)
-        module = adapted("default", "old", "ref")
-        perturb(module, "default", seed=0)
-        perturb(module, "old", seed=1)
-        engine = Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), world, updates=1)
-        average = {name: parameter.detach() * 0.5 for name, parameter in engine.trainable.items()}
-        export(module, out / "merged", average=average, merge=True, dtype=torch.bfloat16, world=world)
-        write_lora(module, out / "lora", adapter="old", world=world)
-        run(module)  # parameters that stay gathered are exported all the same
-        write_lora(module, out / "averaged", average=average, world=world)
-        result = {"adapters": adapters(module, engine, world), "full disk": full_disk(plain, out / "plain", world)}
-    if world.rank == 0:
-        (out / "result.json").write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+def exports(world: World, folder: str) -> dict[str, Any]:
+    """Export a plain and an adapted module to the folder, and return {adapters, full disk}."""
+    out = Path(folder)
+    plain = MODEL.build()
+    Engine(plain, MODEL.blocks(plain), OptimizerConfig(), world, updates=1)
+    export(plain, out / "plain", world=world)
+    export(plain, out / "sharded", max_shard_size="1MB", world=world)
+    module = adapted("default", "old", "ref")
+    perturb(module, "default", seed=0)
+    perturb(module, "old", seed=1)
+    engine = Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), world, updates=1)
+    average = {name: parameter.detach() * 0.5 for name, parameter in engine.trainable.items()}
+    export(module, out / "merged", average=average, merge=True, dtype=torch.bfloat16, world=world)
+    write_lora(module, out / "lora", adapter="old", world=world)
+    run(module)  # parameters that stay gathered are exported all the same
+    write_lora(module, out / "averaged", average=average, world=world)
+    result = {"adapters": adapters(module, engine, world), "full disk": full_disk(plain, out / "plain", world)}
+    return result

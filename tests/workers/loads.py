@@ -1,9 +1,8 @@
-"""Run by torchrun: a model read shard by shard, with the memory that it took, for test_loading.py."""
+"""Loads a model shard by shard and measures the memory that it takes, for test_loading.py."""
 
-import json
 import resource
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -11,42 +10,34 @@ from large_layers import tower
 from tiny_models import Net
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.parallelize import EngineConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 
 
-def main(args: list[str]) -> int:
-    """Write {offload: {grew: bytes by rank, wrong: tensors that differ from the file's}}."""
-    folder, result = Path(args[0]), {}
-    with init_world() as world:
+def load(world: World, folder: str) -> dict[str, Any]:
+    """Return {offload: {grew: bytes by rank, wrong: tensors that differ from the file's}}."""
+    where, result = Path(folder), dict[str, Any]()
+    with init_empty_weights(include_buffers=False):
+        net = Net()
+    # What is imported on the way stays in memory, and is no one's weights.
+    ShardedModule(net, list(net.blocks), world, EngineConfig(), weights=where / "net")
+    for offload in ("none", "always"):
         with init_empty_weights(include_buffers=False):
-            net = Net()
-        # What is imported on the way stays in memory, and is no one's weights.
-        ShardedModule(net, list(net.blocks), world, EngineConfig(), weights=folder / "net")
-        for offload in ("none", "always"):
-            with init_empty_weights(include_buffers=False):
-                module = tower()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            config = EngineConfig(offload=offload)
-            sharded = ShardedModule(module, list(module.children()), world, config, weights=folder)
-            grew = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-            wrong = []
-            with torch.no_grad():
-                for number, (name, parameter) in enumerate(sharded.module.named_parameters()):
-                    assert isinstance(parameter, DTensor)
-                    # Values count up along the first dimension, so that a shard says which rows it is.
-                    first = -(-parameter.shape[0] // world.size) * world.rank
-                    rows = torch.arange(first, first + len(parameter.to_local())) + 10000 * number
-                    expected = rows.float().reshape(-1, *[1] * (parameter.ndim - 1))
-                    if not torch.equal(parameter.to_local(), expected.expand_as(parameter.to_local())):
-                        wrong.append(name)
-            result[offload] = {"grew": world.gather_items(grew), "wrong": world.gather_items(wrong)}
-        if world.is_main:
-            Path(args[1]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+            module = tower()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        config = EngineConfig(offload=offload)
+        sharded = ShardedModule(module, list(module.children()), world, config, weights=where)
+        grew = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        wrong = []
+        with torch.no_grad():
+            for number, (name, parameter) in enumerate(sharded.module.named_parameters()):
+                assert isinstance(parameter, DTensor)
+                # Values count up along the first dimension, so that a shard says which rows it is.
+                first = -(-parameter.shape[0] // world.size) * world.rank
+                rows = torch.arange(first, first + len(parameter.to_local())) + 10000 * number
+                expected = rows.float().reshape(-1, *[1] * (parameter.ndim - 1))
+                if not torch.equal(parameter.to_local(), expected.expand_as(parameter.to_local())):
+                    wrong.append(name)
+        result[offload] = {"grew": world.gather_items(grew), "wrong": world.gather_items(wrong)}
+    return result

@@ -1,7 +1,5 @@
-"""Run by torchrun: one rollout and its updates with every kind of objective, for test_learner.py."""
+"""Runs one rollout and its updates with every kind of objective, for test_learner.py."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,8 @@ from typing import Any
 import tiny_jobs as tiny
 import torch
 
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
 from fluvial.engines.train.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
 
@@ -32,35 +29,26 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(args: list[str]) -> int:
-    """Write {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
+def rollouts(world: World, folder: str) -> dict[str, Any]:
+    """Return {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
     result: dict[str, Any] = {}
-    with init_world() as world:
-        for name, changes in RUNS.items():
-            run = tiny.config(Path(args[0]).parent, micro_batch=4, optimizer=OptimizerConfig(weight_decay=0.0), **changes)
-            trained = tiny.Run(run, world)
-            gradients: list[list[float]] = []
-            optimize = trained.trainer.engine.update
+    for name, changes in RUNS.items():
+        run = tiny.config(Path(folder), micro_batch=4, optimizer=OptimizerConfig(weight_decay=0.0), **changes)
+        trained = tiny.Run(run, world)
+        gradients: list[list[float]] = []
+        optimize = trained.trainer.engine.update
 
-            def noted(
-                *args: Any, trained: Any = trained, found: Any = gradients, optimize: Any = optimize, **more: Any
-            ) -> Any:
-                info = optimize(*args, **more)
-                found.append(torch.cat([g.flatten() for g in trained.gradient().values()]).tolist())
-                return info
+        def noted(*args: Any, trained: Any = trained, found: Any = gradients, optimize: Any = optimize, **more: Any) -> Any:
+            info = optimize(*args, **more)
+            found.append(torch.cat([g.flatten() for g in trained.gradient().values()]).tolist())
+            return info
 
-            trained.trainer.engine.update = noted  # type: ignore[method-assign]
-            record = trained.rollout()
-            result[name] = {
-                "reward": record.get("reward"),
-                "pairs": record["pairs"],
-                "correction": record.get("correction", {}),
-                "gradients": gradients,
-            }
-        if world.is_main:
-            Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+        trained.trainer.engine.update = noted  # type: ignore[method-assign]
+        record = trained.rollout()
+        result[name] = {
+            "reward": record.get("reward"),
+            "pairs": record["pairs"],
+            "correction": record.get("correction", {}),
+            "gradients": gradients,
+        }
+    return result

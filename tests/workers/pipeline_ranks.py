@@ -1,7 +1,5 @@
-"""An update of every pipeline, here or by torchrun: ranks have samples of their own, or share each one."""
+"""Updates every pipeline, on any number of ranks: they have samples of their own, or share each one."""
 
-import json
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,10 +15,9 @@ from torch import Tensor
 
 from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.pipelines.open import open_model
@@ -123,29 +120,23 @@ def _sampler(model: DiffusionModel, schedule: Schedule) -> Sampler:
     return partial(ddim, eta=1.0)
 
 
-def main(args: list[str]) -> int:
-    """Write what two ranks find of the pipelines in the first folder to the second."""
-    root, out = map(Path, args)
+def updates(world: World, folder: str, to: str) -> None:
+    """Update every pipeline in a folder, and write what the ranks find to another."""
+    root, out = Path(folder), Path(to)
     warnings.simplefilter("ignore")  # deprecations within diffusers
     losses = {}
-    with init_world() as world:
-        for name, shared in RUNS:
-            found = update(root, name, world, context_parallel=shared)
-            losses[f"{name}-{shared}"] = found.loss
-            if world.is_main:
-                tensors = {"velocity": found.velocity.contiguous(), "log_prob": found.log_prob.contiguous()}
-                save_file({**tensors, **found.gradients}, out / f"{name}-{shared}.safetensors")
-        refused = {}
-        for name in SPLIT[:3]:
-            try:
-                update(root, name, world, context_parallel=2, size=(12, 4))
-            except UsageError as error:
-                refused[name] = str(error)
+    for name, shared in RUNS:
+        found = update(root, name, world, context_parallel=shared)
+        losses[f"{name}-{shared}"] = found.loss
         if world.is_main:
-            (out / "losses.json").write_text(json.dumps(losses))
-            (out / "refused.json").write_text(json.dumps(refused))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+            tensors = {"velocity": found.velocity.contiguous(), "log_prob": found.log_prob.contiguous()}
+            save_file({**tensors, **found.gradients}, out / f"{name}-{shared}.safetensors")
+    refused = {}
+    for name in SPLIT[:3]:
+        try:
+            update(root, name, world, context_parallel=2, size=(12, 4))
+        except UsageError as error:
+            refused[name] = str(error)
+    if world.is_main:
+        (out / "losses.json").write_text(json.dumps(losses))
+        (out / "refused.json").write_text(json.dumps(refused))

@@ -1,54 +1,41 @@
-"""Run by torchrun: one update of the net for each way that a module can lie on the ranks, for test_sharding.py."""
+"""Updates the net once with each way of sharding, for test_sharding.py."""
 
-import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 
 ITEMS, MICRO_BATCH = 7, 1
 
 
-def main(args: list[str]) -> int:
-    """Write {name: {weights, counts, shard}}: after an update of items that are shared out unevenly."""
+def updates(world: World) -> dict[str, Any]:
+    """Return {name: {weights, counts, shard}} after an update of items that are shared out unevenly."""
     result: dict[str, Any] = {}
-    with init_world() as world:
-        items, weight = data(ITEMS)
-        bounds = [round(ITEMS * (r / world.size) ** 0.5) for r in range(world.size + 1)]
-        mine = slice(bounds[world.rank], bounds[world.rank + 1])
-        longest = max(b - a for a, b in pairwise(bounds))
-        for name, sharding in SHARDINGS.items():
-            if world.size % sharding.get("replicas", 1):
-                continue
-            net = Net()
-            engine = Engine(
-                net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(**sharding)
-            )
-            if sharding.get("offload") == "phases":
-                engine.offload()
-                engine.onload()
-            with Collectives() as counter:
-                engine.update(
-                    {key: tensor[mine] for key, tensor in items.items()}, weight[mine], squared(net),
-                    count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest,
-                )  # fmt: skip
-            result[name] = {
-                "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
-                "counts": dict(counter.counts),
-                "micro_batches": longest,
-                "shard": sum(tensor.numel() for tensor in engine._local().values()),
-            }
-    if world.rank == 0:
-        Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    items, weight = data(ITEMS)
+    bounds = [round(ITEMS * (r / world.size) ** 0.5) for r in range(world.size + 1)]
+    mine = slice(bounds[world.rank], bounds[world.rank + 1])
+    longest = max(b - a for a, b in pairwise(bounds))
+    for name, sharding in SHARDINGS.items():
+        if world.size % sharding.get("replicas", 1):
+            continue
+        net = Net()
+        engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(**sharding))
+        if sharding.get("offload") == "phases":
+            engine.offload()
+            engine.onload()
+        with Collectives() as counter:
+            engine.update(
+                {key: tensor[mine] for key, tensor in items.items()}, weight[mine], squared(net),
+                count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest,
+            )  # fmt: skip
+        result[name] = {
+            "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
+            "counts": dict(counter.counts),
+            "micro_batches": longest,
+            "shard": sum(tensor.numel() for tensor in engine._local().values()),
+        }
+    return result

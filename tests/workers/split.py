@@ -1,7 +1,5 @@
-"""Run by torchrun: updates of a training run whose samples are split over pairs of ranks, for test_context.py."""
+"""Updates a training run whose samples are split over pairs of ranks, for test_context.py."""
 
-import json
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +9,8 @@ import tiny_token_job
 import tiny_transformers
 from handwriting_jobs import config
 
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.parallelize import EngineConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import KLConfig
@@ -21,34 +18,27 @@ from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 
 
-def main(args: list[str]) -> int:
-    """Write {train: {rewards, norms, ratios, pairs, gradients}} of two updates, with a KL and guidance."""
+def updates(world: World, folder: str) -> dict[str, Any]:
+    """Return {train: {rewards, norms, ratios, pairs, gradients}} of two updates, with a KL and guidance."""
     warnings.simplefilter("ignore")  # deprecations within diffusers
     result: dict[str, Any] = {}
-    with init_world() as world:
-        for train in ("lora", "full"):
-            run = config(
-                Path(args[0]).parent, train=train, micro_batch=2, kl=KLConfig(coef=0.1),
-                engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
-            )  # fmt: skip
-            run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
-            trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
-            runner = Rewards(list(trainer.rewards.values()))
-            for _ in range(2):
-                records.append(trainer.update(runner, StopRequest())[0])
-                gradients.append({name: g.tolist() for name, g in tiny_transformers.gradients(trainer.engine).items()})
-            runner.close()
-            result[train] = {
-                "rewards": [record["reward"] for record in records],
-                "norms": [record["grad_norm"] for record in records],
-                "ratios": [record["first_pass_max_abs_log_ratio"] for record in records],
-                "pairs": [record["pairs"] for record in records],
-                "gradient": gradients[0],
-            }
-        if world.is_main:
-            Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    for train in ("lora", "full"):
+        run = config(
+            Path(folder), train=train, micro_batch=2, kl=KLConfig(coef=0.1),
+            engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
+        )  # fmt: skip
+        run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
+        trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
+        runner = Rewards(list(trainer.rewards.values()))
+        for _ in range(2):
+            records.append(trainer.update(runner, StopRequest())[0])
+            gradients.append({name: g.tolist() for name, g in tiny_transformers.gradients(trainer.engine).items()})
+        runner.close()
+        result[train] = {
+            "rewards": [record["reward"] for record in records],
+            "norms": [record["grad_norm"] for record in records],
+            "ratios": [record["first_pass_max_abs_log_ratio"] for record in records],
+            "pairs": [record["pairs"] for record in records],
+            "gradient": gradients[0],
+        }
+    return result

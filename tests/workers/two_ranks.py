@@ -1,69 +1,56 @@
-"""Run by torchrun: counts the engine's collectives and writes the weights of an update as JSON, for test_two_ranks.py."""
+"""Counts the engine's collectives and returns the weights after an update, for test_two_ranks.py."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_models import Net, data, squared
 
 from fluvial.bench.counting import Collectives
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 
 
-def main(args: list[str]) -> int:
-    """Write {counts: {comm: {n: {...}}}, weights: {...}, skipped, items}."""
+def updates(world: World) -> dict[str, Any]:
+    """Return {counts: {comm: {n: {...}}}, weights: {...}, info, skipped, messages}."""
     result: dict[str, Any] = {"counts": {}, "weights": {}}
-    with init_world() as world:
-        comm: Any
-        for comm in ("keep", "reshard"):
-            result["counts"][comm] = {}
-            for n in (1, 2, 8):
-                net = Net()
-                engine = Engine(net, list(net.blocks), OptimizerConfig(), world, updates=1, sharding=EngineConfig(comm=comm))
-                items, weight = data(3 * n)
-                with Collectives() as counter:
-                    engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)
-                result["counts"][comm][n] = dict(counter.counts)
-
-        # Uneven ranks: 5 items here, 2 there.
-        items, weight = data(7)
-        mine = slice(0, 5) if world.rank == 0 else slice(5, 7)
-        for comm in ("keep", "reshard"):
+    comm: Any
+    for comm in ("keep", "reshard"):
+        result["counts"][comm] = {}
+        for n in (1, 2, 8):
             net = Net()
-            engine = Engine(
-                net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(comm=comm)
-            )
-            share = {name: tensor[mine] for name, tensor in items.items()}
-            info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
-            result["weights"][comm] = {name: tensor.tolist() for name, tensor in engine.weights(average=False)}
-            result["info"] = info._asdict()
+            engine = Engine(net, list(net.blocks), OptimizerConfig(), world, updates=1, sharding=EngineConfig(comm=comm))
+            items, weight = data(3 * n)
+            with Collectives() as counter:
+                engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)
+            result["counts"][comm][n] = dict(counter.counts)
 
-        # A gradient that is not finite on one rank skips the step on both.
-        before = [tensor for _, tensor in engine.weights(average=False)]
-        if world.rank == 1:
-            share["y"][0] = torch.nan
+    # Uneven ranks: 5 items here, 2 there.
+    items, weight = data(7)
+    mine = slice(0, 5) if world.rank == 0 else slice(5, 7)
+    for comm in ("keep", "reshard"):
+        net = Net()
+        engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(comm=comm))
+        share = {name: tensor[mine] for name, tensor in items.items()}
         info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
-        after = [tensor for _, tensor in engine.weights(average=False)]
-        result["skipped"] = info.skipped and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        result["weights"][comm] = {name: tensor.tolist() for name, tensor in engine.weights(average=False)}
+        result["info"] = info._asdict()
 
-        # A rank that gives up takes the other with it.
-        try:
-            with world.agreed():
-                if world.rank == 1:
-                    raise RunError("out of paper")
-        except RunError as error:
-            messages = [None, None]
-            torch.distributed.all_gather_object(messages, f"{type(error).__name__}: {error}")
-            result["messages"] = messages
-    if world.rank == 0:
-        Path(args[0]).write_text(json.dumps(result))
-    return 0
+    # A gradient that is not finite on one rank skips the step on both.
+    before = [tensor for _, tensor in engine.weights(average=False)]
+    if world.rank == 1:
+        share["y"][0] = torch.nan
+    info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
+    after = [tensor for _, tensor in engine.weights(average=False)]
+    result["skipped"] = info.skipped and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    # A rank that gives up takes the other with it.
+    try:
+        with world.agreed():
+            if world.rank == 1:
+                raise RunError("out of paper")
+    except RunError as error:
+        messages = [None, None]
+        torch.distributed.all_gather_object(messages, f"{type(error).__name__}: {error}")
+        result["messages"] = messages
+    return result

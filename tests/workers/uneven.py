@@ -1,7 +1,5 @@
-"""Run by torchrun: an update whose pairs with an advantage were all made by one rank, for test_uneven.py."""
+"""Updates once with items of which one rank made all that have an advantage, for test_uneven.py."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,7 @@ import torch
 from handwriting_jobs import config, job
 from torch import Tensor
 
-from fluvial.engines.cli.main import exit_with
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.train.config import KLConfig, RolloutConfig
 from fluvial.engines.train.stop import StopRequest
@@ -27,38 +24,31 @@ def one_code_alone(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return images.mean((1, 2, 3)) * torch.tensor([prompt == CODES[0] for prompt in prompts])
 
 
-def main(args: list[str]) -> int:
-    """Write {KL coefficient: {forwards: by rank, pairs, gradient}}."""
+def updates(world: World, folder: str) -> dict[str, Any]:
+    """Return {KL coefficient: {forwards: by rank, pairs, ratio, gradient}}."""
     result: dict[str, Any] = {}
-    with init_world() as world:
-        for kl_coef in (0.0, 0.1):
-            run = replace(
-                config(
-                    Path(args[0]).parent, micro_batch=4, train="lora",
-                    rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=2),
-                    kl=KLConfig(coef=kl_coef),
-                ),
-                final_samples=4, seed=SEED,
-            )  # fmt: skip
-            trainer = Trainer(run, job(one_code_alone, train_prompts=CODES), world, console=None)
-            forwards: list[bool] = []
-            trainer.engine.module.register_forward_hook(
-                lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())
-            )
-            runner = Rewards(list(trainer.rewards.values()))
-            record, _ = trainer.update(runner, StopRequest())
-            runner.close()
-            moments = {n: t for n, t in trainer.engine.state().items() if n.startswith("exp_avg.")}
-            result[str(kl_coef)] = {
-                "forwards": world.gather_items(sum(forwards)),
-                "pairs": record["pairs"],
-                "ratio": record["first_pass_max_abs_log_ratio"],
-                "gradient": torch.cat([t.full_tensor().flatten() for t in moments.values()]).tolist(),  # type: ignore[attr-defined]
-            }
-        if world.is_main:
-            Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    for kl_coef in (0.0, 0.1):
+        run = replace(
+            config(
+                Path(folder), micro_batch=4, train="lora",
+                rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=2),
+                kl=KLConfig(coef=kl_coef),
+            ),
+            final_samples=4, seed=SEED,
+        )  # fmt: skip
+        trainer = Trainer(run, job(one_code_alone, train_prompts=CODES), world, console=None)
+        forwards: list[bool] = []
+        trainer.engine.module.register_forward_hook(
+            lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())
+        )
+        runner = Rewards(list(trainer.rewards.values()))
+        record, _ = trainer.update(runner, StopRequest())
+        runner.close()
+        moments = {n: t for n, t in trainer.engine.state().items() if n.startswith("exp_avg.")}
+        result[str(kl_coef)] = {
+            "forwards": world.gather_items(sum(forwards)),
+            "pairs": record["pairs"],
+            "ratio": record["first_pass_max_abs_log_ratio"],
+            "gradient": torch.cat([t.full_tensor().flatten() for t in moments.values()]).tolist(),  # type: ignore[attr-defined]
+        }
+    return result

@@ -1,9 +1,6 @@
-"""Run by torchrun: counts the updates of a tiny transformer and compares their gradients, as JSON, for test_update.py."""
+"""Counts the updates of a tiny transformer and compares their gradients, for test_update.py."""
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fluvial.bench.counting import Collectives, HostReads
@@ -17,9 +14,8 @@ from fluvial.bench.update import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp.engine import EngineConfig
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.fsdp.world import World
 
 SAMPLES = 5
 SHARDINGS: dict[str, dict[str, Any]] = {
@@ -98,14 +94,7 @@ def peaks(world: World) -> dict[int, int]:
     return found
 
 
-def main(args: list[str]) -> int:
-    """Write {counts, gradients, peaks}."""
-    with init_world() as world:
-        result = {"counts": counts(world), "gradients": gradients(world), "peaks": peaks(world)}
-        if world.is_main:
-            Path(args[0]).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+def measure(world: World) -> dict[str, Any]:
+    """Return {counts, gradients, peaks}."""
+    result = {"counts": counts(world), "gradients": gradients(world), "peaks": peaks(world)}
+    return result

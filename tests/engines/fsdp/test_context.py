@@ -1,6 +1,5 @@
 """Ranks that share a sample's tokens take the update that one process takes, and hand out whole velocities."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 
-WORKERS = Path(__file__).parents[2] / "workers"
-
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """The number of ranks, in pairs, and what context.py found."""
-    out = tmp_path_factory.mktemp("context") / "result.json"
-    launch.script(WORKERS / "context.py", str(out), ranks=request.param)
-    return request.param, json.loads(out.read_text())
+def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    """Return the number of ranks, in pairs, and the result of their updates."""
+    return request.param, launch.on_ranks(request.param, "context:updates")[0]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +73,7 @@ def test_what_cannot_be_split_is_refused(one: World) -> None:
 @pytest.mark.slow
 def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None:
     """Rollout, reward and update, with guidance and a KL, on 1 rank and on a pair."""
-    found = {}
-    for ranks in (1, 2):
-        out = tmp_path / f"{ranks}.json"
-        launch.script(WORKERS / "split.py", str(out), ranks=ranks)
-        found[ranks] = json.loads(out.read_text())
+    found = {ranks: launch.on_ranks(ranks, "split:updates", tmp_path)[0] for ranks in (1, 2)}
     for train, expected in found[1].items():
         split = found[2][train]
         assert split["pairs"] == expected["pairs"] == [16, 16]

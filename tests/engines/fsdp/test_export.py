@@ -29,7 +29,6 @@ from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.lora import merge_lora, use_adapter
 
-WORKERS = Path(__file__).parents[2] / "workers"
 SINGLE = "diffusion_pytorch_model.safetensors"
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
@@ -43,9 +42,10 @@ def one() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What export_ranks.py wrote on two ranks."""
+    """Return the folder that two ranks exported to, with what they found in result.json."""
     out = tmp_path_factory.mktemp("ranks")
-    launch.script(WORKERS / "export_ranks.py", str(out), ranks=2)
+    found = launch.on_ranks(2, "export_ranks:exports", out)[0]
+    (out / "result.json").write_text(json.dumps(found))
     return out
 
 

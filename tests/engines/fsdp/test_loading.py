@@ -22,8 +22,6 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.handwriting import BASE, Handwriting
 from fluvial.models.lora import LoraConfig, add_lora
 
-WORKERS = Path(__file__).parents[2] / "workers"
-
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
@@ -42,9 +40,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
             parameter.copy_(rows.float().reshape(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter))
     save(tmp_path, module.state_dict(), parts=2)
     save(tmp_path / "net", Net().state_dict())
-    out = tmp_path / "result.json"
-    launch.script(WORKERS / "loads.py", str(tmp_path), str(out), ranks=4)
-    for found in json.loads(out.read_text()).values():
+    for found in launch.on_ranks(4, "loads:load", tmp_path)[0].values():
         assert found["wrong"] == [[]] * 4
         assert max(found["grew"]) < 0.75 * BYTES, found["grew"]
 

@@ -1,9 +1,7 @@
 """However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import launch
@@ -16,16 +14,13 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 
-WORKERS = Path(__file__).parents[2] / "workers"
 UNITS = 3  # two blocks and the root
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """The number of ranks, and what ranks.py found."""
-    out = tmp_path_factory.mktemp("ranks") / "result.json"
-    launch.script(WORKERS / "ranks.py", str(out), ranks=request.param)
-    return request.param, json.loads(out.read_text())
+def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    """Return the number of ranks, and the result of their updates."""
+    return request.param, launch.on_ranks(request.param, "ranks:updates")[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,16 @@
 """Items without advantage are not computed, and the others are shared out, however they fell on the ranks."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
 import torch
 
-WORKERS = Path(__file__).parents[2] / "workers"
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What uneven.py found, by the number of ranks."""
-    result = {}
-    for ranks in (1, 2):
-        out = tmp_path_factory.mktemp("uneven") / "result.json"
-        launch.script(WORKERS / "uneven.py", str(out), ranks=ranks)
-        result[ranks] = json.loads(out.read_text())
-    return result
+    """Return the result of the updates by the number of ranks."""
+    return {ranks: launch.on_ranks(ranks, "uneven:updates", tmp_path_factory.mktemp("uneven"))[0] for ranks in (1, 2)}
 
 
 def test_forwards_are_counted(found: dict[int, dict[str, Any]]) -> None:

@@ -1,6 +1,5 @@
 """Items that are dropped and moved: every rank ends up with as many, and all of them are still there once."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,9 @@ def test_moves_level_the_ranks(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pairs_move_whole(tmp_path: Path, ranks: int) -> None:
+def test_pairs_move_whole(ranks: int) -> None:
     """On real ranks: each pair with its own tensors and its own conditioning, once."""
-    out = tmp_path / "result.json"
-    launch.script(WORKERS / "moving.py", str(out), ranks=ranks)
-    for case in json.loads(out.read_text()):
+    for case in launch.on_ranks(ranks, "moving:move")[0]:
         found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
         assert sorted(found) == sorted(case["expected"])
         assert max(map(len, case["found"])) - min(map(len, case["found"])) <= 1

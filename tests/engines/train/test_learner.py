@@ -1,6 +1,5 @@
 """What is learnt from a rollout: whose old policy, which pairs, which weights; one update or several; one rank or two."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from fluvial.engines.train.config import (
 )
 from fluvial.models.lora import adapter_parameters, use_adapter
 
-WORKERS = Path(__file__).parents[2] / "workers"
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
 ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler="ode", eta=0.0)
 FAST = OptimizerConfig(lr=0.05)
@@ -549,13 +547,9 @@ def test_adapters_apart(one: World, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What objective_ranks.py found, by the number of ranks."""
-    result = {}
-    for size in (1, 2):
-        out = tmp_path_factory.mktemp("ranks") / "result.json"
-        launch.script(WORKERS / "objective_ranks.py", str(out), ranks=size)
-        result[size] = json.loads(out.read_text())
-    return result
+    """Return the results of the rollouts by the number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {size: launch.on_ranks(size, "objective_ranks:rollouts", folder)[0] for size in (1, 2)}
 
 
 @pytest.mark.slow

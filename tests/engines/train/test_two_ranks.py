@@ -13,15 +13,11 @@ from tiny_models import Net, data, squared
 
 from fluvial.models.handwriting import BASE
 
-WORKERS = Path(__file__).parents[2] / "workers"
-
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two_ranks.py found."""
-    out = tmp_path_factory.mktemp("ranks") / "result.json"
-    launch.script(WORKERS / "two_ranks.py", str(out), ranks=2)
-    return json.loads(out.read_text())
+def result() -> dict[str, Any]:
+    """Return the result of the updates of two ranks."""
+    return launch.on_ranks(2, "two_ranks:updates")[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

@@ -17,7 +17,7 @@ from fluvial.models.pipelines.experts import EXPERTS
 def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None:
     """They agree to run both experts, or one would wait for the other; each expert learns, and is exported to a folder."""
     folder = save(ROWS["wan-experts"], tmp_path / "wan")
-    launch.script(Path(experts.__file__), str(folder), str(tmp_path / "two"), ranks=2)
+    launch.on_ranks(2, "experts:exported", folder, tmp_path / "two")
     found = load_file(tmp_path / "two" / "gradients.safetensors")
     with init_world() as one:
         expected = experts.update(folder, tmp_path / "one", one)
