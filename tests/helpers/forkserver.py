@@ -5,6 +5,7 @@ which arguments, environment, folder and files for the output. It answers with t
 Every program gets a fork of its own, so one that is killed or that hangs harms no other.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -36,12 +37,15 @@ PRELOADED = (
     "diffusers.models.transformers.transformer_qwenimage",
     "fsspec.implementations.dirfs",
     "fsspec.implementations.local",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "optree",
     "peft",
-    "PIL.Image",
+    "PIL.PngImagePlugin",
     "rich.console",
     "rich.table",
     "safetensors.torch",
+    "torch.utils.tensorboard",
     "tyro",
     "fluvial.bench.counting",
     "fluvial.engines.cli.main",
@@ -50,12 +54,22 @@ PRELOADED = (
     "fluvial.models.handwriting",
     "fluvial.models.lora",
 )
+# Cached results that nearly every run asks for.
+WARMED = (
+    "fluvial.models.handwriting.recognisers:reward_recogniser",
+    "fluvial.models.handwriting.recognisers:heldout_recogniser",
+)
 
 
 def main(descriptor: int) -> None:
     """Serve requests until the other end of the socket closes; end every program then."""
     for name in PRELOADED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # an optional package, or a module that has moved
+            importlib.import_module(name)
+    for name in WARMED:
+        module, _, function = name.partition(":")
+        with suppress(ModuleNotFoundError, AttributeError):
+            getattr(importlib.import_module(module), function)()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     assert threads == 1, f"{threads} threads are running: a fork would lose them with the locks that they hold"
     server = socket.socket(fileno=descriptor)
@@ -64,6 +78,8 @@ def main(descriptor: int) -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    gc.collect()
+    gc.freeze()  # or every collection in a fork would copy pages
     serve(server, woken)
 
 
@@ -149,17 +165,20 @@ def become(request: dict[str, Any]) -> None:
 
 
 def called(request: dict[str, Any]) -> int:
-    """Run `python -m module` where a request names a module, else call its function on the ranks of a world."""
+    """Run `python -m module` where a request names a module, else call its function, in a world if it asks for one."""
     sys.argv = [request["target"], *map(str, request["arguments"])]
     module, _, function = request["target"].partition(":")
     if not function:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return 0
-    from fluvial.engines.fsdp.world import init_world
-
     call = getattr(importlib.import_module(module), function)
-    with init_world(timeout=request["timeout"]) as world:
-        value = call(world, *request["arguments"])
+    if request["world"]:
+        from fluvial.engines.fsdp.world import init_world
+
+        with init_world(timeout=request["timeout"]) as world:
+            value = call(world, *request["arguments"])
+    else:
+        value = call(*request["arguments"])
     Path(request["result"]).write_text(json.dumps(value))
     return 0
 

@@ -34,13 +34,14 @@ class Server:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", forkserver.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env=environment(helpers=True), start_new_session=True, stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], env=environment(helpers=True), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said,
             )  # fmt: skip
         self.text, self.number, self.reports = b"", 0, dict[int, dict[str, Any]]()
-        self.ready = False
         atexit.register(self.close, os.getpid())
 
     def request(self, **request: Any) -> int:
@@ -59,18 +60,23 @@ class Server:
                 part = self.socket.recv(65536)
             except TimeoutError:
                 return None
-            assert part, "the fork server has ended"
+            assert part, "the fork server has ended: " + self._said()
             *lines, self.text = (self.text + part).split(b"\n")
             for line in lines:
                 message = json.loads(line)
                 self.reports.get(message.get("number"), {}).update(message)
         return self.reports[number][key]
 
+    def _said(self) -> str:
+        self.said.seek(0)
+        return self.said.read()
+
     def close(self, pid: int) -> None:
         """Let the server end, unless this is a fork of the process that started it."""
         if os.getpid() == pid:
             self.socket.close()
             self.process.wait(30)
+            self.said.close()
 
 
 @cache
@@ -83,14 +89,14 @@ class Process:
     """A forked program, with the methods of `subprocess.Popen` that tests use; its output goes to files."""
 
     def __init__(
-        self, target: str, *arguments: Any, folder: Path | None = None, environment: dict[str, str], timeout: float = 120
+        self, target: str, *arguments: Any, environment: dict[str, str], folder: Path | None = None, world: bool = False
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="forked-")
         self.files = {name: os.path.join(self.folder.name, name) for name in ("stdout", "stderr", "result")}
         self.returncode: int | None = None
         self.number = server().request(
             target=target, arguments=[str(a) if isinstance(a, Path) else a for a in arguments],
-            environment=environment, folder=str(folder or os.getcwd()), timeout=timeout, **self.files,
+            environment=environment, folder=str(folder or os.getcwd()), world=world, timeout=120.0, **self.files,
         )  # fmt: skip
         self.pid: int = server().report(self.number, "pid", 300)  # the first also waits for the imports
         assert self.pid is not None, "the fork server does not answer"
@@ -174,7 +180,7 @@ def on_ranks(ranks: int, target: str, *arguments: Any, timeout: float = 240) -> 
     Raises:
         AssertionError: a rank failed; its standard error is the message.
     """
-    with _started(target, *arguments, ranks=ranks) as processes:
+    with _started(target, *arguments, ranks=ranks, world=True) as processes:
         codes = _finished(processes, timeout)
         failed = [rank for rank, code in enumerate(codes) if code != 0]
         assert not failed, f"{target}: " + "\n".join(
@@ -183,15 +189,29 @@ def on_ranks(ranks: int, target: str, *arguments: Any, timeout: float = 240) -> 
         return [json.loads(Path(process.files["result"]).read_text()) for process in processes]
 
 
+def call(target: str, *arguments: Any, timeout: float = 240) -> Any:
+    """Call `module:function` of the tests' workers in a process that may fork and kill processes of its own.
+
+    JSON must hold the arguments (paths become strings) and the value.
+
+    Raises:
+        AssertionError: it failed; its standard error is the message.
+    """
+    with _started(target, *arguments, ranks=1) as (process,):
+        (code,) = _finished([process], timeout)
+        assert code == 0, f"{target} ended with code {code}:\n{process.stderr}"
+        return json.loads(Path(process.files["result"]).read_text())
+
+
 @contextlib.contextmanager
-def _started(target: str, *arguments: Any, ranks: int) -> Iterator[list[Process]]:
+def _started(target: str, *arguments: Any, ranks: int, world: bool = False) -> Iterator[list[Process]]:
     """Start a program on each rank; end those that still run afterwards."""
     shared = {} if ranks == 1 else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks):
             own = {} if ranks == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            process = Process(target, *arguments, environment={**environment(), **shared, **own})
+            process = Process(target, *arguments, environment={**environment(), **shared, **own}, world=world)
             processes.append(stack.enter_context(process))
         yield processes
 

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import os
 import random
 import shutil
@@ -229,20 +228,18 @@ def any_moment(root: Path, *, rounds: int, url: bool, background: bool) -> dict[
     return {"updates": updates}
 
 
-def main(args: list[str]) -> None:
-    """Write {name: what came of it, or an error} of the second argument's {name: [work, options]}, in the first's folder."""
+def explore(folder: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return {name: result, or an error} of {name: [work, options]}."""
     results = {}
     works: dict[str, Callable[..., dict[str, Any]]] = {"every": every_moment, "any": any_moment}
-    for i, (name, (work, options)) in enumerate(json.loads(args[1]).items()):
-        root = Path(args[0], str(i))
+    for i, (name, (work, options)) in enumerate(cases.items()):
+        root = Path(folder, str(i))
         root.mkdir()
         try:
             results[name] = works[work](root, **options)
         except AssertionError as error:
             results[name] = {"error": str(error)}
-    print(json.dumps(results))
+    return results
 
 
 fsspec.register_implementation("bucket", Bucket)
-if __name__ == "__main__":
-    main(sys.argv[1:])

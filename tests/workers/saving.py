@@ -1,10 +1,8 @@
 """Saves and loads sharded checkpoints on two and four ranks, for test_checkpoint.py."""
 
 import errno
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +123,9 @@ def damaged(folder: Path, world: World) -> str:
     return message(lambda: checkpoint.load(folder / "000001", plain(loaded), fingerprint=FINGERPRINT, world=world))
 
 
-def main(args: list[str]) -> None:
-    """Save to the first argument's folder, and write what came of it to the second's file."""
-    folder, out = Path(args[0]), Path(args[1])
+def save(to: str) -> dict[str, Any]:
+    """Save checkpoints on two ranks to a folder, load them on two and on four, and return what each says."""
+    folder = Path(to)
     saved = [ended.value for ended in forks.on_ranks(2, lambda world: saves(folder, world))]
     result: dict[str, Any] = {
         "failed in the foreground": [value["foreground"] for value in saved],
@@ -142,8 +140,4 @@ def main(args: list[str]) -> None:
     result["damaged"] = [ended.value for ended in forks.on_ranks(4, lambda world: damaged(folder, world))]
     file.write_bytes(whole)
     result["killed"] = killed(folder)
-    out.write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return result

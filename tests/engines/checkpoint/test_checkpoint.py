@@ -4,7 +4,6 @@ import errno
 import json
 import pickle
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 
 FINGERPRINT = {"seed": 0, "train": "full"}
-WORKERS = Path(__file__).parents[2] / "workers"
 
 
 @pytest.fixture(scope="module")
@@ -559,17 +557,9 @@ def test_saves_in_the_background_follow_each_other(folder: Path | str, one: Worl
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The checkpoints that two processes saved, and what these and the four that loaded them say."""
-    folder, out = tmp_path_factory.mktemp("ranks") / "checkpoints", tmp_path_factory.mktemp("out") / "result.json"
-    done = subprocess.run(
-        [sys.executable, "-P", str(WORKERS / "saving.py"), str(folder), str(out)],
-        env={**launch.environment(), "PYTHONPATH": str(WORKERS.parent / "helpers"), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(out.read_text())
+    """Return the folder that two ranks saved checkpoints to, and what these and the four that loaded them say."""
+    folder = tmp_path_factory.mktemp("ranks") / "checkpoints"
+    return folder, launch.call("saving:save", folder)
 
 
 def whole(value: float) -> dict[str, torch.Tensor]:

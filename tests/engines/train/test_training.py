@@ -468,9 +468,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     ]
     launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
-    with subprocess.Popen(
-        launch.command("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags), env=launch.environment()
-    ) as process:
+    with launch.start("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags) as process:
         wait_for_update(killed, 5, process)
         process.kill()
     assert not (killed / "summary.json").exists()
@@ -485,7 +483,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     assert timeless[0] == timeless[1]
 
 
-def wait_for_update(out: Path, update: int, process: subprocess.Popen[Any]) -> None:
+def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
     """Wait until a run has recorded an update."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -502,17 +500,11 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
     """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
     out = tmp_path / "run"
     flags = ["--updates", "500", "--checkpoint-every", "500"]
-    with subprocess.Popen(
-        launch.command("train", "handwriting", "--out", str(out), *launch.SMALL, *flags),
-        env=launch.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
         wait_for_update(out, 2, process)
         process.send_signal(number)
-        text, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+        assert process.wait(timeout=60) == 0, process.stderr
+        text, errors = process.stdout, process.stderr
     saved = [path.name for path in (out / "checkpoints").iterdir()]
     assert len(saved) == 1
     assert f"{number.name}: stopped after update {int(saved[0])}, all saved; go on with --resume --out {out}" in text
@@ -527,12 +519,7 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
 def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
     """Whatever is being done."""
     out = tmp_path / "run"
-    with subprocess.Popen(
-        launch.command("train", "handwriting", "--out", str(out), "--micro-batch", "64"),
-        env=launch.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    with launch.start("train", "handwriting", "--out", str(out), "--micro-batch", "64") as process:
         wait_for_update(out, 0, process)  # a full-size update takes seconds from here
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
@@ -589,11 +576,8 @@ def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     """With --resume, as a restart by torchrun does."""
     out = tmp_path / "run"
-    with subprocess.Popen(
-        launch.command(
-            "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
-        ),
-        env=launch.environment(),
+    with launch.start(
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
     ) as process:
         wait_for_update(out, 0, process)
         process.kill()
