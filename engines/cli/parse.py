@@ -105,8 +105,8 @@ def field_names(config: Any) -> list[str]:
 def with_flags(message: str, names: Sequence[str]) -> str:
     """Return a message with the fields that it names written as flags.
 
-    A name with a dot or an underscore stands for itself wherever it is. One that is an English word, such as `updates` or
-    `prompts`, is taken for a field only where a sentence begins with it and goes on with "is", as in "updates is 0".
+    A name with a dot or an underscore stands for itself anywhere. One that is an English word, such as `updates`, is taken
+    for a field only in phrases like "updates is 0", "rewards 'x' has" and "set prompts to".
     """
     for name in sorted(names, key=len, reverse=True):
         flag = "--" + name.replace("_", "-")
@@ -114,7 +114,7 @@ def with_flags(message: str, names: Sequence[str]) -> str:
         if "." in name or "_" in name:
             message = re.sub(rf"(?<![\w./:-]){exact}(?![\w:/-]|\.\w)", flag, message)
         else:
-            message = re.sub(rf"(^|[:;.,] |\band |\bwhile ){exact}(?= is\b| are\b)", rf"\1{flag}", message)
+            message = re.sub(rf"(^|[:;.,] |\band |\bwhile |\bset ){exact}(?= is\b| are\b| '| to\b)", rf"\1{flag}", message)
     return message
 
 

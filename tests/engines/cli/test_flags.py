@@ -71,6 +71,8 @@ TABLE = [
     ("updates is 0, expected at least 1", "--updates is 0, expected at least 1"),
     ("train: updates is 0", "train: --updates is 0"),
     ("rollout.eta is 1, and rewards is set", "--rollout.eta is 1, and --rewards is set"),
+    ("rewards 'mine:x' has the signature ()", "--rewards 'mine:x' has the signature ()"),
+    ("it has none: set rewards to a name", "it has none: set --rewards to a name"),
     # English, paths, modules, other people's names and what is a flag already stay as they are.
     ("the updates of a rollout; no updates are made", "the updates of a rollout; no updates are made"),
     ("a multiple of the updates is expected", "a multiple of the updates is expected"),
