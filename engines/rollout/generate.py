@@ -17,7 +17,7 @@ from fluvial.core import transitions
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Trajectory, rollout, unrecorded
+from fluvial.core.rollout import Record, Trajectory, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.solvers import Solver, solve
@@ -168,11 +168,13 @@ def generate(
                 deterministic=deterministic,
                 key=fold_in(own, Stream.STEPS),
                 window=window,
-                record=None if window and record else (),
-                form=form,
-                reduction=reduction,
-                log_prob=log_prob,
-                keep_velocity=keep_velocity,
+                record=Record(
+                    steps=None if window and record else (),
+                    form=form,
+                    reduction=reduction,
+                    log_prob=log_prob,
+                    velocity=keep_velocity,
+                ),
             )
             images = model.decode(trajectory.final)
         yield Chunk(chunk, cond, trajectory, images)

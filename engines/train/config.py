@@ -1,19 +1,18 @@
 """A run as frozen dataclasses, and the combinations that have no meaning, each refused in words when the run is built."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fluvial.core import correction, transitions
+from fluvial.core import correction
 from fluvial.core.advantages import Scale
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
-from fluvial.core.transitions import Sampler
+from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.objectives.table import AnyObjective, Clipped, Distill, Dpo, Dppo, Guard, Nft, name_of
@@ -28,7 +27,6 @@ BUILT_IN = ("handwriting", "handwriting-unet")  # the models that come with fluv
 class SamplerRule(NamedTuple):
     """What a run must know of a sampler."""
 
-    bind: Callable[[float, Tensor], Sampler]  # (eta, levels) -> the sampler with its hyper-parameters bound
     max_eta: float  # 0 for one that takes no noise
     last_step_is_deterministic: bool
     guard: bool  # whether GRPO-Guard is defined: its std is a rate times sqrt(|dt|)
@@ -36,13 +34,11 @@ class SamplerRule(NamedTuple):
 
 
 SAMPLERS: dict[str, SamplerRule] = {
-    "flow_sde": SamplerRule(
-        lambda eta, levels: partial(transitions.flow_sde, eta=eta, sigma_max=levels[1]), math.inf, False, True, "velocity"
-    ),
-    "dance_sde": SamplerRule(lambda eta, levels: partial(transitions.dance_sde, eta=eta), math.inf, False, True, "velocity"),
-    "cps": SamplerRule(lambda eta, levels: partial(transitions.cps, eta=eta), 1.0, True, False, "velocity"),
-    "ddim": SamplerRule(lambda eta, levels: partial(transitions.ddim, eta=eta), 1.0, True, False, "epsilon"),
-    "ode": SamplerRule(lambda eta, levels: transitions.ode, 0.0, True, False, None),
+    "flow_sde": SamplerRule(math.inf, False, True, "velocity"),
+    "dance_sde": SamplerRule(math.inf, False, True, "velocity"),
+    "cps": SamplerRule(1.0, True, False, "velocity"),
+    "ddim": SamplerRule(1.0, True, False, "epsilon"),
+    "ode": SamplerRule(0.0, True, False, None),
 }
 
 
@@ -140,7 +136,7 @@ class RolloutConfig:
         """Return the sampler with its hyper-parameters bound for a schedule of a model that predicts this."""
         if self.sampler == "ode":
             return deterministic_step(prediction)
-        return SAMPLERS[self.sampler].bind(self.eta, levels)
+        return bind(self.sampler, self.eta, levels)
 
 
 @dataclass(frozen=True)
