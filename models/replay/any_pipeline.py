@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key
@@ -29,6 +30,7 @@ from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, check_repl
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
+UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
 
@@ -252,7 +254,7 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
-        return f"{super()._encoders()} {self.compute} {_shown(self.asked)}"
+        return f"{super()._encoders()} {self.compute} {_exactly(self.asked)}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
@@ -334,7 +336,26 @@ def _pixels(made: Tensor) -> Tensor:
 
 
 def _shown(asked: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in asked.items() if name not in ("output_type", "return_dict"))
+    """Return the arguments of a pipeline's call in one line, for messages."""
+
+    def short(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"tensor{list(value.shape)}"
+        text = " ".join(repr(value).split())
+        return text if len(text) <= 60 else f"{text[:60]}..."
+
+    return ", ".join(f"{name}={short(value)}" for name, value in asked.items() if name not in UNSHOWN)
+
+
+def _exactly(asked: Mapping[str, Any]) -> str:
+    """Return the arguments of a pipeline's call with all values of tensors and images, for a fingerprint."""
+
+    def whole(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{value.dtype} {value.tolist()}"
+        return f"{value.size} {value.tobytes()!r}" if isinstance(value, Image.Image) else repr(value)
+
+    return ", ".join(f"{name}={whole(value)}" for name, value in asked.items() if name not in UNSHOWN)
 
 
 def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:

@@ -1,0 +1,272 @@
+"""Pipelines that are not replayed: changed samples, left-out steps, other initial noise, other images, exceptions."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_replayed
+import torch
+from tiny_pipelines import flux, sd3
+from tiny_replayed import PROMPTS
+from torch import Tensor
+
+from fluvial.core.random import key, normal
+from fluvial.models.replay.any_pipeline import AnyPipeline
+from fluvial.models.replay.checks import (
+    ReplayError,
+    check_chain,
+    check_images,
+    check_initial_noise,
+    check_steps,
+    foreign,
+)
+
+STEPS = 4
+SIZE = {"height": 16, "width": 16, "steps": STEPS}
+IMAGE = torch.linspace(0, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)
+MASK = (torch.arange(16) < 8).float().expand(1, 1, 16, 16)
+SHORT = {"max_sequence_length": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny pipeline, saved once; the kinds that edit images have the parts of those that do not."""
+    import diffusers
+
+    root = tmp_path_factory.mktemp("pipelines")
+    makers: dict[str, Callable[[], Any]] = {
+        "FluxInpaintPipeline": flux, "FluxImg2ImgPipeline": flux, "StableDiffusion3Img2ImgPipeline": sd3,
+    }  # fmt: skip
+
+    def of(name: str) -> Path:
+        if name not in makers:
+            tiny_replayed.load(name, root / name)
+        elif not (root / name).exists():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                getattr(diffusers, name)(**makers[name]().components).save_pretrained(root / name)
+        return root / name
+
+    return of
+
+
+def refused(model: Callable[[], Any], says: str) -> None:
+    """Expect a refusal of one line."""
+    with pytest.raises(ValueError, match=says) as caught:
+        model()
+    assert "\n" not in str(caught.value)
+
+
+def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str], Path]) -> None:
+    """FluxInpaintPipeline starts from noise with strength 1, and mixes the image's latents in after every step."""
+    call = {"image": IMAGE, "mask_image": MASK, "strength": 1.0, **SHORT}
+    model = AnyPipeline(folder("FluxInpaintPipeline"), call=call, scale=2.5, **SIZE)
+    refused(
+        lambda: model.latent_shape(16, 16),
+        r"^FluxInpaintPipeline cannot be trained without an adapter: at step 1 the sample differs from the output of the "
+        r"step before by [\d.]+ of its norm: the pipeline changes samples between steps",
+    )
+
+
+@pytest.mark.parametrize("name", ["FluxImg2ImgPipeline", "StableDiffusion3Img2ImgPipeline"])
+def test_a_strength_below_one_is_refused(name: str, folder: Callable[[str], Path]) -> None:
+    """The pipeline leaves out the first steps and starts from a noised image."""
+    call = {"image": IMAGE.repeat(3, 1, 1, 1), "strength": 0.5, **SHORT}
+    model = AnyPipeline(folder(name), call=call, scale=2.5, **SIZE)
+    refused(
+        lambda: model.known, rf"^{name} cannot be trained without an adapter: it takes the steps 2, 3 of a schedule of 4"
+    )
+
+
+def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[str], Path]) -> None:
+    """StableDiffusion3Img2ImgPipeline fails on one image for several samples; the message shows no pixels."""
+    model = AnyPipeline(
+        folder("StableDiffusion3Img2ImgPipeline"), call={"image": IMAGE, "strength": 0.5, **SHORT}, scale=2.5, **SIZE
+    )
+    refused(
+        lambda: model.known,
+        r"^StableDiffusion3Img2ImgPipeline cannot be called with .* image=tensor\[1, 3, 16, 16\], strength=0.5, .*: "
+        "RuntimeError: cannot reshape",
+    )
+
+
+def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callable[[str], Path]) -> None:
+    """The text of a large tensor leaves out most of its values."""
+    prints = []
+    for value in (0.0, 0.5):
+        image = torch.zeros(1, 3, 64, 64)
+        image[0, 0, 32, 32] = value
+        call = {"image": image, "strength": 1.0, **SHORT}
+        prints.append(AnyPipeline(folder("FluxImg2ImgPipeline"), call=call, scale=2.5, **SIZE)._encoders())
+    assert prints[0] != prints[1]
+
+
+def test_initial_samples_that_are_no_noise_are_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline that scales its noise, adds something to it, or draws it once for all samples."""
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    kind = type(model._loaded())
+    prepare = kind.prepare_latents
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda x: 0.8 * x, lambda x: x + 0.5, lambda x: x[:1].repeat(len(x), 1, 1, 1), lambda x: x.sign(),
+    ]  # fmt: skip
+    for change in changes:
+        monkeypatch.setattr(kind, "prepare_latents", lambda *args, change=change, **kwargs: change(prepare(*args, **kwargs)))
+        refused(lambda: model.known, "^SanaPipeline .* its initial samples are not standard normal noise: mean")
+
+
+def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], Path]) -> None:
+    """A pipeline that changes its latents after the last step ends in images that the rollout would not make."""
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    module = model.build().eval()
+    model.check(module, PROMPTS[:2])
+    pipe = model._loaded()
+    decode = pipe.vae.decode
+    runs_own = [True]
+
+    def first_brighter(*args: Any, **kwargs: Any) -> Any:
+        found = decode(*args, **kwargs)
+        return (found[0] + 0.3,) if runs_own and runs_own.pop() else found  # the run decodes its own images first
+
+    pipe.vae.decode = first_brighter
+    refused(
+        lambda: model.check(module, PROMPTS[:2]), r"^SanaPipeline .* its last samples, decoded, differ from its own images"
+    )
+
+
+EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
+    "encode_prompt": (NameError, "be called with height=32, .*: NameError: name 'ftfy' is not defined; and a second line$"),
+    "prepare_latents": (NotImplementedError, "be called with height=32, .*: NotImplementedError: name 'ftfy'"),
+}
+
+
+@pytest.mark.parametrize("method", EXCEPTIONS)
+def test_an_exception_of_the_pipeline_is_one_line(
+    method: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any type, with its type and text."""
+    kind, says = EXCEPTIONS[method]
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise kind("name 'ftfy' is not defined;\nand a second line")
+
+    pipe: Any = model._loaded()
+    monkeypatch.setattr(type(pipe), method, fail)
+    refused(lambda: model.known, f"^SanaPipeline cannot {says}")
+    assert type(pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+
+
+def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], Path]) -> None:
+    """A processor in the tokenizer's place takes no bare text; a VAE may lack memory."""
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    shape = model.latent_shape(32, 32)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    pipe = model._loaded()
+    pipe.vae.decode = fail
+    refused(lambda: model.decode(torch.zeros(1, *shape)), "^SanaPipeline cannot decode samples: MemoryError$")
+    pipe.tokenizer = _Processor()
+    refused(lambda: model.check_prompt("a fox"), "^SanaPipeline cannot tokenize the prompt 'a fox': TypeError: no images")
+    pipe.tokenizer = type("Other", (), {})()
+    refused(
+        lambda: model.check_prompt("a fox"), "^SanaPipeline cannot tell the length of its prompts: AttributeError: .*obj"
+    )
+
+
+class _Processor:
+    """A processor of text and images."""
+
+    model_max_length = 9
+
+    def __call__(self, text: str) -> Any:
+        raise TypeError("no images were given")
+
+
+def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) -> None:
+    """FLUX.2 dev has a processor in its tokenizer's place."""
+    from transformers import ProcessorMixin
+
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    pipe = model._loaded()
+    own = pipe.tokenizer
+    processor = ProcessorMixin.__new__(type("Processor", (ProcessorMixin,), {}))
+    processor.tokenizer = own
+    pipe.tokenizer = processor
+    assert model.longest(pipe) == (own, 24)
+    model.check_prompt("a fox")
+
+
+def _call(name: str) -> dict[str, Any]:
+    left_out = ("height", "width", "guidance_scale")
+    return {option: value for option, value in tiny_replayed.ROWS[name].options.items() if option not in left_out}
+
+
+def noise(*shape: int) -> Tensor:
+    """Standard normal noise."""
+    return normal(key(3), shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8, 8), (3, 16, 16), (2, 40000), (1, 4, 32, 32)])
+def test_normal_noise_passes(shape: tuple[int, ...]) -> None:
+    """In any shape, in bfloat16 too."""
+    check_initial_noise("P", noise(*shape))
+    check_initial_noise("P", noise(*shape).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 0.7, lambda x: x * 1.4, lambda x: x + 0.4, lambda x: 3**0.5 * (2 * torch.rand_like(x) - 1),
+        lambda x: x[:1].expand_as(x), lambda x: 0.8 * x + 0.6 * x[:1] * torch.tensor([0.0, 1, 1])[:, None, None, None],
+        lambda x: x * torch.nan,
+    ],
+    ids=["small", "large", "shifted", "uniform", "shared", "partly shared", "nan"],
+)  # fmt: skip
+def test_other_noise_does_not_pass(change: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ReplayError, match=r"P cannot be trained .* not standard normal noise"):
+        check_initial_noise("P", change(noise(3, 4, 16, 16)))
+
+
+def test_a_step_starts_where_the_one_before_ended() -> None:
+    """To the bit, but for a cast of the pipeline's."""
+    x = noise(2, 4, 4)
+    check_chain("P", 1, x, x.clone())
+    check_chain("P", 1, x.bfloat16(), x)
+    check_chain("P", 1, x.bfloat16().float(), x.bfloat16())
+    for other in (x + 1e-6, x.bfloat16().float()):
+        with pytest.raises(ReplayError, match="P cannot be trained without an adapter: at step 2 the sample differs"):
+            check_chain("P", 2, other, x)
+    with pytest.raises(
+        ReplayError, match=r"at step 2 the sample has shape \(2, 16\), and the step before returned \(2, 4, 4\)"
+    ):
+        check_chain("P", 2, x.flatten(1), x)
+
+
+@pytest.mark.parametrize(("taken", "shown"), [((1, 2), "1, 2"), ((0, 1), "0, 1"), ((0, 2, 1), "0, 2, 1"), ((), "none")])
+def test_steps_are_taken_once_in_order(taken: tuple[int, ...], shown: str) -> None:
+    check_steps("P", (0, 1, 2), 3)
+    with pytest.raises(ReplayError, match=f"it takes the steps {shown} of a schedule of 3, expected all"):
+        check_steps("P", taken, 3)
+
+
+def test_images_agree_up_to_rounding() -> None:
+    images = noise(2, 3, 4, 4).sigmoid()
+    assert check_images("P", images * (1 + 1e-6), images, tolerance=1e-4) == pytest.approx(1e-6, rel=0.1)
+    with pytest.raises(ReplayError, match=r"decoded, differ from its own images by 0\.01 of their norm"):
+        check_images("P", images * 1.01, images, tolerance=1e-4)
+    with pytest.raises(ReplayError, match="its images have shape"):
+        check_images("P", images[:, :1], images, tolerance=1e-4)
+
+
+def test_refusals_pass_through_and_other_exceptions_name_the_pipeline() -> None:
+    with pytest.raises(ReplayError, match=r"^own$"), foreign("P", "run"):
+        raise ReplayError("own")
+    with pytest.raises(ValueError, match=r"^P cannot run: KeyError: 'x'$"), foreign("P", "run"):
+        raise KeyError("x")
+    with pytest.raises(KeyboardInterrupt), foreign("P", "run"):
+        raise KeyboardInterrupt
