@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
-# Most tests wait for processes of one thread: two workers take half the time on two cores. Each test file stays on one.
-WORKERS ?= -n 2 --dist loadfile
+# Tests run in one thread each, so that two workers take half the time on two cores.
+WORKERS ?= -n 2 --dist worksteal
 # Pinned versions. The package index's torch of that version is the CUDA build; a machine set up with a CPU file takes that.
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -16,7 +16,7 @@ train: $(VENV)/installed
 	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
 
 test: $(VENV)/installed-test
-	PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest $(WORKERS) $(ARGS)
+	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)
 
 test-gpu: $(VENV)/installed-test
 	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)

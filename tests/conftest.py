@@ -1,4 +1,4 @@
-"""The test session: hypothesis profiles, and run-time shape checks over fluvial.core."""
+"""Configure every session: hypothesis profiles, and run-time shape checks over fluvial.core."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import sys
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# The suite is of the CPU, with or without a GPU beside it (`make test-gpu` apart); must be set before torch looks for one.
+# The suite tests the CPU, whether or not there is a GPU (`make test-gpu` tests that). Set before torch looks for one.
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -17,8 +17,8 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-# The hook breaks torch.compile(fullgraph=True) and answers a wrong type before the library's own message does, so
-# test_compile.py and test_checks.py run without it, in a session of their own that core/test_untyped.py starts.
+# The hook breaks torch.compile(fullgraph=True) and answers a wrong type before the library's own message does, so some files
+# run in a session without it (see sessions.py).
 if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     assert "fluvial.core" not in sys.modules, "the hook must be installed before fluvial.core is imported"
     # PEP 484's tower: an int is a valid float, as for mypy.

@@ -1,6 +1,6 @@
 """Every argument check: its exception, one line, naming the function and what was got and expected.
 
-It runs without run-time type checks (see test_untyped.py), which would answer a wrong type first.
+It runs without run-time type checks (see tests/sessions.py), which would answer a wrong type first.
 """
 
 import os
@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
-    pytest.skip("runs in the session that test_untyped.py starts", allow_module_level=True)
+    pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """The hot functions compile whole (fullgraph) and give what they give when run eagerly.
 
-It runs without run-time type checks (see test_untyped.py), which no graph can hold.
+It runs without run-time type checks (see tests/sessions.py), which no graph can hold.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
-    pytest.skip("runs in the session that test_untyped.py starts", allow_module_level=True)
+    pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
 from tables import OBJECTIVES, SAMPLERS, ObjectiveRow, SamplerRow, normals, objective_inputs

@@ -1,6 +1,6 @@
 """The fused kernels against the reference in float64.
 
-test_interpreted.py starts this in Triton's interpreter, `make test-gpu` on an accelerator.
+tests/sessions.py runs this in Triton's interpreter, `make test-gpu` on an accelerator.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1" and os.environ.get("FLUVIAL_TEST_DEVICE", "cpu") == "cpu":
-    pytest.skip("runs in the session that test_interpreted.py starts", allow_module_level=True)
+    pytest.skip("runs in the session of the interpreter (tests/sessions.py)", allow_module_level=True)
 
 import torch
 import triton
