@@ -324,7 +324,7 @@ def update_engine(
 
     held = len(rollout.flat.level)
     return engine.update(
-        rollout.flat, rollout.flat.weight, loss, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
+        rollout.flat, loss, rollout.flat.weight, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
     )
 
 

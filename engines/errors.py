@@ -1,21 +1,21 @@
-"""Errors that a person can mend. The command line prints them in one line and exits; they are never a traceback."""
+"""Errors that the user can correct. The command line prints them in one line and exits, without a traceback."""
 
 
 class FluvialError(Exception):
-    """Anything that a person did or can mend."""
+    """Base class of all errors that the user can correct."""
 
 
 class UsageError(FluvialError, ValueError):
-    """What was asked for cannot be done as asked: exit code 2."""
+    """The request cannot be carried out as stated. Exit code 2."""
 
 
 class RunError(FluvialError, RuntimeError):
-    """The run cannot go on: exit code 1. What was saved before stays as it is."""
+    """The run cannot go on. Exit code 1. What was saved before stays as it is."""
 
 
 class ElsewhereError(RunError):
-    """Another rank could not go on, and says so itself."""
+    """Another rank failed; its own message says why."""
 
 
 class LostProcessError(RunError):
-    """Another process of the run died, or no longer answers."""
+    """Another process of the run died or no longer answers."""

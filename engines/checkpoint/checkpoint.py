@@ -1,8 +1,8 @@
-"""Checkpoints: whole or not there at all, checked before they are used, and never unpickled.
+"""Checkpoints: complete or absent, verified before they are loaded, never unpickled.
 
-A checkpoint is a folder `checkpoints/000040` with tensors (`torch.distributed.checkpoint`, one safetensors file a rank)
-and `manifest.json`: counters, the run's fingerprint, package versions, and the size and SHA-256 of every file. How it
-comes to be there at once, on a disk and behind a URL, is the business of `places`; older ones are removed only then.
+A checkpoint is a folder such as `checkpoints/000040`. It holds tensors (`torch.distributed.checkpoint`, one safetensors file
+per rank) and `manifest.json` with the run's fingerprint, its meta data, and the size and SHA-256 of every file. `storage.py`
+makes it appear at once, on a disk and behind a URL. Older checkpoints are removed only afterwards.
 """
 
 import errno
@@ -25,18 +25,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fluvial.engines.checkpoint.storage import MANIFEST, NAME, CheckpointStore, Draft, located, place
+from fluvial.engines.checkpoint.storage import MANIFEST, NAME, CheckpointStore, Draft, locate, open_store
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
 
 FORMAT = 1
 
-# A path of a disk, or an fsspec URL; what comes back is of the kind that was given.
-Where = TypeVar("Where", bound=Path | str)
+# A path on a disk or an fsspec URL. Functions return the kind that they were given.
+Folder = TypeVar("Folder", bound=Path | str)
 
 
 def save(
-    folder: Where,
+    folder: Folder,
     state: dict[str, Tensor],
     meta: dict[str, Any],
     *,
@@ -44,32 +44,32 @@ def save(
     fingerprint: dict[str, Any],
     world: World,
     keep: int,
-) -> Where:
-    """Write a checkpoint, and remove older ones but for `keep`, and later ones; every rank must take part.
+) -> Folder:
+    """Write a checkpoint, then remove later ones and all but the newest `keep`. Every rank must take part.
 
-    Memory on the host, on each rank: its shards, copied there from a GPU, and once more as the bytes of its file.
+    Memory on the host, per rank: its shards, copied from the GPU, and once more as the bytes of its file.
 
     Args:
-        folder: of the checkpoints: a path, or an fsspec URL such as `s3://bucket/run`.
-        state: tensors, sharded or not; every rank gives the same names.
-        meta: anything JSON holds; only rank 0's is written.
-        update: the number of updates done, which names the checkpoint.
-        fingerprint: what a run that resumes from it must agree with.
-        world: of the world.
-        keep: how many to keep, at least 1.
+        folder: folder of the checkpoints: a path, or an fsspec URL such as `s3://bucket/run`.
+        state: tensors, sharded or not, with the same names on every rank.
+        meta: values that JSON can hold; those of rank 0 are written.
+        update: number of updates done, which names the checkpoint.
+        fingerprint: settings that a resuming run must share.
+        world: process group that saves.
+        keep: number of checkpoints to keep, at least 1.
 
     Raises:
-        UsageError: the URL's protocol is not known, or needs a package that is not there.
-        RunError: it could not be written (a full disk, say). Older checkpoints are untouched.
+        UsageError: the URL's protocol is not known, or a package for it is missing.
+        RunError: the checkpoint could not be written, e.g. because the disk is full. Older ones are untouched.
     """
     with world.agreed():
-        home = place(folder)
-    manifest = _account(update, fingerprint, meta)
-    return type(folder)(_save(home, state, manifest, world, keep=keep, copy_ahead=True))
+        store = open_store(folder)
+    manifest = _unsealed(update, fingerprint, meta)
+    return type(folder)(_save(store, state, manifest, world, keep=keep, copy_ahead=True))
 
 
 def save_async(
-    folder: Where,
+    folder: Folder,
     state: dict[str, Tensor],
     meta: dict[str, Any],
     *,
@@ -77,42 +77,49 @@ def save_async(
     fingerprint: dict[str, Any],
     world: World,
     keep: int,
-) -> Future[Where]:
-    """Start what `save` does and go on: the state is copied to the host before this returns, and written by a thread.
+) -> Future[Folder]:
+    """Copy the state to the host, and write the checkpoint in a thread while training goes on.
 
-    Ask for the future's result before the next save, and before the process ends: only then is the checkpoint there, and
-    what went wrong is raised, on every rank alike. A process that dies before leaves the earlier checkpoints.
+    Ask for the future's result before the next save and before the process ends. Only then does the checkpoint exist, and
+    only then are errors raised, on every rank alike. A process that dies earlier leaves the earlier checkpoints.
 
     Args:
-        world: `world.background()`, made once: its collectives must not mix with those of the training that goes on.
+        world: `world.background()`, made once, because its collectives must not mix with those of training.
         folder, state, meta, update, fingerprint, keep: as for `save`.
 
     Raises:
         UsageError: as `save`.
-        RunError: the host has no room for the copy; or, by the result, as `save`.
+        RunError: the host has no room for the copy. Other errors of `save` are raised by the result.
     """
     assert world.group is not None
     with world.agreed():
-        home = place(folder)
-    with _told(world, _lost(home, f"{update:06d}")):
+        store = open_store(folder)
+    with _agreed(world, _failed(store, f"{update:06d}")):
         stager = DefaultStager(StagingOptions(False, False, False, False))
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # not a future: it is asked to wait
         stager.close()
-    manifest = _account(update, fingerprint, meta)
+    manifest = _unsealed(update, fingerprint, meta)
     writer = ThreadPoolExecutor(1, "checkpoint")
-    future = writer.submit(lambda: type(folder)(_save(home, copied, manifest, world, keep=keep, copy_ahead=False)))
+    future = writer.submit(lambda: type(folder)(_save(store, copied, manifest, world, keep=keep, copy_ahead=False)))
     writer.shutdown(wait=False)
     return future
 
 
 def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
-    """Fill `state` in place from a checkpoint, after checking it, and return its meta; every rank must take part.
+    """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
 
-    The number of ranks may be another than the one that saved. Of files behind a URL a rank fetches what it needs.
+    The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        state: tensors, sharded or not, with the names, shapes and dtypes of the checkpoint.
+        fingerprint: settings of this run.
+        world: process group that loads.
 
     Raises:
-        RunError: the checkpoint is damaged, or of another run. The message names what is wrong and the newest whole one.
+        UsageError: there is no such checkpoint.
+        RunError: the checkpoint is damaged or of another run. The message says what is wrong, and names the newest whole one.
     """
     with world.agreed():
         manifest = _verified(path, share=slice(world.rank, None, world.size))
@@ -120,11 +127,11 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"{name} {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
             raise RunError(f"checkpoint {path} is of another run: {changes}")
-    home, name = located(path)
+    store, name = locate(path)
     unread = f"checkpoint {path} could not be read: {{reason}}"
     with TemporaryDirectory(prefix="fluvial-") as scratch:
-        with _told(world, unread):
-            reader = _Reader(home, name, manifest["files"], Path(scratch))
+        with _agreed(world, unread):
+            reader = _Reader(store, name, manifest["files"], Path(scratch))
             held = reader.read_metadata().state_dict_metadata
         with world.agreed():
             if set(held) != set(state):
@@ -147,27 +154,27 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
                     )
                 if sum(chunk.sizes.numel() for chunk in entry.chunks) != tensor.numel():
                     raise RunError(f"checkpoint {path} holds only a part of {key}")
-        with _told(world, unread):
+        with _agreed(world, unread):
             dcp.load(state, storage_reader=reader)
     return manifest["meta"]
 
 
-def listed(folder: Where) -> list[Where]:
+def listed(folder: Folder) -> list[Folder]:
     """Return the finished checkpoints of a folder or URL, oldest first.
 
     Raises:
-        UsageError: the URL's protocol is not known, or needs a package that is not there.
+        UsageError: the URL's protocol is not known, or a package for it is missing.
     """
-    home = place(folder)
-    return [type(folder)(home.spelled(name)) for name in home.names()]
+    store = open_store(folder)
+    return [type(folder)(store.spelled(name)) for name in store.names()]
 
 
 def verify(path: Path | str) -> dict[str, Any]:
-    """Return a checkpoint's manifest after comparing every file with it.
+    """Return a checkpoint's manifest, after comparing every file with it.
 
     Raises:
         UsageError: there is no such folder.
-        RunError: one of its files is missing, cut short or changed.
+        RunError: a file is missing, truncated or changed.
     """
     return _verified(path, share=slice(None))
 
@@ -176,37 +183,37 @@ def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
     """Return what is wrong with a checkpoint, or None.
 
     Args:
-        path: folder or URL.
-        share: of its tensor files, those that are read to the end, so that ranks can share them.
+        path: folder or URL of the checkpoint.
+        share: slice of its tensor files that are hashed, so that ranks can share the work.
     """
-    home, name = located(path)
-    return _problem(home, name, share)
+    store, name = locate(path)
+    return _problem(store, name, share)
 
 
 def _verified(path: Path | str, *, share: slice) -> dict[str, Any]:
-    home, name = located(path)
-    if home.kind(name) is None:
+    store, name = locate(path)
+    if store.kind(name) is None:
         raise UsageError(f"{path} is not a checkpoint: there is no such folder")
-    problem = _problem(home, name, share)
+    problem = _problem(store, name, share)
     if problem is None:
-        return _manifest(home, name)
-    others = (other for other in reversed(home.names()) if other != name)
-    whole = next((home.spelled(other) for other in others if _problem(home, other) is None), None)
-    offer = f"the newest whole one is {whole}: use --resume-from {whole}" if whole else "there is no other whole one"
+        return _manifest(store, name)
+    others = (other for other in reversed(store.names()) if other != name)
+    whole = next((store.spelled(other) for other in others if _problem(store, other) is None), None)
+    offer = f"the newest whole one is {whole}: set resume_from to {whole}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
 
 
-def _problem(home: CheckpointStore, name: str, share: slice = slice(None)) -> str | None:
-    """Return what is wrong with a checkpoint, reading only a share of its tensors to the end."""
-    if home.kind(name) != "directory":
+def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> str | None:
+    """Return what is wrong with a checkpoint, or None; only a share of its tensor files is hashed."""
+    if store.kind(name) != "directory":
         return "it is a file"
     try:
-        with home.open(name, MANIFEST) as stream:
+        with store.open(name, MANIFEST) as stream:
             text = stream.read()
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
-        # Not only the seal: a 1e-5 that became 1E-5 is the same number, but not the same file.
+        # Beside the seal the text: 1E-5 for 1e-5 is the same number, but not the same file.
         if text != _text(manifest) or manifest.pop("seal") != _digest(manifest):
             return f"{MANIFEST} was changed"
         expected = {file: (entry["bytes"], entry["sha256"]) for file, entry in manifest["files"].items()}
@@ -218,8 +225,8 @@ def _problem(home: CheckpointStore, name: str, share: slice = slice(None)) -> st
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
         return f"{MANIFEST} cannot be read"
-    present = home.sizes(name)
-    if home.holds_only_its_own() and (unknown := {*present} - {*expected, MANIFEST}):
+    present = store.sizes(name)
+    if store.holds_only_its_own() and (unknown := {*present} - {*expected, MANIFEST}):
         return f"{min(unknown)} does not belong to it"
     for file, (size, _) in expected.items():
         if file not in present:
@@ -227,19 +234,19 @@ def _problem(home: CheckpointStore, name: str, share: slice = slice(None)) -> st
         if present[file] != size:
             return f"{file} has {present[file]} bytes, expected {size}"
     for file in sorted(expected)[share]:
-        with home.open(name, file) as stream:
+        with store.open(name, file) as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != expected[file][1]:
                 return f"{file} was changed: its SHA-256 differs"
     return None
 
 
-def _manifest(home: CheckpointStore, name: str) -> dict[str, Any]:
-    with home.open(name, MANIFEST) as stream:
+def _manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
+    with store.open(name, MANIFEST) as stream:
         return json.loads(stream.read())
 
 
-def _account(update: int, fingerprint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of what a manifest says beside its files, with the types that will be read back."""
+def _unsealed(update: int, fingerprint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest without its files, with the types that a reading will find."""
     return json.loads(json.dumps({"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta}))
 
 
@@ -252,74 +259,74 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _save(
-    home: CheckpointStore, state: dict[str, Tensor], manifest: dict[str, Any], world: World, *, keep: int, copy_ahead: bool
+    store: CheckpointStore, state: dict[str, Tensor], manifest: dict[str, Any], world: World, *, keep: int, copy_ahead: bool
 ) -> str:
-    """Write a checkpoint and return how it is spelled."""
+    """Write a checkpoint, and return its path or URL."""
     name = f"{manifest['update']:06d}"
-    lost = _lost(home, name)
+    failed = _failed(store, name)
     draft: Draft | None = None
-    with _told(world, lost):
+    with _agreed(world, failed):
         if world.is_main:
-            draft = home.draft(name)
+            draft = store.draft(name)
     draft = world.gather_items(draft)[0]
     assert draft is not None
     try:
-        with _told(world, lost):
-            sheet = _Sheet(home, draft)
+        with _agreed(world, failed):
+            files = _DraftFiles(store, draft)
             writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
-            writer.fs, writer.sync_files = sheet, False  # the place brings its files to disk itself
-            if not copy_ahead:  # its streams would be those of the thread's device, which is the first GPU for all ranks
+            writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
+            if not copy_ahead:  # its streams would be those of the thread's device, the first GPU on every rank
                 writer.per_thread_copy_ahead = 0
-            dense = {key: tensor.contiguous() for key, tensor in state.items()}  # else safetensors refuses them
+            dense = {key: tensor.contiguous() for key, tensor in state.items()}  # as safetensors demands
             dcp.save(dense, storage_writer=writer, process_group=world.group)
-        written = {file: entry for ranks in world.gather_items(sheet.written) for file, entry in ranks.items()}
-        with _told(world, lost):
+        written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
+        with _agreed(world, failed):
             if world.is_main:
-                present = home.sizes(draft.folder)
+                present = store.sizes(draft.folder)
                 for file, entry in written.items():
                     if present.get(file.removeprefix(draft.prefix)) != entry["bytes"]:
                         raise OSError(f"{file} is not there: all ranks must write to the same disk")
                 manifest = {**manifest, "files": written}
                 sealed = {**manifest, "seal": _digest(manifest)}
-                home.publish(draft, name, _text(sealed))
+                store.publish(draft, name, _text(sealed))
     except RunError:
         if world.is_main:
-            home.discard(draft)
+            store.discard(draft)
         raise
     if world.is_main:
-        with suppress(OSError):  # what cannot be removed now is there for longer, that is all
-            # Later ones are of a branch that was left by resuming from an earlier checkpoint: this one is the newest now.
-            names = home.names()
+        with suppress(OSError):  # what cannot be removed stays longer
+            # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
+            names = store.names()
             mine = [other for other in names if int(other) <= manifest["update"]]
             for old in {*names} - {*mine[-keep:]}:
-                home.remove(old)
-    return home.spelled(name)
+                store.remove(old)
+    return store.spelled(name)
 
 
-class _Sheet(FileSystem):
-    """A draft as the library's writer sees it: notes the size and SHA-256 of each file while it is written."""
+class _DraftFiles(FileSystem):
+    """A draft as the library's writer sees it; notes the size and SHA-256 of each file while it is written."""
 
-    def __init__(self, home: CheckpointStore, draft: Draft) -> None:
-        self.home, self.draft = home, draft
+    def __init__(self, store: CheckpointStore, draft: Draft) -> None:
+        self.store, self.draft = store, draft
         self.written: dict[str, dict[str, int | str]] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         file = Path(path).name
-        with self.home.create(self.draft, file) as stream:
+        with self.store.create(self.draft, file) as stream:
             hashed = _Hashed(stream)
             yield hashed
         self.written[self.draft.prefix + file] = {"bytes": hashed.tell(), "sha256": hashed.digest.hexdigest()}
 
     def mkdir(self, path: Any) -> None:
-        """Do nothing: the place makes its folders."""
+        """Do nothing: the storage makes its folders."""
 
     def exists(self, path: Any) -> bool:
         return False
 
 
 class _Hashed(io.RawIOBase):
-    """A stream for writing that knows the SHA-256 of what went through it. Closing it leaves the other one open."""
+    """A stream for writing that hashes what goes through it. Closing it leaves the underlying stream open."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.digest, self.count = stream, hashlib.sha256(), 0
@@ -335,7 +342,7 @@ class _Hashed(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """A folder as the library's reader sees it: paths of files, wherever they are."""
+    """A folder as the library's reader sees it: paths of files in any place."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -345,28 +352,33 @@ class _Files(FileSystem):
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads a checkpoint's headers, and then only the files that hold something for this rank."""
+    """Reads a checkpoint's headers, and then only the files with tensors for this rank."""
 
-    def __init__(self, home: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
-        super().__init__(home.spelled(name))
-        self.home, self.name, self.scratch = home, name, scratch
-        self.files = {home.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
+    def __init__(self, store: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
+        super().__init__(store.spelled(name))
+        self.store, self.name, self.scratch = store, name, scratch
+        self.files = {store.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
         self.fs = _Files([*self.files])
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         for path in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            self.home.body(self.name, self.files[path], self.scratch)
+            self.store.body(self.name, self.files[path], self.scratch)
         return super().read_data(plan, planner)
 
 
-def _lost(home: CheckpointStore, name: str) -> str:
-    """Return the message of a failed save, but for its reason."""
-    return f"checkpoint {home.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are as they were"
+def _failed(store: CheckpointStore, name: str) -> str:
+    """Return the message of a failed save, with a place for its reason."""
+    return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are as they were"
 
 
 @contextmanager
-def _told(world: World, message: str) -> Iterator[None]:
-    """Turn what goes wrong with files and services into a RunError with its `{reason}`, on every rank if on one."""
+def _agreed(world: World, message: str) -> Iterator[None]:
+    """Turn errors of files and services into a RunError, on every rank if on one.
+
+    Args:
+        world: process group that must agree.
+        message: text of the error, with a place `{reason}`.
+    """
     with world.agreed():
         try:
             yield

@@ -1,9 +1,8 @@
-"""Places that hold checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
+"""Storage of checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
 
-Both keep the same promise: a save that is killed, at whatever moment, leaves every checkpoint that `names` listed before
-it whole, and lists a new one only when that is whole too. A disk has an atomic rename, so there a checkpoint is written
-under another name. A bucket has none, so there its files are named by nothing until its manifest is, and that is put in
-place last and at once.
+Both give the same guarantee. If a save is killed at any moment, every checkpoint that `names` listed before stays whole, and a
+new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first. A
+bucket has none, so its manifest, written last and at once, makes a checkpoint visible.
 """
 
 import io
@@ -23,42 +22,43 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.files import sync
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\d{6,}")
 
 
 class Draft(NamedTuple):
-    """Files that are written but belong to no checkpoint yet."""
+    """Files that are written but do not belong to a checkpoint yet."""
 
-    folder: str  # within the place
-    prefix: str  # what goes before their names in the checkpoint: nothing, or a folder and a slash
+    folder: str  # within the storage
+    prefix: str  # of the files' names in the checkpoint: empty, or a folder and a slash
 
 
 @dataclass(frozen=True)
 class CheckpointStore(ABC):
     """A folder of checkpoints.
 
-    Methods take names of checkpoints and of files in them, and raise OSError where the disk or the service fails.
+    Methods take names of checkpoints and of their files, and raise OSError if the disk or the service fails.
     """
 
     fs: AbstractFileSystem
-    path: str  # as `fs` spells it
-    spelling: str  # as the person spells it, up to a checkpoint's name
+    path: str  # in the spelling of `fs`
+    spelling: str  # in the user's spelling, up to a checkpoint's name
 
     def spelled(self, name: str) -> str:
-        """Return a checkpoint's path or URL, for the person."""
+        """Return a checkpoint's path or URL in the user's spelling."""
         return self.spelling + name
 
     def kind(self, name: str) -> str | None:
-        """Return what has this name: a "directory", a "file", or nothing."""
+        """Return "directory" or "file", or None if nothing has this name."""
         try:
             return self._ask(self.fs.info, self._at(name))["type"]
         except FileNotFoundError:
             return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the files of a checkpoint or a draft, at any depth, and their bytes."""
+        """Return the size in bytes of each file of a checkpoint or a draft, at any depth."""
         start = self._at(folder)
         found = self._ask(self.fs.find, start, detail=True)
         return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in found.items()}
@@ -73,46 +73,46 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def holds_only_its_own(self) -> bool:
-        """Return whether a checkpoint's folder with files that are not its own cannot have come from a killed save."""
+        """Return whether a killed save never leaves foreign files in a checkpoint's folder."""
 
     @abstractmethod
     def draft(self, name: str) -> Draft:
-        """Return where to write a checkpoint's files, after removing what killed saves left. Rank 0 calls it."""
+        """Remove what killed saves left, and return a place for a checkpoint's files. Only rank 0 calls it."""
 
     @abstractmethod
     def create(self, draft: Draft, file: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a new file of a draft for writing; it is stored for good when the context ends."""
+        """Open a new file of a draft for writing; it is durable when the context ends."""
 
     @abstractmethod
     def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
-        """Make a draft the checkpoint of a name, in place of one that has it. Rank 0 calls it."""
+        """Make a draft the checkpoint of this name, replacing an earlier one. Only rank 0 calls it."""
 
     @abstractmethod
     def discard(self, draft: Draft) -> None:
-        """Remove a draft that comes to nothing, as far as that works."""
+        """Remove a draft that failed, as far as possible."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, as far as that works; it is no longer listed before its first file goes."""
+        """Remove a checkpoint, as far as possible; it is unlisted before its first file is removed."""
 
     @abstractmethod
     def head(self, name: str, file: str, size: int, scratch: Path) -> str:
-        """Return a local path at which the safetensors header of a file of `size` bytes can be read."""
+        """Return a local path where the safetensors header of a file of `size` bytes can be read."""
 
     @abstractmethod
     def body(self, name: str, file: str, scratch: Path) -> None:
-        """Bring the rest of the file to the path that `head` returned."""
+        """Fetch the rest of the file to the path that `head` returned."""
 
     def _at(self, *names: str) -> str:
         return "/".join((self.path.rstrip("/"), *names))
 
     @abstractmethod
     def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Make a call of the filesystem, whose failures come out as OSError."""
+        """Call a function of the filesystem, and raise OSError if it fails."""
 
 
 class LocalStore(CheckpointStore):
-    """A folder on a disk: checkpoints are written beside, brought to disk and renamed."""
+    """A folder on a disk. A checkpoint is written under another name, synced to the disk and renamed."""
 
     def names(self) -> list[str]:
         self._recover()
@@ -137,7 +137,7 @@ class LocalStore(CheckpointStore):
     @contextmanager
     def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
         folder = Path(self.path, draft.folder)
-        folder.mkdir(parents=True, exist_ok=True)  # as another machine may not see yet that rank 0 made it
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not see yet that rank 0 made it
         with (folder / file).open("wb") as stream:
             yield stream
             stream.flush()
@@ -174,7 +174,7 @@ class LocalStore(CheckpointStore):
         return
 
     def _recover(self) -> None:
-        """Put back checkpoints that were moved aside for a replacement that never came: the process was killed."""
+        """Put back checkpoints that were moved aside when a killed process was replacing them."""
         for aside in Path(self.path).glob(".replaced-*"):
             final = aside.with_name(aside.name.removeprefix(".replaced-"))
             if not os.path.lexists(final):
@@ -186,16 +186,16 @@ class LocalStore(CheckpointStore):
 
 
 class RemoteStore(CheckpointStore):
-    """A folder behind a URL: a checkpoint's files lie in a folder of their own below it, and are it once a manifest says so.
+    """A folder behind a URL. Files are written to a new subfolder; the manifest, written last, makes them a checkpoint.
 
-    What services do at once, and nothing else, is relied on: to put a small file in the place of another.
+    The only atomic operation it relies on is replacing a small file, which every service has.
     """
 
     def names(self) -> list[str]:
         return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
 
     def holds_only_its_own(self) -> bool:
-        return False  # a killed replacement leaves files of its own beside
+        return False  # a killed replacement leaves its files beside the others
 
     def draft(self, name: str) -> Draft:
         for unfinished in {*self._numbered()} - {*self.names()}:
@@ -216,7 +216,7 @@ class RemoteStore(CheckpointStore):
     def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
         beside = self._at(draft.folder, MANIFEST)
         self._ask(self.fs.pipe_file, beside, manifest)
-        # Not moved: if the removal of the other failed, this would count as failed, and a whole checkpoint be thrown away.
+        # Copied rather than moved: a move whose removal fails would discard a whole checkpoint.
         self._ask(self.fs.cp_file, beside, self._at(name, MANIFEST))
         with suppress(OSError):
             self._ask(self.fs.rm_file, beside)
@@ -239,7 +239,7 @@ class RemoteStore(CheckpointStore):
         with self.open(name, file) as stream, self._copy(file, scratch).open("wb") as copy:
             length = self._ask(stream.read, 8)
             copy.write(length + self._ask(stream.read, int.from_bytes(length, "little")))
-            copy.truncate(size)  # the tensors are a hole as yet
+            copy.truncate(size)  # the tensors are a hole until `body`
         return copy.name
 
     def body(self, name: str, file: str, scratch: Path) -> None:
@@ -261,20 +261,20 @@ class RemoteStore(CheckpointStore):
             self._ask(self.fs.rm, self._at(name), recursive=True)
 
     def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.fs.invalidate_cache()  # what other ranks wrote must be seen
+        self.fs.invalidate_cache()  # to see what other ranks wrote
         try:
             return call(*args, **options)
         except OSError:
             raise
-        except Exception as error:  # services have exceptions of their own, say for missing credentials
+        except Exception as error:  # services have their own exceptions, e.g. for missing credentials
             raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
 
 
-def place(folder: Path | str) -> CheckpointStore:
-    """Return the place that a path or an fsspec URL means.
+def open_store(folder: Path | str) -> CheckpointStore:
+    """Return the storage at a path or an fsspec URL.
 
     Raises:
-        UsageError: fsspec does not know the URL's protocol, or needs a package for it.
+        UsageError: fsspec does not know the URL's protocol, or a package for it is missing.
     """
     if isinstance(folder, Path) or "://" not in folder:
         return LocalStore(LocalFileSystem(), str(Path(folder).absolute()), f"{Path(folder) / 'x'}"[:-1])
@@ -286,29 +286,20 @@ def place(folder: Path | str) -> CheckpointStore:
     return (LocalStore if isinstance(fs, LocalFileSystem) else RemoteStore)(fs, path, spelling)
 
 
-def located(checkpoint: Path | str) -> tuple[CheckpointStore, str]:
-    """Return the place of a checkpoint and its name there."""
+def locate(checkpoint: Path | str) -> tuple[CheckpointStore, str]:
+    """Return the storage of a checkpoint, and its name in it."""
     if isinstance(checkpoint, Path) or "://" not in checkpoint:
         path = Path(checkpoint)
-        return place(path.parent), path.name
+        return open_store(path.parent), path.name
     folder = checkpoint.rstrip("/")
     name = folder.rpartition("/")[2]
-    return place(folder.removesuffix(name)), name
+    return open_store(folder.removesuffix(name)), name
 
 
 def _delete(path: Path) -> None:
-    """Remove a file or a folder, as far as that works."""
+    """Remove a file or a folder, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ from fluvial.core.random import key
 from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.export import LORA
+from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import images
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, generate, on_device
 from fluvial.engines.train import job as jobs

@@ -1,10 +1,11 @@
-"""The engine: a sharded module and its optimizer, and one update over a flat set of weighted items.
+"""The engine: a sharded module, its optimizer, and updates on flat sets of weighted items.
 
-It knows modules, parameters, optimizer, devices and ranks. What an item is (a (sample, step) pair, a noised image)
+It knows modules, parameters, the optimizer, devices and ranks. What an item is (a pair of sample and step, a noised image)
 and what its loss means come in as a pytree and a function.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,118 +24,166 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.gradient_sync import LastBackward
+from fluvial.engines.fsdp.items import check_items, micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.optimizer import OptimizerConfig, adamw, lr_factor
+from fluvial.engines.fsdp.optimizer import OptimizerConfig, lr_factor
+from fluvial.engines.fsdp.optimizer_state import sharded_like
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS, set_lr
 from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
-# loss_fn(items) -> (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
-LossFn = Callable[[PyTree[Tensor]], tuple[Tensor, Any]]
+# loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
+LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
 
 
 class UpdateInfo(NamedTuple):
     """What one update did, read back from the device once."""
 
-    loss: float  # weighted sum over items, over the global count
+    loss: float  # weighted sum over the items of all ranks, divided by the count
     grad_norm: float  # before clipping
     lr: float
     skipped: bool
-    mean: dict[str, float]  # of each diagnostic, over the items that were computed
+    mean: dict[str, float]  # of each diagnostic, over the computed items
     max_abs: dict[str, float]
-    items: int  # computed, over all ranks
-    flops: int  # of the model's forward and backward passes on this rank, without what checkpointing computed again
+    items: int  # computed items of all ranks
+    flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
 
 
 class Engine:
-    """A module sharded with FSDP2, its optimizer, its learning-rate schedule and its moving average.
+    """A module sharded with FSDP2, its optimizer, learning-rate schedule and moving average.
 
-    Memory held a parameter is what `Sharded` holds, and for trainable ones, sharded over the R ranks of one replica, 8 bytes
-    / R for AdamW's moments, 4 / R for the average if there is one, and during an update 4 / R for the sharded gradient; on
-    the CPU with offload="always". Unsharded an update holds, in the dtype of the reduction, with grad_sync="last" all
-    gradients, else those of a block; `fluvial plan` adds it up.
+    Train any module on any loss over a pytree of items:
+
+    >>> import torch
+    >>> from fluvial.engines import Engine, OptimizerConfig, init_world
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    >>> with init_world():
+    ...     engine = Engine(net, config=OptimizerConfig(lr=0.01))
+    ...     for _ in range(300):
+    ...         info = engine.update({"x": x, "y": x**2}, lambda b: (net(b["x"]) - b["y"]).square().mean(1))
+    >>> info.loss < 0.01
+    True
+
+    Memory per parameter: what `ShardedModule` holds and, for trained parameters with R ranks per replica, 8 / R bytes for
+    AdamW's moments (`OPTIMIZERS` has those of the others), 4 / R for the moving average if there is one, and during an update
+    4 / R for the sharded gradient; on the CPU with offload="always". An update also holds unsharded gradients in the dtype of
+    the reduction: all of them with grad_sync="last", else those of a block. `fluvial plan` adds it up.
 
     Args:
-        module: as `Sharded` takes it; parameters that do not require gradients stay frozen.
-        blocks: the repeated blocks of the module; each is one unit of communication.
-        config: of the optimizer.
-        world: of the world.
-        updates: planned in all, for the learning-rate schedule.
-        sharding: how the module lies on them.
-        weights: folder that parameters on the meta device are read from.
+        module: module as `ShardedModule` takes it. Parameters that do not require gradients stay frozen.
+        blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
+        config: optimizer, schedule, clipping and moving average.
+        world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
+        updates: number of updates planned, for the learning-rate schedule. A constant schedule does not need it.
+        sharding: sharding, precision, checkpointing and offload of the module.
+        weights: model folder that parameters on the meta device are read from.
 
     Raises:
-        UsageError: the configuration does not fit the module or the ranks.
-        ValueError: the module has nothing to train.
+        UsageError: the configuration does not fit the module or the ranks, or the optimizer's package is missing.
+        ValueError: the module has no parameter to train, or the schedule needs `updates`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        blocks: Sequence[nn.Module],
-        config: OptimizerConfig,
-        world: World,
+        blocks: Sequence[nn.Module] | None = None,
+        config: OptimizerConfig | None = None,
+        world: World | None = None,
         *,
-        updates: int,
+        updates: int | None = None,
         sharding: EngineConfig | None = None,
         weights: Weights | None = None,
     ) -> None:
-        self.sharded = ShardedModule(module, blocks, world, sharding or EngineConfig(), weights=weights)
-        self.config, self.world, self.sharding = config, self.sharded.world, self.sharded.config
+        self.config = config or OptimizerConfig()
+        self.sharded = ShardedModule(module, blocks, world, sharding, weights=weights)
+        self.world, self.sharding = self.sharded.world, self.sharded.config
         self.module = self.sharded.module
-        self.last_use = LastBackward(self.sharded.units, reshard=self.sharding.comm == "reshard")
+        self.last_backward = LastBackward(self.sharded.units, reshard=self.sharding.comm == "reshard")
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
-        # Adapters that are not trained, an old policy's say, are in no base weights, so a resumed run must find them again.
+        # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
         self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
-        self.optimizer = adamw(self.trainable.values(), config)
-        self.lr_factor = lr_factor(self.optimizer, config, updates=updates)
-        self.average = ema.init(self._local()) if config.ema_decay else {}
+        self._row = OPTIMIZERS[self.config.name]
+        self.optimizer = self._row.build(self.trainable.values(), self.config)
+        for parameter in self.trainable.values():
+            assert isinstance(parameter, DTensor)
+            self.optimizer.state[parameter] = self._row.start(parameter, self.config)
+        self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
+        self.average = ema.init(self._local()) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
-        self.parking = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
-        self.flops: dict[int, int] = {}  # of the model, by the size of the micro-batch
+        self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
+        self.flops: dict[int, int] = {}  # of the model, by size of the micro-batch
+        self._warned = False  # of an eps above the gradients
 
     def update(
-        self, items: PyTree[Tensor], weight: Tensor, loss_fn: LossFn, *, count: float, micro_batch: int, pad_to: int
+        self,
+        items: PyTree[Tensor],
+        loss_fn: LossFn,
+        weight: Tensor | None = None,
+        *,
+        count: float | None = None,
+        micro_batch: int | None = None,
+        pad_to: int | None = None,
     ) -> UpdateInfo:
-        """Take one optimizer step on sum(weight * loss_fn(items)) / count, the sum over all items of all ranks.
+        """Take one optimizer step on sum(weight * loss_fn(items)) / count, where the sum is over the items of all ranks.
 
-        Items are worked through in micro-batches, whose size decides the memory and nothing else.
+        The result does not depend on how items are split into micro-batches or over ranks. The micro-batch decides the
+        memory.
 
         Args:
-            items: a pytree of tensors `[P, ...]`, this rank's part; P >= 1 may differ between ranks.
-            weight: `[P]`.
-            loss_fn: the loss of a micro-batch of items, an item each, and diagnostics.
-            count: what the sum is divided by, the same on all ranks.
-            micro_batch: items a forward and backward pass.
-            pad_to: the largest P over the ranks, the same on all ranks. Each runs as many micro-batches as it takes, filled
-                up with items of weight 0, so that collectives match.
+            items: pytree of tensors `[P, ...]`, this rank's part of the items. P >= 1 may differ between ranks.
+            loss_fn: function from a micro-batch of items to their losses `[b]`, one per item, or to the losses and a
+                NamedTuple of diagnostics `[b]`.
+            weight: weight of each item in the loss, `[P]`; by default 1.
+            count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
+            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`.
+            pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
+                weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
+                the ranks finds it.
 
         Raises:
+            ValueError: items, weights or losses have the wrong shape.
             RunError: the gradient was not finite in `max_skipped` updates in a row.
         """
         self._check_onloaded()
-        device, held, n = self.world.device, weight.shape[0], math.ceil(pad_to / micro_batch)
+        device = self.world.device
+        held = check_items(items, weight, micro_batch=micro_batch, pad_to=pad_to)
+        if self.world.size > 1 and (count is None or pad_to is None):
+            sizes = self.world.gather_data(torch.tensor([held])).tolist()
+            count, pad_to = sum(sizes) if count is None else count, max(sizes) if pad_to is None else pad_to
+        count, pad_to = held if count is None else count, held if pad_to is None else pad_to
+        micro_batch = micro_batch or pad_to
+        weight = torch.ones(held, device=device) if weight is None else weight
+        n = math.ceil(pad_to / micro_batch)
         real = torch.zeros(n * micro_batch, device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
         loss_sum, sums, peaks, names = torch.zeros((), device=device), None, None, ()
-        for i, (batch, factor) in enumerate(batches):
-            counted = real[i * micro_batch : (i + 1) * micro_batch]
-            self._set_last(i == n - 1)
-            with self.sharded.train(), trusted_values(), self._counted(micro_batch):
-                loss, info = loss_fn(batch)
-                total = (loss * factor * counted).sum() / count
-                total.backward()
-            names, leaves = info._fields, torch.stack([leaf.detach() * counted for leaf in info])
-            loss_sum = loss_sum + total.detach()
-            sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
-            peak = leaves.abs().amax(1)
-            peaks = peak if peaks is None else torch.maximum(peaks, peak)
-        self.last_use.end()
+        with self.sharded.train(), trusted_values():
+            for i, (batch, factor) in enumerate(batches):
+                counted = real[i * micro_batch : (i + 1) * micro_batch]
+                self._set_last(i == n - 1)
+                with self._counted(micro_batch):
+                    result = loss_fn(batch)
+                    loss, info = result if isinstance(result, tuple) else (result, ())
+                    if loss.shape != (micro_batch,):
+                        raise ValueError(
+                            f"update: loss_fn returned shape {list(loss.shape)}, expected [{micro_batch}], one loss per item"
+                        )
+                    total = (loss * factor * counted).sum() / count
+                    total.backward()
+                names = info._fields if info else ()
+                leaves = torch.stack([leaf.detach() * counted for leaf in info]) if info else counted.new_zeros(0, micro_batch)
+                loss_sum = loss_sum + total.detach()
+                sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
+                peak = leaves.abs().amax(1)
+                peaks = peak if peaks is None else torch.maximum(peaks, peak)
+        self.last_backward.end()
         assert sums is not None
         assert peaks is not None
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
@@ -143,30 +192,30 @@ class Engine:
         local = torch.cat([torch.stack([loss_sum, real.sum()]), sums, peaks])[None]
         # The one read-back of the update.
         table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
-        info = self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
-        return info._replace(flops=n * self.flops[micro_batch])
+        result_info = self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
+        return result_info._replace(flops=n * self.flops[micro_batch])
 
     @contextmanager
     def _counted(self, micro_batch: int) -> Iterator[None]:
-        """Count the FLOPs of the first micro-batch of a size; those of the others are the same."""
+        """Count the FLOPs of the first micro-batch of each size; the others have the same."""
         if micro_batch in self.flops:
             yield
             return
-        # A compiled block is counted as it was written: what the compiler makes of it, no counter sees.
+        # A compiled block is counted as it was written, because no counter sees what the compiler makes of it.
         with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.sharding.compile else "default"):
             yield
         self.flops[micro_batch] = counter.model
 
     def _step(self, names: tuple[str, ...], *, ranks: list[list[float]], grad_norm: float, norm: Tensor) -> UpdateInfo:
-        """Step the optimizer if the gradient is finite, and put the ranks' numbers together."""
+        """Step the optimizer if the gradient is finite, and combine the ranks' numbers."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
         if skip:
             self.skipped += 1
             self.skipped_in_a_row += 1
         else:
+            self._warn_of_eps(grad_norm)
             clip_grads_with_norm_(self.trainable.values(), self.config.max_grad_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(self.optimizer, lr)
             self.optimizer.step()
             self.skipped_in_a_row = 0
             if self.average:
@@ -178,7 +227,7 @@ class Engine:
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise RunError(
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
-                "lower the learning rate, or look at the reward and the last samples"
+                "lower optimizer.lr, or look at the reward and the last samples"
             )
         loss, items = (sum(row[i] for row in ranks) for i in (0, 1))
         columns = {name: [row[2 + k] for row in ranks] for k, name in enumerate(names)}
@@ -194,12 +243,26 @@ class Engine:
             flops=0,
         )
 
+    def _warn_of_eps(self, grad_norm: float) -> None:
+        """Warn once if Adam's eps is above the RMS of the gradient, which freezes training without an error."""
+        eps, norm = self.config.adam_eps, min(grad_norm, self.config.max_grad_norm)
+        rms = norm / math.sqrt(sum(p.numel() for p in self.trainable.values()))
+        if eps is None or self._warned or not 0 < rms < eps:
+            return
+        self._warned = True
+        if self.world.is_main:
+            warnings.warn(
+                f"the gradient has an RMS of {rms:.1e} at update {self.updates + 1}, below optimizer.eps ({eps:g}), which "
+                f"shrinks every step: set optimizer.eps to {rms / 100:.0e} or less",
+                stacklevel=4,
+            )
+
     @contextmanager
     def inference(self, *, average: bool = False) -> Iterator[nn.Module]:
-        """Give the module for forward passes without gradient, its parameters gathered once for all of them.
+        """Yield the module for forward passes without gradient; its parameters are gathered once for all of them.
 
         Args:
-            average: with the moving average in place of the weights, if there is one.
+            average: whether to compute with the moving average, if there is one, instead of the weights.
         """
         swap = average and bool(self.average)
         if swap:
@@ -217,34 +280,34 @@ class Engine:
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
 
-        Memory: the host holds as much, pinned for a GPU; the device keeps nothing of it.
+        Memory: the host holds as many bytes, pinned for a GPU; the device holds none of them.
 
         Args:
-            parameters: if false, the parameters stay, so that samples can still be made.
+            parameters: whether parameters are moved too. If they stay, the module can still sample.
         """
-        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+        moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        self.parking.park(_local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
+        self.host.offload(_local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
         if parameters:
             self.sharded.offload()
 
     def onload(self) -> None:
-        """Bring back what was offloaded, to the bit."""
+        """Move everything back to the device, to the bit."""
         self.sharded.onload()
-        self.parking.restore()
+        self.host.onload()
 
     def _check_onloaded(self) -> None:
-        self.sharded.parking.check_restored()
-        self.parking.check_restored()
+        self.sharded.host.check_onloaded()
+        self.host.check_onloaded()
 
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU), one at a time, as `export.weights` does; every rank must take part.
+        """Yield (name, full tensor on the CPU), one at a time, as `export.weights` does. Every rank must take part.
 
         Args:
-            average: take the moving average where there is one.
-            adapter, merge, dtype: which tensors, and as what.
+            average: whether the moving average is used, if there is one.
+            adapter, merge, dtype: as for `export.weights`.
         """
         averaged = self.averaged() if average else None
         return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
@@ -255,18 +318,15 @@ class Engine:
         return {name: _like(self.trainable[name], shard) for name, shard in self.average.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run must find again, as a flat dict of (sharded) tensors: weights, moments, average."""
+        """Return what a resumed run needs, as a flat dict of (sharded) tensors: weights, optimizer state, average.
+
+        The tensors are the engine's own, except that the average may be replaced by the next update.
+        """
         self._check_onloaded()
         state: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
-            assert isinstance(parameter, DTensor)
-            moments = self.optimizer.state.get(parameter) or {
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
             state[f"weight.{name}"] = parameter.detach()
-            state[f"exp_avg.{name}"] = moments["exp_avg"]
-            state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+            state.update((f"{key}.{name}", tensor) for key, tensor in self._moments(name).items())
             if name in self.average:
                 state[f"average.{name}"] = _like(parameter, self.average[name])
         for name, parameter in self.carried.items():
@@ -274,44 +334,41 @@ class Engine:
         return state
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers that go with `state`: updates, skipped updates, optimizer steps."""
+        """Return the numbers that go with `state`: updates, skipped updates, and those skipped since the last step."""
         return {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, state: dict[str, Tensor], counters: dict[str, int]) -> None:
-        """Take over a state and its counters, as `state` and `counters` gave them (on any number of ranks).
+        """Take over a state and its counters as `state` and `counters` returned them, on any number of ranks.
 
-        Moments and average become the engine's own; weights are copied.
+        Values are copied.
         """
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
-        steps = torch.tensor(float(self.updates - self.skipped))
+        own = self.state()
         with torch.no_grad():
-            for name, parameter in self.trainable.items():
-                parameter.copy_(state[f"weight.{name}"])
-                self.optimizer.state[parameter] = {
-                    # Where the parameter is: AdamW's fused form takes all it works on from one device.
-                    "step": steps.to(_local(parameter).device, copy=True),
-                    "exp_avg": state[f"exp_avg.{name}"],
-                    "exp_avg_sq": state[f"exp_avg_sq.{name}"],
-                }
-                if name in self.average:
-                    averaged = state[f"average.{name}"]
-                    assert isinstance(averaged, DTensor)
-                    self.average[name] = averaged.to_local()
-            for name, parameter in self.carried.items():
-                parameter.copy_(state[f"weight.{name}"])
+            for name, tensor in own.items():
+                _local(tensor).copy_(_local(state[name]))
+            for parameter in self.trainable.values():
+                if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
+                    self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
+
+    def _moments(self, name: str) -> dict[str, DTensor]:
+        """Return the tensors of a parameter's optimizer state, without the step count."""
+        parameter = self.trainable[name]
+        assert isinstance(parameter, DTensor)
+        return self._row.saved(parameter, self.optimizer.state[parameter], self.config)
 
     def _set_last(self, last: bool) -> None:
-        """Set whether the next backward pass is the update's last: then gradients are reduced and parameters freed."""
+        """Set whether the next backward pass is the update's last, which reduces gradients and frees parameters."""
         root = self.module
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
-        self.last_use.begin(last)
+        self.last_backward.begin(last)
 
     def _local(self) -> dict[str, Tensor]:
-        """Return this rank's shards of the trainable parameters."""
+        """Return this rank's shards of the trained parameters."""
         return self.sharded.shards(trainable=True)
 
     def _write_local(self, shards: dict[str, Tensor]) -> None:
@@ -320,30 +377,16 @@ class Engine:
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
-    """Return this rank's shard as part of a tensor laid out as `parameter`."""
+    """Return this rank's shard as part of a tensor that is laid out as `parameter`."""
     assert isinstance(parameter, DTensor)
-    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
-    return DTensor(shard, parameter._spec, requires_grad=False)
-
-
-def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device) -> Iterator[PyTree[Tensor]]:
-    """Yield the items of a pytree, `[P, ...]`, in ceil(pad_to / micro_batch) micro-batches on a device.
-
-    All are whole: what is missing repeats items from the first on. Micro-batches without repeats are views.
-    """
-    first = optree.tree_leaves(items)[0]
-    held = len(first)
-    for start in range(0, pad_to, micro_batch):
-        stop = start + micro_batch
-        rows = slice(start, stop) if stop <= held else torch.arange(start, stop, device=first.device) % held
-        yield optree.tree_map(lambda tensor, rows=rows: tensor[rows].to(device, non_blocking=True), items)
+    return sharded_like(parameter, shard)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that may be sharded; it shares its storage."""
+    """Return this rank's shard of a tensor that may be sharded; it shares the storage."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _max(values: list[float]) -> float:
-    """Return the largest of values, NaN if one of them is."""
+    """Return the largest value, NaN if one of them is NaN."""
     return math.nan if any(math.isnan(value) for value in values) else max(values)

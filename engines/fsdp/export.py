@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.checkpoint.storage import sync
 from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.files import LORA, MODEL, sync
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import adapter_names, lora_layers
-
-MODEL = "diffusion_pytorch_model"  # what diffusers calls the files of a model's weights
-LORA = "pytorch_lora_weights.safetensors"
 
 
 def export(

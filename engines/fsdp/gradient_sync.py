@@ -1,8 +1,8 @@
-"""An update's last backward pass where it goes through a block more than once, as with guidance in two forward passes.
+"""Gradient synchronisation of a block that the last backward pass uses more than once, as guidance in two passes does.
 
-FSDP reduces a block's gradients and frees its parameters after each use of the block. If two uses share a backward pass,
-what earlier micro-batches left is reduced after the first of them, the rest after the second, and parameters are gathered
-once more in between.
+FSDP reduces a block's gradients and frees its parameters after each use of the block. If two uses share a backward pass, the
+gradients of earlier micro-batches are reduced after the first use and the rest after the second, and the parameters are
+gathered again in between.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class LastBackward:
-    """Lets each unit reduce its gradients, and free its parameters, after the last of its uses in a backward pass.
+    """Lets each unit reduce its gradients, and free its parameters, after its last use in the update's last backward pass.
 
     Args:
-        units: of communication.
-        reshard: free a unit's parameters after each use nevertheless.
+        units: units of communication.
+        reshard: whether a unit's parameters are freed after each use all the same.
     """
 
     def __init__(self, units: Sequence[FSDPModule], *, reshard: bool) -> None:
@@ -31,7 +31,7 @@ class LastBackward:
             unit.register_forward_hook(self._forward)  # type: ignore[attr-defined]
 
     def begin(self, last: bool) -> None:
-        """Begin a micro-batch, the update's last one or not."""
+        """Begin a micro-batch; `last`: whether it is the update's last one."""
         self._last = last
         self._forwards.clear()
 
@@ -39,19 +39,20 @@ class LastBackward:
         """End the update.
 
         Raises:
-            ValueError: a forward pass with gradient had no part in the last micro-batch's loss, and gradients wait for it.
+            ValueError: the last micro-batch ran a forward pass with gradient that its loss does not depend on, so gradients
+                were never reduced.
         """
-        self._last = False  # backward passes outside of an update are as FSDP has them
+        self._last = False  # outside of an update FSDP's own rule applies
         if self._waiting:
             self._waiting.clear()
             raise ValueError("update: loss_fn ran a forward pass that the loss does not need: run it under torch.no_grad()")
 
     def _forward(self, unit: Any, args: tuple, output: Any) -> None:
-        # A checkpointed block's forward runs again within the backward pass: that is no use of its own.
+        # A checkpointed block runs its forward again within the backward pass; that is not a use of its own.
         if not self._last or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         self._forwards[unit] += 1
-        first = self._forwards[unit] == 1  # and so the last in the backward pass
+        first = self._forwards[unit] == 1  # first in the forward pass is last in the backward pass
 
         def backward(grad: Tensor) -> None:
             unit.set_requires_gradient_sync(first, recurse=False)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.export import MODEL
+from fluvial.engines.fsdp.files import weight_files
 from fluvial.engines.fsdp.world import World
 from fluvial.models.protocol import Weights
 
@@ -55,25 +55,6 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
         dcp.load({**wanted}, storage_reader=reader)
 
 
-def files(folder: Path) -> list[Path]:
-    """Return the files of a model folder's weights, as `from_pretrained` chooses them; other variants may lie beside them.
-
-    Raises:
-        UsageError: there are none, or one that the index names is missing.
-    """
-    index = folder / f"{MODEL}.safetensors.index.json"
-    if not index.is_file():
-        names = [f"{MODEL}.safetensors"]
-    else:
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{index} cannot be read: {error}") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
-    return [folder / name for name in names]
-
-
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a model folder's safetensors, from their headers alone.
 
@@ -81,7 +62,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         UsageError: there are none, or one cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for file in files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
@@ -103,7 +84,7 @@ def fingerprint(folder: Weights) -> str:
         return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
     shapes(folder)
     rows = {}
-    for file in files(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 shape = tensors.get_slice(name).get_shape()
@@ -125,7 +106,7 @@ class _Only(FileSystem):
 
     def ls(self, path: Any) -> list[str]:
         """Return their paths."""
-        return [str(file) for file in files(self.folder)]
+        return [str(file) for file in weight_files(self.folder)]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A sharded module for forward passes: the base of an engine that trains, and all that a reference or a teacher needs."""
+"""A sharded module for forward passes: the base of a training engine, and all that a reference or a teacher needs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,47 +10,50 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.fsdp.loading import load_weights
 from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.parallelize import EngineConfig, parallelize
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.fsdp.parallelize import EngineConfig, find_blocks, parallelize
+from fluvial.engines.fsdp.world import World, current_world
 from fluvial.models.protocol import Weights
 
 
 class ShardedModule:
     """A module sharded with FSDP2, without optimizer.
 
-    Memory held a parameter, over the R ranks of one replica: 4 bytes / R for the float32 master of one that is trained, else
-    4 or 2 bytes / R in the dtype of the computation; on the CPU with offload="always". Unsharded while it computes, in the
-    dtype of the computation: with comm="keep" all parameters, else those of two blocks.
+    Memory per parameter, with R ranks per replica: 4 / R bytes for the float32 master of a trained parameter, and 4 / R or
+    2 / R bytes (the compute dtype) for a frozen one; on the CPU with offload="always". While it computes, unsharded
+    parameters in the compute dtype: all of them with comm="keep", else those of two blocks.
 
     Args:
-        module: on the CPU with its weights, or with parameters on the meta device.
-        blocks: the repeated blocks of the module; each is one unit of communication.
-        world: of the world.
-        config: how the module lies on them.
-        weights: the model folder that parameters on the meta device are read from, by each rank its own shards; adapters
-            have their values already.
+        module: module on the CPU with its weights, or with parameters on the meta device.
+        blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
+        world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
+        config: sharding, precision, checkpointing and offload.
+        weights: model folder that parameters on the meta device are read from, each rank its own shards. Adapters have
+            their values already.
 
     Raises:
-        UsageError: the configuration does not fit the module or the ranks, or the weights do not.
-        ValueError: there are parameters on the meta device, and no weights for them.
+        UsageError: the configuration does not fit the module or the ranks, or the weights do not fit the module.
+        ValueError: there are parameters on the meta device, and `weights` is not given.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        blocks: Sequence[nn.Module],
-        world: World,
-        config: EngineConfig,
+        blocks: Sequence[nn.Module] | None = None,
+        world: World | None = None,
+        config: EngineConfig | None = None,
         *,
         weights: Weights | None = None,
     ) -> None:
+        blocks = find_blocks(module) if blocks is None else blocks
+        world = world or current_world()
+        config = config or EngineConfig()
         empty = any(parameter.is_meta for parameter in module.parameters())
         if empty and weights is None:
-            raise ValueError("the module's parameters are on the meta device: name the folder of their weights")
+            raise ValueError("the module's parameters are on the meta device: give the folder of their weights")
         self.config, self.world = config, world.grouped(config.context_parallel)
         self.module = parallelize(module, blocks, config, self.world)
         self.units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
-        self.parking = HostOffload(world.device)
+        self.host = HostOffload(world.device)
         if empty and weights is not None:
             device = torch.device("cpu") if config.offload == "always" else world.device
             self.module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -58,11 +61,11 @@ class ShardedModule:
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """Give the module for forward passes without gradient, in evaluation mode.
+        """Yield the module for forward passes without gradient, in evaluation mode.
 
-        With comm="keep" its parameters are gathered once for all of them.
+        With comm="keep" its parameters are gathered once and kept until the context ends.
         """
-        self.parking.check_restored()
+        self.host.check_onloaded()
         with torch.no_grad(), self.eval():
             try:
                 yield self.module
@@ -71,7 +74,7 @@ class ShardedModule:
                     unit.reshard()
 
     def train(self) -> AbstractContextManager[None]:
-        """Return a context in which the module is in training mode (dropout acts)."""
+        """Return a context in which the module is in training mode (dropout is active)."""
         return _mode(self.module, True)
 
     def eval(self) -> AbstractContextManager[None]:
@@ -79,7 +82,11 @@ class ShardedModule:
         return _mode(self.module, False)
 
     def shards(self, *, trainable: bool = False) -> dict[str, Tensor]:
-        """Return this rank's shards of the parameters (those that are trained), which share their storage."""
+        """Return this rank's shard of each parameter by name; it shares the parameter's storage.
+
+        Args:
+            trainable: whether to leave out frozen parameters.
+        """
         shards = {}
         for name, parameter in self.module.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -88,12 +95,12 @@ class ShardedModule:
         return shards
 
     def offload(self) -> None:
-        """Move this rank's shards of the parameters to the host; until `onload` nothing can be computed with them."""
-        self.parking.park(self.shards().values())
+        """Move this rank's shards of the parameters to the host. The module cannot compute until `onload`."""
+        self.host.offload(self.shards().values())
 
     def onload(self) -> None:
-        """Bring the shards back, to the bit."""
-        self.parking.restore()
+        """Move the shards back, to the bit."""
+        self.host.onload()
 
 
 @contextmanager

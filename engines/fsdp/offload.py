@@ -1,4 +1,4 @@
-"""Tensors that wait on the host while the device needs their memory."""
+"""Offload of tensors to the host while the device needs their memory."""
 
 from collections.abc import Iterable
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 class HostOffload:
-    """Moves the storages of tensors to the host and back, to the bit; who holds the tensors holds them still.
+    """Moves the storages of tensors to the host and back, to the bit. The tensors themselves stay the same objects.
 
-    Memory: as many bytes on the host, pinned for a GPU; on the device none, because the storages are emptied. On a CPU it is
-    the same, and saves nothing.
+    Memory: the host holds as many bytes, pinned for a GPU. The device holds none, because the storages are emptied. On a CPU
+    the same happens and saves nothing.
 
     Args:
-        device: where the tensors are computed with. Those elsewhere (kept on the CPU all along) are left alone.
+        device: device that the tensors are computed on. Tensors on another device are left alone.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # on the device, on the host
+        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # (device, host)
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors' storages to the host and empty them on the device; those that are parked already stay so."""
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' storages to the host and empty them on the device. Storages already moved stay so."""
         pinned = self.device.type == "cuda"
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -29,19 +29,19 @@ class HostOffload:
                 continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             host.copy_(storage)
-            self.parked.append((storage, host))
+            self._moved.append((storage, host))
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Bring everything back to the tensors that held it."""
-        for storage, host in self.parked:
+    def onload(self) -> None:
+        """Copy every storage back to the device."""
+        for storage, host in self._moved:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
-        if self.parked and self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # before the host's memory is given back
-        self.parked.clear()
+        if self._moved and self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # before the host's memory is freed
+        self._moved.clear()
 
-    def check_restored(self) -> None:
-        """Raise ValueError if something waits on the host."""
-        if self.parked:
-            raise ValueError("tensors of the engine were offloaded to the host: call onload() first")
+    def check_onloaded(self) -> None:
+        """Raise ValueError if any storage is on the host."""
+        if self._moved:
+            raise ValueError("tensors of the engine are offloaded to the host: call onload() first")

@@ -1,36 +1,50 @@
-"""AdamW, its learning-rate schedule, clipping and averaging, as one frozen configuration."""
+"""The optimizer's configuration and its learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Literal
 
-import torch
 from diffusers.optimization import get_scheduler
-from torch import nn
+from torch.optim import Optimizer
 
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_fields, check_number
+
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
+# Settings that an optimizer does not have.
+UNUSED: dict[OptimizerName, tuple[str, ...]] = {
+    "adamw": (),
+    "adamw8bit": (),
+    "adafactor": ("betas", "eps"),
+    "sgd": ("eps",),
+}
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, gradient clipping and the average of weights.
+    """Optimizer, learning-rate schedule, gradient clipping and moving average of the weights.
 
     Args:
+        name: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second moment and no
+            first, arXiv 1804.04235); or sgd.
         lr: peak learning rate.
-        betas: decay of AdamW's first and second moment.
-        weight_decay: of AdamW.
-        schedule: "constant" or "cosine" (to the floor at the last update), after the warm-up.
-        warmup: updates over which the learning rate rises linearly from 0.
-        warmup_ratio: the same as a fraction of all updates, in place of `warmup`.
-        min_lr_ratio: floor of the schedule after the warm-up, as a fraction of `lr`.
-        max_grad_norm: the gradient's norm over all parameters and ranks is clipped to this.
-        ema_decay: decay of the moving average of weights, which evaluation and export use; 0 uses the weights as they are.
-        max_skipped: stop after this many updates in a row whose gradient was not finite.
+        betas: decay per update of Adam's first and second moment; the first one is sgd's momentum.
+        eps: term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
+            shrinks: policy gradients of RMS 5e-9 occur, and 1e-8 then freezes training without an error.
+        weight_decay: decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
+        schedule: learning rate after the warm-up: constant, or cosine down to the floor.
+        warmup: updates over which the learning rate rises linearly to its peak; update 1 of 4 is taken at a quarter.
+        warmup_ratio: warm-up as a fraction of all updates, instead of `warmup`.
+        min_lr_ratio: floor of the cosine schedule, as a fraction of `lr`.
+        max_grad_norm: bound that the gradient's norm over all parameters and ranks is clipped to.
+        ema_decay: decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
+        max_skipped: number of updates in a row with a gradient that is not finite, after which the run stops.
     """
 
+    name: OptimizerName = "adamw"
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     weight_decay: float = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
@@ -41,40 +55,61 @@ class OptimizerConfig:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        check_number("optimizer", "lr", self.lr, low=0)
-        check_number("optimizer", "weight_decay", self.weight_decay, low=0)
-        check_number("optimizer", "warmup", self.warmup, low=0)
-        check_number("optimizer", "warmup_ratio", self.warmup_ratio, low=0, high=1)
-        check_number("optimizer", "min_lr_ratio", self.min_lr_ratio, low=0, high=1)
-        check_number("optimizer", "max_grad_norm", self.max_grad_norm, low=1e-12)
-        check_number("optimizer", "max_skipped", self.max_skipped, low=1)
+        above_0 = (1e-45, math.inf)
+        check_fields(
+            self, lr=(0, math.inf), eps=above_0, weight_decay=(0, math.inf), warmup=(0, math.inf), warmup_ratio=(0, 1),
+            min_lr_ratio=(0, 1), max_grad_norm=(1e-12, math.inf), ema_decay=(0, 1), max_skipped=(1, math.inf),
+        )  # fmt: skip
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas is {self.betas!r}, expected two numbers")
+        for field, decay in (("betas", self.betas[0]), ("betas", self.betas[1]), ("ema_decay", self.ema_decay)):
+            check_number("optimizer", field, decay, low=0, high=1)
+            if decay == 1:
+                raise ValueError(f"optimizer.{field} has a decay of 1, which takes in nothing new: use a number below 1")
         if self.warmup and self.warmup_ratio:
             raise ValueError(
-                f"optimizer: warmup is {self.warmup} and warmup_ratio {self.warmup_ratio:g}, expected one of the two"
+                f"optimizer.warmup is {self.warmup} and optimizer.warmup_ratio is {self.warmup_ratio:g}: set one of the two"
             )
-        for beta in (*self.betas, self.ema_decay):
-            check_number("optimizer", "betas and ema_decay", beta, low=0, high=1)
-            if beta == 1:
-                raise ValueError("optimizer: a decay of 1 never takes in anything new, expected below 1")
+        defaults = {field.name: field.default for field in fields(self)}
+        for field in UNUSED[self.name]:
+            if getattr(self, field) != defaults[field]:
+                raise ValueError(
+                    f"optimizer.{field} is {getattr(self, field)}, but optimizer.name is {self.name}, which has no {field}: "
+                    f"leave it at its default, {defaults[field]}"
+                )
+
+    @property
+    def adam_eps(self) -> float | None:
+        """`eps` of an Adam, None for an optimizer without it."""
+        return None if "eps" in UNUSED[self.name] else self.eps
 
 
-def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the parameters, fused."""
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:
+    """Return the learning rate of an update, in units of the peak, as a function of the number n of updates before it.
 
+    (n + 1) / w in a warm-up of w updates, so that the w-th is taken at the peak. Afterwards floor + (1 - floor) s(n), where s
+    is 1 or half a cosine from update max(w, 1) on.
 
-def lr_factor(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, updates: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the updates done, in units of the peak.
+    Args:
+        optimizer: optimizer whose learning rate is scheduled.
+        config: schedule, warm-up and floor.
+        updates: number of updates planned; None if it is not known, which only a constant schedule allows.
 
-    min(n / w, 1) in the warm-up of w updates, then floor + (1 - floor) * s(n), with s constant or a half cosine.
+    Raises:
+        ValueError: the schedule depends on the number of updates, and it is None.
     """
+    if updates is None:
+        for field, default in (("schedule", "constant"), ("warmup_ratio", 0.0)):
+            if (value := getattr(config, field)) != default:
+                raise ValueError(f"optimizer.{field} is {value}, which depends on the number of updates: set `updates`")
+        updates = 0
     warmup = config.warmup or math.ceil(config.warmup_ratio * updates)
-    # Only the function of the number of updates is taken: without state there is nothing to resume.
+    # Only the function of the number of updates is used: without state there is nothing to resume.
     schedule: Callable[[int], float] = get_scheduler(
         "constant_with_warmup" if config.schedule == "constant" else "cosine",
         optimizer,
-        num_warmup_steps=warmup,
+        num_warmup_steps=max(warmup - 1, 0),
         num_training_steps=updates,
     ).lr_lambdas[0]
     floor = config.min_lr_ratio
-    return lambda done: schedule(done) if done < warmup else floor + (1 - floor) * schedule(done)
+    return lambda done: (done + 1) / warmup if done < warmup else floor + (1 - floor) * schedule(done)

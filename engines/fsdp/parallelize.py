@@ -1,5 +1,6 @@
 """How a module lies on the world, and what is done to its blocks before: one small function for each."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
@@ -69,8 +70,7 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_number("engine", "replicas", self.replicas, low=1)
-        check_number("engine", "context_parallel", self.context_parallel, low=1)
+        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
         if self.compile and self.checkpointing == "selective":
             raise ValueError(
                 "engine: checkpointing is selective and compile is on, but a compiled block decides itself what it keeps: "
@@ -82,6 +82,29 @@ class EngineConfig:
         if self.compute == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return DTYPES[self.compute]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a module: those that diffusers or transformers name, else the entries of its lists.
+
+    Diffusers' and transformers' models list the classes of their blocks in `_no_split_modules`. In other modules each entry
+    of an outermost nn.ModuleList is a block. Blocks without parameters are left out. A module may have none: then it is one
+    unit.
+    """
+    classes = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module, *, entry: bool) -> None:
+        holds = isinstance(part, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
+        if (type(part).__name__ in classes if classes else entry and not holds) and part is not module:
+            if any(True for _ in part.parameters()):
+                found.append(part)
+            return
+        for child in part.children():
+            visit(child, entry=isinstance(part, nn.ModuleList))
+
+    visit(module, entry=False)
+    return list(dict.fromkeys(found))
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:

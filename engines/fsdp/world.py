@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
 
 T = TypeVar("T")
+_entered: ContextVar["World | None"] = ContextVar("world", default=None)
 
 STORE = "fluvial/store"  # the key of rank 0's port in torchrun's store
 # Seconds that a collective waits for the other world, unless a run says otherwise.
@@ -186,7 +188,12 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     except RuntimeError as error:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
     try:
-        yield World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
+        world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
+        token = _entered.set(world)
+        try:
+            yield world
+        finally:
+            _entered.reset(token)
         if size > 1:
             dist.barrier()  # no rank takes the others' connections away while they still talk
     except RuntimeError as error:
@@ -195,6 +202,18 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
         dist.destroy_process_group()
+
+
+def current_world() -> World:
+    """Return the world of the enclosing `init_world()`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    world = _entered.get()
+    if world is None:
+        raise UsageError("there is no process group: create the engine within `with init_world():`, or pass `world`")
+    return world
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:

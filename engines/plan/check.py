@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine, LossFn
@@ -127,13 +128,13 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
 
     def update() -> None:
         count = weight.shape[0]
-        engine.update(items, weight, loss_fn, count=count, micro_batch=micro_batch, pad_to=count)
+        engine.update(items, loss_fn, weight, count=count, micro_batch=micro_batch, pad_to=count)
 
     hook = engine.optimizer.register_step_pre_hook(before_step)
     update()
     hook.remove()
     module = engine.module
-    moments = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
+    moments = [part for state in engine.optimizer.state.values() for tensor in state.values() for part in _parts(tensor)]
     held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
     with LiveStorages(held) as live:
         update()
@@ -145,6 +146,14 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
         gradients=gradients[0],
         peak=live.peak,
     )
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold this rank's part of a tensor of the optimizer: several if it is quantised."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        return [local]
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

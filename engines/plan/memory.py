@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 from fluvial.engines.fsdp.parallelize import DTYPES, EngineConfig, cast_samples, checkpoint_blocks
 from fluvial.models.lora import is_adapter
 
@@ -148,7 +149,8 @@ def account(
     masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name))]
     parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards)
-    moments = 8 * _sharded(trained, shards) + 4 * len(trained)
+    row = OPTIMIZERS[optimizer.name]
+    moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = 4 * _sharded(trained, shards) if update else 0
     held = {

@@ -270,8 +270,8 @@ class Learner:
                 flat = flat._replace(v_teacher=self._velocities(module, flat, cond, longest))
         return self.engine.update(
             flat,
-            flat.weight,
             lambda batch: self._loss(batch, cond),
+            flat.weight,
             count=max(count, 1),
             micro_batch=self.micro_batch,
             pad_to=longest,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.engine import Engine, micro_batches
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.items import micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import Distill

@@ -128,8 +128,8 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 mine = torch.tensor(ids)
                 info = engine.update(
                     optree.tree_map(lambda tensor, mine=mine: tensor[mine].to(world.device), items),
-                    torch.tensor(real, dtype=torch.float32, device=world.device),
                     loss,
+                    torch.tensor(real, dtype=torch.float32, device=world.device),
                     count=config.batch,
                     micro_batch=config.micro_batch,
                     pad_to=len(ids),

@@ -284,7 +284,7 @@ def test_an_update_changes_the_trained_adapter_alone(one: World, sharding: dict[
 
     engine = engine_of(module, one, **sharding)
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    engine.update(inputs(4), torch.ones(4), loss_of(module, others), count=4, micro_batch=2, pad_to=4)
+    engine.update(inputs(4), loss_of(module, others), torch.ones(4), count=4, micro_batch=2, pad_to=4)
     trained = set(adapter_names(module, "default").values())
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]) == (name not in trained or name in UNUSED), name

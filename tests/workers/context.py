@@ -29,7 +29,7 @@ def updates(world: World) -> dict[str, Any]:
             with engine.inference() as module:
                 found = engine.world.gather(velocity(module, items))
             info = engine.update(
-                items, torch.ones(share), tiny_transformers.loss_of(velocity, engine.module),
+                items, tiny_transformers.loss_of(velocity, engine.module), torch.ones(share),
                 count=tiny_transformers.ITEMS, micro_batch=2, pad_to=share,
             )  # fmt: skip
             result[name][lies] = {

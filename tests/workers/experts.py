@@ -41,7 +41,7 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
         return error, Info(error.detach())
 
     items = {"x": x[mine], "sigma": torch.tensor(SIGMA)[mine], "tokens": cond.tokens[mine]}
-    engine.update(items, torch.ones(each), loss, count=len(SIGMA), micro_batch=2, pad_to=each)
+    engine.update(items, loss, torch.ones(each), count=len(SIGMA), micro_batch=2, pad_to=each)
     export(engine.module, out, world=world)
     state = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
     return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]

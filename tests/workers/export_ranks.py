@@ -37,7 +37,7 @@ def adapters(module: nn.Module, engine: Engine, world: World) -> dict[str, Any]:
     """What an update, a copy and a blend do to three adapters."""
     start = {name: full(module, name) for name in ("default", "old", "ref")}
     mine = {name: tensor[2 * world.rank :][:2] for name, tensor in inputs(4).items()}
-    engine.update(mine, torch.ones(2), loss_of(module, ("old", None)), count=4, micro_batch=1, pad_to=2)
+    engine.update(mine, loss_of(module, ("old", None)), torch.ones(2), count=4, micro_batch=1, pad_to=2)
     trained = full(module, "default")
     result: dict[str, Any] = {
         "default changed": not equal(trained, start["default"]),

@@ -101,7 +101,7 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
     sampler = _sampler(model, schedule)
     now, later = schedule.levels[rows], schedule.levels[rows + 1].clamp(max=0.999)  # the last step of a UNet has no noise
     steps = log_prob(sampler(now, later), x, v, x_next)
-    info = engine.update(items, torch.ones(each), loss, count=ITEMS, micro_batch=2, pad_to=each)
+    info = engine.update(items, loss, torch.ones(each), count=ITEMS, micro_batch=2, pad_to=each)
     state = {key: tensor for key, tensor in engine.state().items() if key.startswith("exp_avg.")}
     gradients = {key: tensor.full_tensor().clone() for key, tensor in state.items()}  # type: ignore[attr-defined]
     copies = (split.data_size, context_parallel, each)

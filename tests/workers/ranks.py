@@ -29,7 +29,7 @@ def updates(world: World) -> dict[str, Any]:
             engine.onload()
         with Collectives() as counter:
             engine.update(
-                {key: tensor[mine] for key, tensor in items.items()}, weight[mine], squared(net),
+                {key: tensor[mine] for key, tensor in items.items()}, squared(net), weight[mine],
                 count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest,
             )  # fmt: skip
         result[name] = {

@@ -113,7 +113,7 @@ def killed(folder: Path) -> dict[str, Any]:
 
     forks.on_ranks(2, again)
     left = sorted(os.listdir(folder))
-    checkpoint.place(folder).remove("000004")
+    checkpoint.open_store(folder).remove("000004")
     return {"survivor": first.value, "listed": listed, "wrong": bad, "found after the next": left}
 
 

@@ -22,7 +22,7 @@ def updates(world: World) -> dict[str, Any]:
             engine = Engine(net, list(net.blocks), OptimizerConfig(), world, updates=1, sharding=EngineConfig(comm=comm))
             items, weight = data(3 * n)
             with Collectives() as counter:
-                engine.update(items, weight, squared(net), count=1, micro_batch=3, pad_to=3 * n)
+                engine.update(items, squared(net), weight, count=1, micro_batch=3, pad_to=3 * n)
             result["counts"][comm][n] = dict(counter.counts)
 
     # Uneven ranks: 5 items here, 2 there.
@@ -32,7 +32,7 @@ def updates(world: World) -> dict[str, Any]:
         net = Net()
         engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(comm=comm))
         share = {name: tensor[mine] for name, tensor in items.items()}
-        info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
+        info = engine.update(share, squared(net), weight[mine], count=7, micro_batch=2, pad_to=5)
         result["weights"][comm] = {name: tensor.tolist() for name, tensor in engine.weights(average=False)}
         result["info"] = info._asdict()
 
@@ -40,7 +40,7 @@ def updates(world: World) -> dict[str, Any]:
     before = [tensor for _, tensor in engine.weights(average=False)]
     if world.rank == 1:
         share["y"][0] = torch.nan
-    info = engine.update(share, weight[mine], squared(net), count=7, micro_batch=2, pad_to=5)
+    info = engine.update(share, squared(net), weight[mine], count=7, micro_batch=2, pad_to=5)
     after = [tensor for _, tensor in engine.weights(average=False)]
     result["skipped"] = info.skipped and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

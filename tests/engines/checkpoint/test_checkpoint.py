@@ -68,7 +68,7 @@ def options(one: World, update: int, keep: int = 5) -> dict[str, Any]:
     return {"meta": meta, "update": update, "fingerprint": FINGERPRINT, "world": one, "keep": keep}
 
 
-def save(folder: checkpoint.Where, one: World, *, update: int, keep: int = 5) -> checkpoint.Where:
+def save(folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5) -> checkpoint.Folder:
     """Save the state of an update, whose values are its number."""
     return checkpoint.save(folder, state(float(update)), **options(one, update, keep))
 
@@ -194,7 +194,7 @@ def test_a_folder_behind_a_url_without_a_manifest_is_no_checkpoint(one: World) -
     fs, paths = files(newer)
     fs.rm_file(paths["manifest.json"])
     assert checkpoint.listed(folder) == [older]
-    with pytest.raises(RunError, match=r"manifest\.json is missing.*--resume-from memory://killed/checkpoints/000001"):
+    with pytest.raises(RunError, match=r"manifest\.json is missing.*set resume_from to memory://killed/checkpoints/000001"):
         load(newer, one)
     save(folder, one, update=3)
     assert found(folder) == ["000001", "000003"]
@@ -339,7 +339,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path | str, one: World,
     message = str(error.value)
     assert f"checkpoint {newest} is damaged" in message
     assert says.strip() in message
-    assert f"--resume-from {older}" in message
+    assert f"set resume_from to {older}" in message
     assert "\n" not in message
     assert holds(older, one, 2.0)
 
@@ -369,7 +369,7 @@ def refused(pair: tuple[Path, Path], one: World) -> Iterator[None]:
         with pytest.raises(RunError) as error:
             load(newest, one)
         assert f"checkpoint {newest} is damaged" in str(error.value)
-        assert f"--resume-from {older}" in str(error.value)
+        assert f"set resume_from to {older}" in str(error.value)
     finally:
         for file, data in before.items():
             file.write_bytes(data)
@@ -419,12 +419,12 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
     path = save(tmp_path, one, update=2)
     for name in (next(path.glob("*.safetensors")).name, ".metadata"):
         (path / name).write_bytes(evil)
-    with pytest.raises(RunError, match=f"is damaged.*--resume-from {tmp_path / '000001'}"):
+    with pytest.raises(RunError, match=f"is damaged.*set resume_from to {tmp_path / '000001'}"):
         load(path, one)
 
     whole = tmp_path / "000003"
     whole.write_bytes(evil)
-    with pytest.raises(RunError, match=rf"is damaged \(it is a file\); .*--resume-from {tmp_path / '000001'}"):
+    with pytest.raises(RunError, match=rf"is damaged \(it is a file\); .*set resume_from to {tmp_path / '000001'}"):
         load(whole, one)
     assert checkpoint.listed(tmp_path) == [tmp_path / "000001", path]
 
@@ -602,7 +602,7 @@ def test_damage_is_refused_on_all_ranks(ranks: tuple[Path, dict[str, Any]]) -> N
     messages = ranks[1]["damaged"]
     named = [message for message in messages if "is damaged" in message]
     assert len(named) == 1
-    assert f"--resume-from {ranks[0] / '000002'}" in named[0]
+    assert f"set resume_from to {ranks[0] / '000002'}" in named[0]
     assert sum(message.startswith("ElsewhereError") for message in messages) == 3
 
 

@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_those_of_one_process(
         whole = velocity(net, items)
     engine = Engine(net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
     info = engine.update(
-        items, torch.ones(tiny_transformers.ITEMS), tiny_transformers.loss_of(velocity, net),
+        items, tiny_transformers.loss_of(velocity, net), torch.ones(tiny_transformers.ITEMS),
         count=tiny_transformers.ITEMS, micro_batch=2, pad_to=tiny_transformers.ITEMS,
     )  # fmt: skip
     assert found["info"]["items"] == tiny_transformers.ITEMS

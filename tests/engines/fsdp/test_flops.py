@@ -170,9 +170,9 @@ def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkp
         arguments: dict[str, Any] = {"count": 6, "micro_batch": 3, "pad_to": 6}
         if counted:
             with counter:
-                trained.update(items, weight, squared(module), **arguments)
+                trained.update(items, squared(module), weight, **arguments)
         else:
-            trained.update(items, weight, squared(module), **arguments)
+            trained.update(items, squared(module), weight, **arguments)
         weights.append({name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
     assert counter.model == expected.model
     assert (counter.recomputed > 0) == (checkpointing == "block")

@@ -15,7 +15,7 @@ def trained(one: World, net: Net, loss: Any, *, micro_batch: int, **sharding: An
     """The weights after an update of six items."""
     engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=EngineConfig(**sharding))
     items, weight = data(6)
-    engine.update(items, weight, loss, count=6, micro_batch=micro_batch, pad_to=6)
+    engine.update(items, loss, weight, count=6, micro_batch=micro_batch, pad_to=6)
     return dict(engine.weights(average=False))
 
 

@@ -14,7 +14,7 @@ from tiny_models import Net, data
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.export import MODEL
+from fluvial.engines.fsdp.files import MODEL
 from fluvial.engines.fsdp.loading import fingerprint, load_weights
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.parallelize import EngineConfig

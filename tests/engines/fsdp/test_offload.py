@@ -31,7 +31,7 @@ def trained(one: World) -> Engine:
 def step(engine: Engine) -> None:
     """Take an update."""
     items, weight = data(5)
-    engine.update(items, weight, squared(engine.module), count=5, micro_batch=2, pad_to=5)
+    engine.update(items, squared(engine.module), weight, count=5, micro_batch=2, pad_to=5)
 
 
 def held(engine: Engine) -> dict[str, int]:

@@ -62,7 +62,7 @@ def engine(one: World, **sharding: Any) -> Engine:
 def gradients(built: Engine) -> dict[str, Tensor]:
     """The gradients of an update of two micro-batches."""
     items = {"x": torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(4)}
-    built.update(items, torch.ones(4), squared(built.module), count=4, micro_batch=2, pad_to=4)
+    built.update(items, squared(built.module), torch.ones(4), count=4, micro_batch=2, pad_to=4)
     return tiny_transformers.gradients(built)
 
 
@@ -182,7 +182,7 @@ def test_an_adapter_has_float32_masters_on_a_frozen_bfloat16_base(one: World) ->
         return error, Info(error.detach())
 
     items = {"x": torch.randn(2, *model.latent_shape()), "sigma": torch.tensor([0.2, 0.9])}
-    assert not built.update(items, torch.ones(2), loss, count=2, micro_batch=1, pad_to=2).skipped
+    assert not built.update(items, loss, torch.ones(2), count=2, micro_batch=1, pad_to=2).skipped
     moved = {name for name, shard in built.sharded.shards().items() if not torch.equal(shard, before[name])}
     assert moved
     assert all(".lora_" in name for name in moved)

@@ -61,7 +61,7 @@ def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) 
     net, (items, weight) = Net(), data(7)
     sharding = EngineConfig(**SHARDINGS[name])
     engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=sharding)
-    engine.update(items, weight, squared(net), count=7, micro_batch=2, pad_to=7)
+    engine.update(items, squared(net), weight, count=7, micro_batch=2, pad_to=7)
     check(name, dict(engine.weights(average=False)))
 
 

@@ -538,7 +538,7 @@ def test_resuming_a_damaged_run_names_the_whole_checkpoint(tmp_path: Path) -> No
     line = launch.one_line(done.stderr)
     older = out / "checkpoints" / "000002"
     assert "000004 is damaged" in line
-    assert f"use --resume-from {older}" in line
+    assert f"to {older}" in line
     launch.train(out, "--updates", "5", "--resume-from", str(older))
 
 

@@ -258,7 +258,7 @@ def test_the_engine_takes_the_blocks() -> None:
                 return error, ErrorInfo(error)
 
             items = Noised(x, drawn, level, cond)
-            info = engine.update(items, torch.ones(3), loss, count=3, micro_batch=3, pad_to=3)
+            info = engine.update(items, loss, torch.ones(3), count=3, micro_batch=3, pad_to=3)
             assert info.loss == pytest.approx(expected.mean().item(), rel=1e-5)
             assert info.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 

@@ -1,0 +1,40 @@
+"""Names of the files that hold weights, and how a file reaches the disk."""
+
+import json
+import os
+from pathlib import Path
+
+from fluvial.engines.errors import UsageError
+
+MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
+LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for the weights of an adapter
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model folder, as `from_pretrained` chooses them.
+
+    Other variants may lie in the same folder; they are left out.
+
+    Raises:
+        UsageError: there are none, or one that the index lists is missing.
+    """
+    index = folder / f"{MODEL}.safetensors.index.json"
+    if not index.is_file():
+        names = [f"{MODEL}.safetensors"]
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} cannot be read: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
+    return [folder / name for name in names]
+
+
+def sync(path: Path) -> None:
+    """Write a file's data, or the entries of a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,166 @@
+"""The table of optimizers: how each is built, and the layout of its state. A new optimizer is one row."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.optimizer import OptimizerConfig, OptimizerName
+from fluvial.engines.fsdp.optimizer_state import Buffer, allocate, saved
+
+Shape = tuple[int, ...]
+TINY = 1e-30  # added to squared gradients by Adafactor, so that a gradient of 0 has a root (arXiv 1804.04235)
+
+
+class Row(NamedTuple):
+    """One optimizer."""
+
+    build: Callable[[Iterable[nn.Parameter], OptimizerConfig], Optimizer]
+    buffers: Callable[[Shape, OptimizerConfig], dict[str, Buffer]]  # state of a parameter of a shape
+    step: Literal["device", "host", "none"]  # where the count of steps lies that is kept per parameter
+
+    def start(self, parameter: DTensor, config: OptimizerConfig) -> dict[str, Any]:
+        """Return a parameter's state before the first step."""
+        device = parameter.to_local().device if self.step == "device" else "cpu"
+        count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
+        return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
+
+    def saved(self, parameter: DTensor, state: dict[str, Any], config: OptimizerConfig) -> dict[str, DTensor]:
+        """Return the tensors of a parameter's state that a checkpoint holds."""
+        return saved(state, self.buffers(tuple(parameter.shape), config))
+
+    def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
+        """Return the bytes of a parameter's state on the first of `ranks` ranks."""
+        count = 0 if self.step == "none" else 4
+        return count + sum(buffer.nbytes(ranks) for buffer in self.buffers(shape, config).values())
+
+
+class Adafactor(Optimizer):
+    """Adafactor without a first moment (arXiv 1804.04235), for parameters that are sharded by rows.
+
+    With G the gradient, b = 1 - t^-0.8 and r, c the averages over columns and rows:
+
+        R <- b R + (1 - b) r(G^2 + 1e-30)    C <- b C + (1 - b) c(G^2 + 1e-30)    V = R C / mean(R)
+        U = G / sqrt(V)    W <- W (1 - lr weight_decay) - lr U / max(1, RMS(U))
+
+    R and C are over the last two dimensions; a vector keeps all of V. This is the rule of transformers' Adafactor with
+    relative_step and scale_parameter off. Torch's and transformers' own cannot step sharded parameters. Two all-reduces per
+    step sum over the ranks, and nothing is read on the host.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, *, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            squares = [_local(p.grad).square() + TINY for p in held]
+            # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
+            matrices = [i for i, p in enumerate(held) if p.ndim == 2]
+            columns = dict(zip(matrices, _sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
+            for i, p in enumerate(held):
+                state = self.state[p]
+                state["step"] += 1
+                keep = 1 - float(state["step"]) ** -0.8
+                if p.ndim == 1:
+                    _local(state["variance"]).lerp_(squares[i], 1 - keep)
+                    continue
+                _local(state["row"]).lerp_(squares[i].mean(-1), 1 - keep)
+                mean = columns[i] / p.shape[0] if i in columns else squares[i].mean(-2)
+                _local(state["column"]).lerp_(mean, 1 - keep)
+            del squares
+            # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
+            rows = [_local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
+            means = dict(zip(matrices, _sum_over_shards(rows, held), strict=True))
+            scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
+            norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
+            for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
+                clip = (norm / p.numel()).sqrt().clamp(min=1)
+                # Computed again rather than kept for all parameters at once.
+                _local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
+
+    def _direction(self, parameter: Tensor, row_mean: Tensor | None) -> Tensor:
+        """Return G / sqrt(V) of this rank's rows."""
+        state, gradient = self.state[parameter], _local(parameter.grad)
+        if parameter.ndim == 1:
+            return gradient * _local(state["variance"]).rsqrt()
+        row, column = _local(state["row"]), _local(state["column"])
+        mean = row.mean(-1, keepdim=True) if row_mean is None else row_mean
+        return gradient * (row / mean).rsqrt()[..., None] * column.rsqrt()[..., None, :]
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def _adamw8bit(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UsageError(
+            f"optimizer.name is adamw8bit, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
+        ) from error
+    return AdamW8bit(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _adafactor(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return Adafactor(parameters, config.lr, weight_decay=config.weight_decay)
+
+
+def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
+
+
+def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    if len(shape) == 1:
+        return {"variance": Buffer(shape)}
+    return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
+
+
+OPTIMIZERS: dict[OptimizerName, Row] = {
+    "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device"),
+    "adamw8bit": Row(
+        _adamw8bit,
+        lambda shape, _: {"exp_avg": Buffer(shape, bits="signed8"), "exp_avg_sq": Buffer(shape, bits="unsigned8")},
+        "host",
+    ),
+    "adafactor": Row(_adafactor, _factored, "host"),
+    "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none"),
+}
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, which compiles the step
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
+    if not parts:
+        return []
+    flat = torch.cat(parts)
+    first = parameters[0]
+    if isinstance(first, DTensor):
+        shard = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
+        if first.device_mesh.size(shard) > 1:
+            dist.all_reduce(flat, group=first.device_mesh.get_group(shard))
+    return list(flat.split([math.prod(part.shape) for part in parts]))
