@@ -178,7 +178,9 @@ class Engine:
                     total = (loss * factor * counted).sum() / count
                     total.backward()
                 names = info._fields if info else ()
-                leaves = torch.stack([leaf.detach() * counted for leaf in info]) if info else counted.new_zeros(0, micro_batch)
+                leaves = (
+                    torch.stack([leaf.detach() * counted for leaf in info]) if info else counted.new_zeros(0, micro_batch)
+                )
                 loss_sum = loss_sum + total.detach()
                 sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
                 peak = leaves.abs().amax(1)

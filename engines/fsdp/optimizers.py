@@ -85,7 +85,9 @@ class Adafactor(Optimizer):
             for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
                 clip = (norm / p.numel()).sqrt().clamp(min=1)
                 # Computed again rather than kept for all parameters at once.
-                _local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
+                _local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    self._direction(p, scale) * (group["lr"] / clip)
+                )
 
     def _direction(self, parameter: Tensor, row_mean: Tensor | None) -> Tensor:
         """Return G / sqrt(V) of this rank's rows."""
@@ -98,9 +100,7 @@ class Adafactor(Optimizer):
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+    return AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
 
 def _adamw8bit(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:

@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, one: World) -> No
             load_weights(Net(), tmp_path, world=one)
     with init_empty_weights(include_buffers=False):
         net = Net()
-    with pytest.raises(ValueError, match="name the folder of their weights"):
+    with pytest.raises(ValueError, match="give the folder of their weights"):
         ShardedModule(net, list(net.blocks), one, EngineConfig())
 
 
