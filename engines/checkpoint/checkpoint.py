@@ -119,7 +119,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
 
     Raises:
         UsageError: there is no such checkpoint.
-        RunError: the checkpoint is damaged or of another run. The message says what is wrong, and names the newest whole one.
+        RunError: the checkpoint is damaged or of another run. The message says what is wrong and names the newest whole one.
     """
     with world.agreed():
         manifest = _verified(path, share=slice(world.rank, None, world.size))

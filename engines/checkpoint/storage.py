@@ -1,8 +1,8 @@
 """Storage of checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
 
-Both give the same guarantee. If a save is killed at any moment, every checkpoint that `names` listed before stays whole, and a
-new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first. A
-bucket has none, so its manifest, written last and at once, makes a checkpoint visible.
+Both give the same guarantee. If a save is killed at any moment, every checkpoint that `names` listed before stays whole, and
+a new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first.
+A bucket has none, so its manifest, written last and at once, makes a checkpoint visible.
 """
 
 import io

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from optree import PyTree
 from torch import Tensor, nn
@@ -68,10 +67,10 @@ class Engine:
     >>> info.loss < 0.01
     True
 
-    Memory per parameter: what `ShardedModule` holds and, for trained parameters with R ranks per replica, 8 / R bytes for
-    AdamW's moments (`OPTIMIZERS` has those of the others), 4 / R for the moving average if there is one, and during an update
-    4 / R for the sharded gradient; on the CPU with offload="always". An update also holds unsharded gradients in the dtype of
-    the reduction: all of them with grad_sync="last", else those of a block. `fluvial plan` adds it up.
+    Memory per parameter: what `ShardedModule` holds, and for trained parameters, with R ranks per replica, 8 / R bytes for
+    AdamW's moments, 4 / R for the moving average if there is one, and during an update 4 / R for the sharded gradient; on the
+    CPU with offload="always". An update also holds unsharded gradients in the dtype of the reduction: all of them with
+    grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
 
     Args:
         module: module as `ShardedModule` takes it. Parameters that do not require gradients stay frozen.

@@ -25,8 +25,8 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule, gradient clipping and moving average of the weights.
 
     Args:
-        name: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second moment and no
-            first, arXiv 1804.04235); or sgd.
+        name: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second moment and
+            no first, arXiv 1804.04235); or sgd.
         lr: peak learning rate.
         betas: decay per update of Adam's first and second moment; the first one is sgd's momentum.
         eps: term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
@@ -87,8 +87,8 @@ class OptimizerConfig:
 def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:
     """Return the learning rate of an update, in units of the peak, as a function of the number n of updates before it.
 
-    (n + 1) / w in a warm-up of w updates, so that the w-th is taken at the peak. Afterwards floor + (1 - floor) s(n), where s
-    is 1 or half a cosine from update max(w, 1) on.
+    In a warm-up of w updates it is (n + 1) / w, so the w-th is taken at the peak. Afterwards it is floor + (1 - floor) s(n),
+    where s is 1, or half a cosine from update max(w, 1) on.
 
     Args:
         optimizer: optimizer whose learning rate is scheduled.

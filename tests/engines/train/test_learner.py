@@ -62,9 +62,9 @@ class Spied(tiny.Run):
         engine, learner = self.trainer.engine, self.trainer.learner
         optimize, learn, learn_given = engine.update, learner.learn, learner.learn_preferences
 
-        def noted(items: Items, weight: Tensor, loss_fn: Any, **options: Any) -> Any:
+        def noted(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
-            return optimize(items, weight, loss_fn, **options)
+            return optimize(items, loss_fn, weight, **options)
 
         def learnt(chunks: Any, *args: Any) -> Any:
             self.trajectories.append(concatenate([chunk.trajectory for chunk in chunks]))
@@ -93,14 +93,14 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
     moved: list[Tensor] = []
     optimize = run.trainer.engine.update
 
-    def by_hand(items: Items, weight: Tensor, loss_fn: Any, **options: Any) -> Any:
+    def by_hand(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
         assert items.level_next is not None
         assert items.x_next is not None
         assert items.log_prob_old is not None
         transition = run.trainer.learner.sampler(items.level, items.level_next)
         log_prob = gaussian.log_prob(transition, items.x, run.velocity(items), items.x_next)
         moved.append((log_prob - items.log_prob_old).mean())
-        return optimize(items, weight, loss_fn, **options)
+        return optimize(items, loss_fn, weight, **options)
 
     run.trainer.engine.update = by_hand  # type: ignore[method-assign]
     run.rollout()
