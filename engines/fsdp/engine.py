@@ -68,8 +68,8 @@ class Engine:
     True
 
     Memory per parameter: what `ShardedModule` holds, and for trained parameters, with R ranks per replica, 8 / R bytes for
-    AdamW's moments, 4 / R for the moving average if there is one, and during an update 4 / R for the sharded gradient; on the
-    CPU with offload="always". An update also holds unsharded gradients in the dtype of the reduction: all of them with
+    AdamW's moments, 4 / R for the moving average if there is one, and during an update 4 / R for the sharded gradient; on
+    the CPU with offload="always". An update also holds unsharded gradients in the dtype of the reduction: all of them with
     grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
 
     Args:
