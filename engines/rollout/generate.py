@@ -1,7 +1,7 @@
-"""Generation: numbered samples, in chunks, over ranks.
+"""Generation of samples: in chunks of one size, spread over the ranks.
 
-A sample's noise depends on its number alone, and every chunk has the same size, so that a sample's bits depend neither
-on the number of ranks nor on which of them made it.
+The noise of a sample depends on its id alone, and every chunk has the same size. So the bits of a sample depend neither on
+the number of ranks nor on the rank that makes it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,9 +17,10 @@ from fluvial.core import transitions
 from fluvial.core.checks import check_number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Record, Trajectory, rollout, unrecorded
+from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, solve
 from fluvial.engines.rollout.streams import Stream
 from fluvial.kernels import Implementation, step_log_prob
@@ -32,10 +33,10 @@ class Guidance:
     """Classifier-free guidance of every step, arXiv 2207.12598.
 
     Args:
-        scale: g in v_uncond + g (v - v_uncond); 1 is none, and computes no unconditional half.
-        negative: the prompt that is guided away from; for most models the empty one.
-        forwards: one forward pass of both halves, or two, which takes less memory.
-        gradient: in training flows through both halves, or through the conditional one alone.
+        scale: g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
+        negative: negative prompt, which the samples are guided away from; for most models the empty one.
+        forwards: one forward pass for both halves, or two, which take less memory.
+        gradient: halves that the gradient flows through in training, both or the conditional one.
     """
 
     scale: float = 1.0
@@ -47,9 +48,9 @@ class Guidance:
         check_number("guidance", "scale", self.scale, low=0)
 
     def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
-        """Return the conditioning of a batch of prompts, with what it is guided away from if there is guidance.
+        """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
 
-        That of a recorded pipeline holds its guidance already.
+        The conditioning of a recorded pipeline holds its guidance already.
         """
         cond = model.encode(prompts)
         if self.scale == 1 or is_recorded(model):
@@ -61,17 +62,81 @@ NO_GUIDANCE = Guidance()
 
 
 class Slots(NamedTuple):
-    """This rank's part of a batch of numbered samples: `ids` in whole chunks; a slot past the end repeats a sample."""
+    """One rank's part of a batch: sample ids in whole chunks; a slot past the end of the batch repeats a sample."""
 
     ids: list[int]
     real: list[bool]
 
 
 def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
-    """Return this rank's slots of a batch, as many on every rank; gathered by group they are 0, 1, ... and then repeats."""
+    """Return this rank's slots of a batch, equally many on every rank.
+
+    Gathered over the ranks, the ids are 0, 1, ..., followed by the repeats.
+    """
     share = -(-samples // (micro_batch * world.data_size)) * micro_batch
     mine = range(world.data_rank * share, (world.data_rank + 1) * share)
     return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
+
+
+@dataclass(frozen=True)
+class StochasticSteps:
+    """The steps of a rollout that take noise, and what is recorded of them.
+
+    Args:
+        transition: sampler of the steps in the window.
+        window: indices of the steps; the other steps are deterministic.
+        record: store the steps of the window and their log-probabilities.
+        form: form of the log-probability.
+        reduction: reduction of the log-probability over the dimensions.
+        keep_velocity: also store the model's prediction at each recorded step.
+        implementation: implementation of the log-probability, see `fluvial.kernels.dispatch`.
+    """
+
+    transition: Sampler
+    window: Collection[int]
+    record: bool = True
+    form: Form = "density"
+    reduction: Reduction = "mean"
+    keep_velocity: bool = False
+    implementation: Implementation = "auto"
+
+    def log_prob(self, transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
+        """Return the log-probability of a step, as the update computes it."""
+        return step_log_prob(transition, x, v, x_next, implementation=self.implementation, **options)[0]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How samples are made: the same for all samples of a rollout or an evaluation.
+
+    Args:
+        shape: shape of one sample.
+        schedule: noise levels, and timesteps on the model's device.
+        guidance: guidance of every step.
+        solver: solver of the deterministic steps; anything but euler takes no stochastic steps.
+        stochastic: the steps that take noise; None makes every step deterministic and records none.
+        autocast: let the model compute in bfloat16 under torch's autocast.
+    """
+
+    shape: tuple[int, ...]
+    schedule: Schedule
+    guidance: Guidance = NO_GUIDANCE
+    solver: Solver = "euler"
+    stochastic: StochasticSteps | None = None
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
+            raise ValueError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
+
+
+class Requests(NamedTuple):
+    """The samples to make, on one rank, in whole chunks."""
+
+    prompts: Sequence[str]
+    ids: Sequence[int]  # the noise of a sample depends on its id and nothing else
+    key: Key
+    initial_ids: Sequence[int] | None = None  # ids of the initial noise; samples that share one start from the same noise
 
 
 class Chunk(NamedTuple):
@@ -80,101 +145,94 @@ class Chunk(NamedTuple):
     prompts: Sequence[str]
     cond: Cond
     trajectory: Trajectory
-    images: Tensor  # [b, C, H, W] in [0, 1]
+    images: Tensor  # [b, C, H, W], of videos [b, C, F, H, W], in [0, 1]
+
+
+class SampleBatch(NamedTuple):
+    """All samples of one rank, of a rollout or from given data."""
+
+    prompts: Sequence[str]
+    cond: Cond
+    trajectory: Trajectory
+    thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
+
+
+def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
+    """Return parts of a batch as one."""
+    thumbnails = [part.thumbnails for part in parts if part.thumbnails is not None]
+    return SampleBatch(
+        [prompt for part in parts for prompt in part.prompts],
+        optree.tree_map(lambda *tensors: torch.cat(tensors), *(part.cond for part in parts)),
+        concatenate([part.trajectory for part in parts]),
+        torch.cat(thumbnails) if thumbnails else None,
+    )
 
 
 def on_device(schedule: Schedule, device: torch.device) -> Schedule:
-    """Return a schedule whose timesteps are where the model is; its levels stay on the host."""
+    """Return a schedule with its timesteps on a device; the levels stay on the host."""
     return Schedule(schedule.levels.cpu(), schedule.timesteps.to(device))
 
 
 def deterministic_step(prediction: Prediction) -> Sampler:
-    """Return the sampler that takes no noise: Euler's of a velocity, DDIM's of epsilon."""
+    """Return the sampler without noise: Euler's step of a velocity, DDIM's of epsilon."""
     return transitions.ode if prediction == "velocity" else partial(transitions.ddim, eta=0.0)
 
 
 def generate(
-    model: DiffusionModel,
-    module: nn.Module,
-    prompts: Sequence[str],
-    ids: Sequence[int],
-    *,
-    shape: tuple[int, ...],
-    initial: Sequence[int] | None = None,
-    schedule: Schedule,
-    key: Key,
-    micro_batch: int,
-    transition: Sampler | None = None,
-    window: Collection[int] = (),
-    record: bool = True,
-    solver: Solver = "euler",
-    form: Form = "density",
-    reduction: Reduction = "mean",
-    keep_velocity: bool = False,
-    implementation: Implementation = "auto",
-    guidance: Guidance = NO_GUIDANCE,
-    autocast: bool = False,
+    model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
 ) -> Iterator[Chunk]:
-    """Yield chunks of samples, made without gradient; sample number `ids[i]` is drawn for `prompts[i]`.
+    """Yield the requested samples in chunks, made without gradient.
 
     Args:
-        model, module: the adapter, and the network to sample from.
-        prompts, ids: of this rank, in whole chunks.
-        shape: of one sample.
-        initial: the numbers that the initial noise is drawn by, where they are not the samples' own: samples that share one
-            begin alike.
-        schedule: the schedule, its timesteps on the device.
-        key: one key, into which a sample's number is folded.
-        micro_batch: samples a chunk.
-        transition, window: the steps in the window are taken with the transition (None: the deterministic step) and
-            recorded; the others are deterministic. Without a window nothing is recorded.
-        record: if false, no step is recorded in any case.
-        solver: of the deterministic steps where nothing is recorded.
-        form, reduction: of the recorded log-probs.
-        keep_velocity: also record the model's output.
-        implementation: of the log-prob, see `fluvial.kernels.dispatch`.
-        guidance: of every step.
-        autocast: let the model compute in bfloat16 where torch's autocast does.
+        model: adapter of the architecture.
+        module: network to sample from.
+        requests: prompts and ids of the samples.
+        sampling: how they are made.
+        micro_batch: samples per chunk.
     """
-    device = schedule.timesteps.device
-    deterministic = deterministic_step(model.prediction)
-
-    def log_prob(transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
-        return step_log_prob(transition, x, v, x_next, implementation=implementation, **options)[0]
-
+    device, prediction = sampling.schedule.timesteps.device, model.prediction
+    prompts, ids, key = requests.prompts, requests.ids, requests.key
+    first_ids = ids if requests.initial_ids is None else requests.initial_ids
     for start in range(0, len(ids), micro_batch):
-        chunk = prompts[start : start + micro_batch]
         rows = slice(start, start + micro_batch)
-        own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, initial or ids))
-        cond = optree.tree_map(lambda tensor: tensor.to(device), guidance.encode(model, chunk))
-
-        def velocity(x: Tensor, sigma: Tensor, step: int, cond: Cond = cond) -> Tensor:
-            timestep = schedule.timesteps[step].expand(len(x))
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                v = guided_velocity(model, module, x, sigma, cond, timestep=timestep, forwards=guidance.forwards)
-            return v.float() if autocast else v
-
+        own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, first_ids))
+        cond = optree.tree_map(lambda tensor: tensor.to(device), sampling.guidance.encode(model, prompts[rows]))
+        velocity = _velocity(model, module, cond, sampling)
         with torch.no_grad():
-            noise = normal(fold_in(first, Stream.INITIAL), (len(chunk), *shape))
-            if solver != "euler":
-                final = solve(solver, velocity, noise, schedule, prediction=model.prediction)
-                yield Chunk(chunk, cond, unrecorded(final), model.decode(final))
-                continue
-            trajectory = rollout(
-                velocity,
-                noise,
-                schedule.levels,
-                transition=transition or deterministic,
-                deterministic=deterministic,
-                key=fold_in(own, Stream.STEPS),
-                window=window,
-                record=Record(
-                    steps=None if window and record else (),
-                    form=form,
-                    reduction=reduction,
-                    log_prob=log_prob,
-                    velocity=keep_velocity,
-                ),
-            )
+            noise = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
+            if sampling.solver == "euler":
+                trajectory = _walk(velocity, noise, fold_in(own, Stream.STEPS), sampling, prediction)
+            else:
+                trajectory = unrecorded(solve(sampling.solver, velocity, noise, sampling.schedule, prediction=prediction))
             images = model.decode(trajectory.final)
-        yield Chunk(chunk, cond, trajectory, images)
+        yield Chunk(prompts[rows], cond, trajectory, images)
+
+
+def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling) -> Velocity:
+    """Return the guided prediction of the network for a chunk, as a function of (x, level, step)."""
+    timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        timestep = timesteps[step].expand(len(x))
+        with torch.autocast(timesteps.device.type, torch.bfloat16, enabled=autocast):
+            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards)
+        return v.float() if autocast else v
+
+    return velocity
+
+
+def _walk(velocity: Velocity, noise: Tensor, keys: Key, sampling: Sampling, prediction: Prediction) -> Trajectory:
+    """Return the trajectory from initial noise along the schedule."""
+    deterministic, steps = deterministic_step(prediction), sampling.stochastic
+    if steps is None:
+        transition, window, record = deterministic, (), Record(steps=())
+    else:
+        transition, window = steps.transition, steps.window
+        record = Record(
+            steps=None if steps.window and steps.record else (), form=steps.form, reduction=steps.reduction,
+            log_prob=steps.log_prob, velocity=steps.keep_velocity,
+        )  # fmt: skip
+    return rollout(
+        velocity, noise, sampling.schedule.levels, transition=transition, deterministic=deterministic, key=keys,
+        window=window, record=record,
+    )  # fmt: skip

@@ -9,23 +9,24 @@ from torch import Tensor, nn
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunner
-from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, generate, slots
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
 
-SEED = 20_26  # of the evaluation's prompts and noise: the same in every run, so that runs compare
+SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
 
 
 class Evaluation(NamedTuple):
     """Scores of an evaluation, and its first images."""
 
-    score: dict[str, float]  # mean of each evaluator
-    exact: dict[str, float]  # fraction of samples that each evaluator gives 1
+    score: dict[str, float]  # mean score by evaluator
+    exact: dict[str, float]  # fraction of samples with the score 1 by evaluator
     samples: int
     prompts: Sequence[str]  # of the images
-    images: Tensor  # [n, C, H, W] in [0, 1], this rank's first
-    images_score: Tensor  # [n] by the last evaluator of the job, the held-out one
+    images: Tensor  # [n, C, H, W] in [0, 1], the first of this rank
+    images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
+    velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
 
 
 def evaluate(
@@ -39,33 +40,31 @@ def evaluate(
     guidance: Guidance = NO_GUIDANCE,
     show: int = 16,
 ) -> Evaluation:
-    """Sample held-out prompts with the ODE and let every evaluator score them; every rank must take part.
+    """Sample held-out prompts with the ODE and score them with every evaluator; every rank must take part.
 
     Args:
         job: model, prompts and evaluators.
-        module: the network.
-        schedule: the schedule.
-        samples: in all; they are the same samples, to the noise, whatever the number of ranks.
-        micro_batch: samples a chunk.
-        world: of the world.
-        guidance: of every step.
-        show: images to return.
+        module: network.
+        schedule: schedule with its timesteps on the device.
+        samples: number of samples over all ranks; they do not depend on the number of ranks.
+        micro_batch: samples per chunk.
+        world: process group.
+        guidance: guidance of every step.
+        show: number of images to return.
 
     Raises:
-        RunError: a evaluator raised or returned nonsense.
+        RunError: an evaluator raised, or did not return one finite number per image.
     """
     root = key(SEED)
     ids, _ = slots(samples, micro_batch=micro_batch, world=world)
-    places = (uniform(fold_in(root, Stream.EVALUATION_PROMPTS), (samples,)) * len(job.heldout_prompts)).long().tolist()
-    prompts = [job.heldout_prompts[places[i]] for i in ids]
-    chunks = generate(
-        job.model, module, prompts, ids, shape=job.shape, schedule=schedule,
-        key=fold_in(root, Stream.EVALUATION_SAMPLES), micro_batch=micro_batch, guidance=guidance,
-    )  # fmt: skip
+    places = (uniform(fold_in(root, Stream.EVALUATION_PROMPTS), (samples,)) * len(job.heldout)).long().tolist()
+    prompts = [job.heldout[places[i]] for i in ids]
+    requests = Requests(prompts, ids, fold_in(root, Stream.EVALUATION_SAMPLES))
+    chunks = generate(job.model, module, requests, Sampling(job.shape, schedule, guidance), micro_batch=micro_batch)
     images = torch.cat([chunk.images.cpu() for chunk in chunks])
     scores = []
-    for evaluator in job.evaluators.values():
-        runner = RewardRunner(evaluator)
+    for name, evaluator in job.evaluators.items():
+        runner = RewardRunner(evaluator, label=f"evaluator {name!r}")
         runner.submit(images, prompts)
         try:
             with world.agreed():
@@ -73,7 +72,7 @@ def evaluate(
         finally:
             runner.close()
     show = min(show, samples)
-    local = torch.stack(scores, dim=1)
+    local = torch.stack(scores, dim=1) if scores else torch.zeros(len(ids), 0)
     table = world.gather_data(local.to(world.device))[:samples].cpu()
     return Evaluation(
         score=dict(zip(job.evaluators, table.mean(0).tolist(), strict=True)),
@@ -81,5 +80,5 @@ def evaluate(
         samples=samples,
         prompts=prompts[:show],
         images=images[:show],
-        images_score=local[:show, -1],
+        images_score=local[:show, -1] if scores else None,
     )

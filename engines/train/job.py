@@ -1,82 +1,132 @@
-"""Jobs: what is trained on what, and judged by whom. A recipe says how."""
+"""Jobs: a model, the prompts it is trained and evaluated on, and its rewards. A recipe says how it is trained."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
+from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.prompts import read_prompts, split_off
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.runner import Reward
+from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
 from fluvial.models import DiffusionModel, is_recorded
 
-PREFERENCES = "preferences.jsonl"
+# What is asked of a model at the door; `models.protocol` says what each is for.
+METHODS = ("build", "blocks", "schedule", "check_prompt", "encode", "predict", "decode")
 
 
-class Preference(NamedTuple):
-    """Two samples of a prompt, `[*event]` each, of which one is preferred."""
-
-    prompt: str
-    win: Tensor
-    lose: Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Job:
     """A model, the prompts it is trained and evaluated on, the rewards it learns from, and the evaluators.
 
-    An evaluator is a reward too; a sample that it scores 1 counts as exactly right. The evaluator named `heldout` must
-    share neither data nor model with the reward, so that gaming the reward shows.
+        job = Job(model=Handwriting(), prompts=["0427", "1999", ...], rewards=bright)
+
+    An evaluator is a reward that training never sees; a sample that it scores 1 counts as exactly right. The evaluator named
+    `heldout` should share neither data nor model with the reward, so that reward hacking shows.
 
     Args:
-        model: what is trained.
-        shape: of one sample.
-        train_prompts, heldout_prompts: trained on, evaluated on.
-        rewards: by name; the first is used where a run names none.
-        evaluators: by name; the rewards of the run where there are none.
-        load: the model of another folder of weights, a teacher's say; None where there is none but the model's own.
-        data: (key, prompts) -> clean samples `[B, *event]` for supervised training; None where there are none.
-        encode: images `[B, C, H, W]` in [0, 1] -> clean samples; None where the model has no such way back.
-        prepare: what is done once, by all ranks, before training, given the prompts that are guided away from.
-        check: what is tried with the network once, by all ranks, before the first update; it returns a line to show, or
-            raises ValueError.
+        model: model to train; `handwriting` and `pipeline` below return a job with one.
+        prompts: prompts to train on.
+        rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
+        heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.
+        evaluators: evaluator, or evaluators by name; by default the rewards of the run.
+        shape: shape of one sample; by default `model.latent_shape()`, for models that have one size.
+        load: function from a folder of weights to a model with these weights; needed for a teacher.
+        data: function (key, prompts) -> clean samples `[B, *event]`, for supervised training.
+        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
+        prepare: function (world, negative prompts) that is called once before training, on every rank.
+        check: function of the network that is called once before the first update, on every rank; it returns a line to show,
+            or raises ValueError.
+
+    Raises:
+        UsageError: an argument is not what it should be.
     """
 
     model: DiffusionModel
-    shape: tuple[int, ...]
-    train_prompts: Sequence[str]
-    heldout_prompts: Sequence[str]
+    prompts: tuple[str, ...]
     rewards: Mapping[str, Reward]
+    heldout: tuple[str, ...]
     evaluators: Mapping[str, Reward]
-    load: Callable[[Path], DiffusionModel] | None = None
-    data: Callable[[Key, Sequence[str]], Tensor] | None = None
-    encode: Callable[[Tensor], Tensor] | None = None
-    prepare: Callable[[World, Sequence[str]], None] | None = None
-    check: Callable[[nn.Module], str] | None = None
+    shape: tuple[int, ...]
+    load: Callable[[Path], DiffusionModel] | None
+    data: Callable[[Key, Sequence[str]], Tensor] | None
+    encode: Callable[[Tensor], Tensor] | None
+    prepare: Callable[[World, Sequence[str]], None] | None
+    check: Callable[[nn.Module], str] | None
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        prompts: Sequence[str],
+        rewards: Mapping[str, Reward] | Reward | None = None,
+        *,
+        heldout: Sequence[str] | None = None,
+        evaluators: Mapping[str, Reward] | Reward | None = None,
+        shape: Sequence[int] | None = None,
+        load: Callable[[Path], DiffusionModel] | None = None,
+        data: Callable[[Key, Sequence[str]], Tensor] | None = None,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        prepare: Callable[[World, Sequence[str]], None] | None = None,
+        check: Callable[[nn.Module], str] | None = None,
+    ) -> None:
+        if missing := [name for name in METHODS if not callable(getattr(model, name, None))]:
+            raise UsageError(
+                f"job: model is of type {type(model).__name__} and has no {missing[0]}(), expected a DiffusionModel "
+                "(fluvial.models.protocol): fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
+            )
+        prompts = _strings("prompts", prompts)
+        if heldout is None:
+            prompts, heldout = split_off(prompts)
+        values = {
+            "model": model,
+            "prompts": prompts,
+            "rewards": _named("rewards", rewards),
+            "heldout": _strings("heldout", heldout),
+            "evaluators": _named("evaluators", evaluators),
+            "shape": tuple(shape) if shape is not None else _only_shape(model),
+            "load": load,
+            "data": data,
+            "encode": encode,
+            "prepare": prepare,
+            "check": check,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def check_prompts(self) -> None:
+        """Raise UsageError, in one line, if there are no prompts, or one of them is not a prompt of the model."""
+        for field, prompts in (("prompts", self.prompts), ("heldout", self.heldout)):
+            if not prompts:
+                raise UsageError(f"job: {field} is empty, expected at least one prompt")
+            for i, prompt in enumerate(prompts):
+                try:
+                    self.model.check_prompt(prompt)
+                except ValueError as error:
+                    raise UsageError(f"job: {field}[{i}]: {error}") from error
 
     def with_weights(self, weights: Path) -> "Job":
         """Return the job with the model of another folder of weights.
 
         Raises:
-            UsageError: the job's model has no other weights.
+            UsageError: the job cannot load other weights.
         """
         if self.load is None:
-            raise UsageError(f"{weights} cannot be loaded: this job's model has no weights but its own")
+            raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
         return replace(self, model=self.load(weights))
 
     def blank_preference(self) -> Preference:
-        """Return a preference between two samples of zeros, for a rank that has nothing to do but has to take part."""
-        return Preference(self.train_prompts[0], torch.zeros(self.shape), torch.zeros(self.shape))
+        """Return a preference between two samples of zeros, for a rank without preferences that has to take part."""
+        return Preference(self.prompts[0], torch.zeros(self.shape), torch.zeros(self.shape))
 
 
 def handwriting(*, weights: Path | None = None, prompts: Path | None = None, unet: bool = False) -> Job:
@@ -84,8 +134,8 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
 
     Args:
         weights: folder of the model's weights; the shipped base by default.
-        prompts: text file of codes to train on; by default all that are not held out.
-        unet: the model is the UNet that predicts epsilon, not the transformer that predicts a velocity.
+        prompts: text file of codes to train on; by default all codes that are not held out.
+        unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
     from fluvial.models.handwriting import codes, heldout_recogniser, reward_recogniser, write
@@ -93,57 +143,53 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
     kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
     base = built_in.BASE_UNET if unet else built_in.BASE
     model = kind(base if weights is None else weights)
-    recogniser = reward_recogniser()
+    recogniser, heldout = reward_recogniser(), codes("heldout")
     machine, neighbours = recogniser.each()
     return Job(
-        model=model,
-        shape=model.latent_shape(),
-        train_prompts=codes("train") if prompts is None else read_prompts(prompts, model, heldout=codes("heldout")),
-        heldout_prompts=codes("heldout"),
-        rewards={
-            "characters": recogniser.characters, "machine": machine.characters, "neighbours": neighbours.characters,
-        },
+        model,
+        codes("train") if prompts is None else read_prompts(prompts, check=model.check_prompt, heldout=heldout),
+        {"characters": recogniser.characters, "machine": machine.characters, "neighbours": neighbours.characters},
+        heldout=heldout,
         evaluators={"reward": recogniser.characters, "heldout": heldout_recogniser().characters},
         load=kind,
         data=write,
         encode=lambda images: images * 2 - 1,
-    )  # fmt: skip
+    )
 
 
 def pipeline(
     name: str, config: PipelineConfig, *, prompts: Path | None, steps: int, guidance: Guidance, compute: torch.dtype
 ) -> Job:
-    """Return the job of training a pipeline of diffusers on a person's prompts.
+    """Return the job of training a diffusers pipeline on prompts from a file.
 
     Args:
-        name: its folder, or its id on the Hub.
-        config: what it is asked for.
-        prompts: text file of prompts to train on, one a line.
-        steps, guidance: of its rollouts.
-        compute: dtype of its network.
+        name: folder of the pipeline, or its id on the Hub.
+        config: size of the images, and how the pipeline is opened.
+        prompts: text file of prompts to train on, one per line.
+        steps: steps per sample, of a pipeline without an adapter.
+        guidance: guidance of its steps.
+        compute: dtype that its network computes in.
 
     Raises:
-        UsageError: there are no prompts, there is no adapter for the model and it cannot do without, something is missing in
-            its folder, or it makes no images of that size.
+        UsageError: there are no prompts, the pipeline cannot be opened or trained, or it makes no images of that size.
     """
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
     if prompts is None:
-        raise UsageError(f"--model {name} needs prompts to train on: --prompts prompts.txt, one a line")
+        raise UsageError(f"model {name} needs prompts to train on: set prompts to a text file with one prompt per line")
     job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
-    heldout = () if config.heldout is None else read_prompts(config.heldout, model, heldout=())
-    train = read_prompts(prompts, model, heldout=heldout)
-    if not heldout:  # a person with one prompt has no other to look at
-        heldout = train[::10]
-        train = tuple(prompt for prompt in train if prompt not in set(heldout)) or train
+    heldout = () if config.heldout is None else read_prompts(config.heldout, check=model.check_prompt)
+    train = read_prompts(prompts, check=model.check_prompt, heldout=heldout)
+    if not heldout:
+        train, heldout = split_off(train)
 
     def prepare(world: World, negative: Sequence[str]) -> None:
         if config.text_cache is not None:
             everything = list(dict.fromkeys([*train, *heldout, *negative]))
             for prompt in everything[world.rank :: world.size]:
                 model.encode([prompt])
-            world.gather(torch.zeros(1, device=world.device))  # until all have written theirs
+            world.gather(torch.zeros(1, device=world.device))  # until every rank has written its prompts
             model.release()
 
     def check(module: nn.Module) -> str:
@@ -152,8 +198,8 @@ def pipeline(
 
     return replace(
         job,
-        train_prompts=train,
-        heldout_prompts=heldout,
+        prompts=train,
+        heldout=heldout,
         rewards={"jpeg": jpeg_compressibility},
         load=model.with_weights,
         prepare=prepare,
@@ -167,11 +213,10 @@ def opened(
     """Return the job of a pipeline without prompts, rewards and evaluators.
 
     Args:
-        name, config: as `pipeline`.
-        steps, guidance, compute: which a pipeline without an adapter is opened with.
+        name, config, steps, guidance, compute: arguments of `pipeline`.
 
     Raises:
-        UsageError: as `pipeline`.
+        UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
     from fluvial.models.pipelines.folder import local_folder
     from fluvial.models.pipelines.open import has_adapter, open_model
@@ -193,34 +238,34 @@ def opened(
             model = open_model(folder, **options)
         shape = model.latent_shape(**size)
     except (ValueError, OSError) as error:
-        raise UsageError(f"--model {name}: {error}") from error
-    return Job(model, shape, (), (), rewards={}, evaluators={})
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, (), heldout=(), shape=shape)
 
 
 def named(model: str, *, weights: Path | None = None, prompts: Path | None = None) -> Job:
     """Return the job of a built-in model.
 
     Args:
-        model: its name.
+        model: name of the model.
         weights: folder of its weights; the shipped base by default.
-        prompts: to train on.
+        prompts: text file of prompts to train on.
 
     Raises:
-        UsageError: there is no such model, or a prompt is none for it.
+        UsageError: there is no such model, or the file holds a line that is not a prompt.
     """
     if model not in BUILT_IN:
         raise UsageError(
-            f"--model {model}: there is no such model, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub "
-            "such as owner/name (fluvial models)"
+            f"model is {model!r}, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub such as owner/name "
+            "(fluvial models)"
         )
     return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
 
 
 def of_run(config: TrainConfig) -> Job:
-    """Return the job of a run: of a built-in model, or of a pipeline by its folder or its id on the Hub.
+    """Return the job that a run's configuration describes: a built-in model's, or a pipeline's.
 
     Raises:
-        UsageError: there is no such model, or it cannot do what is asked.
+        UsageError: there is no such model, or it cannot be trained as configured.
     """
     if config.model in BUILT_IN or ("/" not in config.model and not Path(config.model).is_dir()):
         return named(config.model, weights=config.weights, prompts=config.prompts)
@@ -232,7 +277,7 @@ def of_run(config: TrainConfig) -> Job:
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:
-    """Return a job's network with its weights, on the CPU, or `empty`, with parameters on the meta device.
+    """Return a job's network with its weights on the CPU, or, if `empty`, with parameters on the meta device.
 
     Raises:
         UsageError: the weights are missing, damaged or of another model.
@@ -244,122 +289,54 @@ def build(job: Job, *, empty: bool = False) -> nn.Module:
         raise UsageError(f"the model cannot be loaded: {reason}") from error
 
 
-def read_prompts(path: Path, model: DiffusionModel, *, heldout: Sequence[str]) -> tuple[str, ...]:
-    """Return the prompts of a text file, one a line; blank lines are passed over.
+def _strings(field: str, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Return prompts as a tuple.
 
     Raises:
-        UsageError: the file cannot be read, is empty, or a line is no prompt for the model or is held out for evaluation;
-            it names file and line.
+        UsageError: they are not a sequence of strings.
     """
-    apart = frozenset(heldout)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"prompts file {path} cannot be read: {reason}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if prompt := line.strip():
-            try:
-                model.check_prompt(prompt)
-            except ValueError as error:
-                raise UsageError(f"prompts file {path}, line {number}: {error}") from error
-            if prompt in apart:
-                raise UsageError(
-                    f"prompts file {path}, line {number}: {prompt!r} is held out for evaluation, never trained on"
-                )
-            prompts.append(prompt)
-    if not prompts:
-        raise UsageError(f"prompts file {path} is empty, expected one prompt a line")
+    if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
+        raise UsageError(f"job: {field} is of type {type(prompts).__name__}, expected a list of strings")
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise UsageError(f"job: {field}[{i}] is of type {type(prompt).__name__}, expected a string")
     return tuple(prompts)
 
 
-def claim_preferences(folder: Path) -> None:
-    """Make a folder for preferences, before they are made.
+def _named(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:
+    """Return rewards by name; a single function is named after itself.
 
     Raises:
-        UsageError: it holds preferences already, or cannot be made.
+        UsageError: they are neither a function nor functions by name.
     """
-    if (folder / PREFERENCES).exists():
-        raise UsageError(f"{folder} holds preferences already: choose another folder with --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"preferences cannot be written to {folder}: {error.strerror}") from error
+    if rewards is None:
+        return {}
+    if isinstance(rewards, Mapping):
+        return dict(rewards)
+    if not callable(rewards):
+        raise UsageError(f"job: {field} is of type {type(rewards).__name__}, expected a function, or functions by name")
+    name = str(getattr(rewards, "__name__", "reward"))
+    return {name if name.isidentifier() else "reward": rewards}
 
 
-def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-    """Write preferences to a folder: preferences.jsonl, a line {"prompt", "win", "lose"} each, and the images it names.
-
-    Args:
-        folder: made if it is not there.
-        chosen: (prompt, preferred image, the other), images `[C, H, W]` in [0, 1].
+def _only_shape(model: DiffusionModel) -> tuple[int, ...]:
+    """Return the shape of a sample of a model that has one size.
 
     Raises:
-        UsageError: the folder holds preferences already, or cannot be written.
+        UsageError: the model has several sizes.
     """
-    from fluvial.models.images import as_image
-
-    claim_preferences(folder)
+    latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape
     try:
-        lines = []
-        for number, (prompt, *both) in enumerate(chosen):
-            names = [f"{number:06d}-{side}.png" for side in ("win", "lose")]
-            for name, image in zip(names, both, strict=True):
-                as_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
-            lines.append(json.dumps({"prompt": prompt, "win": names[0], "lose": names[1]}))
-        (folder / PREFERENCES).write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise UsageError(f"preferences cannot be written to {folder}: {error.strerror}") from error
-
-
-def read_preferences(folder: Path, job: Job) -> tuple[Preference, ...]:
-    """Return the preferences of a folder, as clean samples of the job's model.
-
-    Raises:
-        UsageError: the file or a image is missing or no such thing, a line is no preference, or its prompt is held out.
-    """
-    if job.encode is None:
-        raise UsageError(f"preferences of {folder} cannot be used: this job's model has no way from images to samples")
-    path, apart, found = folder / PREFERENCES, frozenset(job.heldout_prompts), []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"preferences {path} cannot be read: {reason}") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"preferences {path}, line {number}"
-        try:
-            record = json.loads(line)
-            prompt, names = record["prompt"], [Path(record[side]) for side in ("win", "lose")]
-            job.model.check_prompt(prompt)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error
-        if prompt in apart:
-            raise UsageError(f"{where}: {prompt!r} is held out for evaluation, never trained on")
-        try:
-            samples = job.encode(torch.stack([_image(folder / name) for name in names]))
-        except (OSError, RuntimeError) as error:
-            raise UsageError(f"{where}: its images cannot be used: {error}") from error
-        if tuple(samples.shape[1:]) != job.shape:
-            raise UsageError(f"{where}: its images give samples of {list(samples.shape[1:])}, expected {list(job.shape)}")
-        found.append(Preference(prompt, *samples))
-    if not found:
-        raise UsageError(f"preferences {path} is empty, expected one preference a line")
-    return tuple(found)
+        inspect.signature(latent_shape).bind()
+    except TypeError:
+        raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)") from None
+    return tuple(latent_shape())
 
 
 def _named_value(word: str) -> tuple[str, Any]:
-    """Return what name=value says; the value is JSON, or else text."""
+    """Return the name and the value of name=value; the value is JSON, or else text."""
     name, _, value = word.partition("=")
     try:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def _image(path: Path) -> Tensor:
-    """Return a image file as `[C, H, W]` in [0, 1]."""
-    with Image.open(path) as image:
-        array = np.asarray(image if image.mode == "L" else image.convert("RGB"), dtype=np.float32) / 255
-    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves behind, written by rank 0.
+"""The run folder: everything that a run writes, by rank 0.
 
 config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples/*.png  tensorboard/  checkpoints/  weights/
 """
@@ -6,32 +6,32 @@ config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import optree
+from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.report import images, plots
-from fluvial.engines.train import restart
-from fluvial.engines.train.evaluate import Evaluation
+from fluvial.engines.run import restart
 
 CONFIG = "config.json"
 
 
 def claim(out: Path, *, resume: bool) -> None:
-    """Make sure that a folder can take a run: one that holds none, unless it is to be resumed.
+    """Make a run folder, or check that it holds the run to resume.
 
     Raises:
-        UsageError: it already holds a run, it holds none to resume, or it cannot be written.
+        UsageError: it already holds a run, holds no run to resume, or cannot be written.
     """
     held = (out / CONFIG).exists()
     if resume and not held:
-        raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
+        raise UsageError(f"{out} holds no run to resume: start one without resume, or set out to its folder")
     if held and not resume:
         restart.unmark(out)
-        raise UsageError(f"{out} already holds a run: continue it with --resume, or choose another folder with --out")
+        raise UsageError(f"{out} already holds a run: continue it with resume, or set out to another folder")
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -42,12 +42,12 @@ def claim(out: Path, *, resume: bool) -> None:
 
 
 class RunFolder:
-    """Writes a run's records.
+    """Writes the records and images of a run.
 
     Args:
-        out: the folder, claimed.
-        config: of the run, as JSON.
-        update: at which the run begins; later records of an interrupted run are dropped.
+        out: claimed folder.
+        config: configuration of the run, as JSON.
+        update: update that the run starts after; later records of an interrupted run are dropped.
     """
 
     def __init__(self, out: Path, config: Mapping[str, Any], *, update: int = 0) -> None:
@@ -63,7 +63,7 @@ class RunFolder:
     def log(self, record: dict[str, Any]) -> None:
         """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and TensorBoard."""
         record = finite(record)
-        if record in self.records:  # an evaluation that is made again when a finished run is resumed
+        if record in self.records:  # a finished run that is resumed evaluates again
             return
         self.records.append(record)
         try:
@@ -74,26 +74,15 @@ class RunFolder:
         for path, number in zip(*optree.tree_flatten_with_path(record)[:2], strict=True):
             self.tensorboard.add_scalar("/".join(map(str, path)), number, record["update"])
 
-    def samples(self, name: str, evaluation: Evaluation) -> Path:
-        """Write a captioned grid of an evaluation's images."""
-        evaluator, right = list(evaluation.exact.items())[-1]
-        shown = (
-            f"{right:.0%} of held-out prompts exactly right"
-            if right
-            else f"{evaluation.score[evaluator]:.3f} by {evaluator}"
-        )
-        sheet = images.sheet_of(
-            evaluation.images,
-            evaluation.prompts,
-            evaluation.images_score,
-            title=f"{name}: {shown}",
-        )
+    def samples(self, name: str, shown: Tensor, prompts: Sequence[str], scores: Tensor | None, *, title: str) -> Path:
+        """Write images `[n, C, H, W]` as a captioned grid to samples/NAME.png, and return its path."""
+        sheet = images.sheet_of(shown, prompts, scores, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.save(path)
         return path
 
     def curves(self) -> Path:
-        """Draw reward, held-out accuracy, what tells of a gamed reward, and the gradient's norm against updates."""
+        """Draw reward, held-out accuracy, diversity, drift and gradient norm against updates, and return the path."""
         updates = [record for record in self.records if "grad_norm" in record]
         evaluations = [record for record in self.records if "exact" in record]
         path = self.out / "curves.png"
@@ -122,11 +111,11 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Flush what is buffered."""
+        """Flush the buffered records."""
         self.tensorboard.close()
 
     def _kept(self, update: int) -> list[dict[str, Any]]:
-        """Return the records of an interrupted run up to an update; a last line cut short by a crash is dropped."""
+        """Return the records of an interrupted run up to an update; a last line that a crash cut short is dropped."""
         path = self.out / "metrics.jsonl"
         records: list[dict[str, Any]] = []
         for line in path.read_text(errors="replace").splitlines() if update and path.exists() else ():
@@ -141,12 +130,12 @@ class RunFolder:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON to a file, whole or not at all."""
+    """Write JSON to a file atomically."""
     _write(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
 
 
 def finite(record: Any) -> Any:
-    """Return a record with None for the numbers that JSON has no word for."""
+    """Return a record with None in place of infinities and NaN, which JSON does not have."""
     return optree.tree_map(
         lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, record, none_is_leaf=True
     )

@@ -1,4 +1,4 @@
-"""Stopping on request: finish the update, save, exit 0. A second Ctrl-C stops at once."""
+"""Requests to stop: the update is finished and saved, and the exit code is 0. A second Ctrl-C stops at once."""
 
 import signal
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether a person (Ctrl-C) or the machine's keeper (SIGTERM) has asked the run to stop."""
+    """Whether the run was asked to stop, by Ctrl-C or by SIGTERM from a scheduler."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.name: str | None = None  # of the first signal
 
     def __bool__(self) -> bool:
         return self.name is not None
@@ -20,9 +20,10 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Note SIGINT and SIGTERM instead of acting on them; after the first, SIGINT acts as it does by default.
+    """Turn SIGINT and SIGTERM into a request to stop; after the first, SIGINT has its default effect.
 
-    A repeated SIGTERM says nothing new: torchrun hands on the one that it gets, and a scheduler may send one to all.
+    A repeated SIGTERM changes nothing: torchrun forwards the one that it receives, and a scheduler may send one to every
+    process.
     """
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in SIGNALS}

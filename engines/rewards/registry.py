@@ -1,0 +1,41 @@
+"""Which rewards a run uses: names of the job's rewards, of installed packages, or `module:name`, each with a weight."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fluvial.engines import plugins
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.scores import is_weight, reward_problem
+
+
+def select(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tuple[Reward, float]]:
+    """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
+
+    Args:
+        rewards: rewards of the job, by name.
+        names: `name` or `name=weight` each. A name is a key of `rewards`, an entry point of `fluvial.rewards`, or
+            `module:name`.
+
+    Raises:
+        UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, or a weight is no number.
+    """
+    found: dict[str, tuple[Reward, float]] = {}
+    for text in names or list(rewards)[:1]:
+        name, separator, weight = text.partition("=")
+        if name in found:
+            raise UsageError(f"rewards: {name!r} stands twice, expected each reward once")
+        value = is_weight(weight) if separator else 1.0
+        if value is None:
+            raise UsageError(
+                f"rewards: {text!r} has the weight {weight!r}, expected a number other than 0, e.g. {name}=0.5"
+            )
+        found[name] = plugins.load(name, "rewards", reward_problem, table=rewards, field="rewards"), value
+    return found
+
+
+def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
+    """Raise UsageError, in one line, if one of the objects cannot be called as a reward."""
+    for name, reward in rewards.items():
+        if (problem := reward_problem(reward)) is not None:
+            raise UsageError(f"{label} {name!r} {problem}")

@@ -1,0 +1,161 @@
+"""What a run is built from: network, engine, policies, rewards and given preferences, out of a configuration and a job."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluvial.engines.data.preferences import Preference, read_preferences
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.loading import fingerprint
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.objectives.table import Dpo, name_of
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.registry import check_rewards, select
+from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import TrainConfig, check_model
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.learner import Learner
+from fluvial.engines.train.policies import Policies
+from fluvial.engines.train.rollouts import RolloutSource
+from fluvial.models import Schedule, is_recorded
+from fluvial.models.lora import add_lora
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run.
+
+    Args:
+        job: job with evaluators, which are the rewards of the run where it names none.
+        engine: engine of the network that is trained.
+        policies: policies that the objective compares with.
+        schedule: schedule with its timesteps on the device.
+        source: source of samples.
+        learner: maker of updates.
+        rewards: rewards with their weights, by name; none where the run makes no samples.
+        preferences: given preferences, where the run learns from a folder of them.
+        base: fingerprint of the weights that training starts from.
+    """
+
+    job: Job
+    engine: Engine
+    policies: Policies
+    schedule: Schedule
+    source: RolloutSource
+    learner: Learner
+    rewards: dict[str, tuple[Reward, float]]
+    preferences: tuple[Preference, ...]
+    base: str
+
+
+def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
+    """Return the parts of a run; every rank must take part.
+
+    Raises:
+        UsageError: configuration and job do not fit together, or something of the job cannot be used.
+    """
+    with world.agreed():
+        # What is wrong with the job is found before anything is computed.
+        rewards, job = _rewards(config, job)
+        job.check_prompts()
+        module = _network_in_training(config, job)
+        weights = job.model.weights if config.init == "sharded" else None
+        base = _digest(module) if weights is None else fingerprint(weights)
+    engine = Engine(
+        module, job.model.blocks(module), config.optimizer, world,
+        updates=config.updates, sharding=config.engine, weights=weights,
+    )  # fmt: skip
+    with world.agreed():
+        try:
+            check_model(config, job.model.prediction, recorded=is_recorded(job.model))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        preferences = _preferences(config, job)
+    policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
+    _check_negative_prompt(config, job)
+    schedule = on_device(job.model.schedule(config.rollout.steps, job.shape), world.device)
+    learner = Learner(config, job, world, engine, policies, schedule)
+    source = RolloutSource(
+        config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler
+    )
+    if job.prepare is not None:
+        guidance = config.rollout.guidance
+        job.prepare(world, [guidance.negative] if guidance.scale != 1 else [])
+    return Parts(job, engine, policies, schedule, source, learner, rewards, preferences, base)
+
+
+def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
+    """Return the rewards of the run with their weights, and the job with its evaluators.
+
+    Raises:
+        UsageError: there is no reward to learn from, or one of the rewards or evaluators is not a reward.
+    """
+    rewards = select(job.rewards, config.rewards) if config.makes_samples else {}
+    if config.makes_samples and not rewards and config.objective.rewards != "nothing":
+        raise UsageError(
+            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or set "
+            "rewards to module:name"
+        )
+    check_rewards(job.evaluators, label="evaluator")
+    if not job.evaluators:
+        job = replace(job, evaluators={name: reward for name, (reward, _) in rewards.items()})
+    return rewards, job
+
+
+def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
+    """Return the given preferences of the run, if it learns from a folder of them.
+
+    Raises:
+        UsageError: they cannot be read, or the run learns from data and the job has none.
+    """
+    folder = config.objective.preferences if isinstance(config.objective, Dpo) else None
+    if folder is not None:
+        return read_preferences(
+            folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=job.heldout
+        )
+    if not config.makes_samples and job.data is None:
+        raise UsageError(
+            f"{name_of(config.objective)} learns from data, and this job has none (data): use another recipe, or pass data "
+            "to the job"
+        )
+    return ()
+
+
+def _check_negative_prompt(config: TrainConfig, job: Job) -> None:
+    guidance = config.rollout.guidance
+    if guidance.scale != 1 and guidance.negative:
+        try:
+            job.model.check_prompt(guidance.negative)
+        except ValueError as error:
+            raise UsageError(f"rollout.guidance.negative: {error}") from error
+
+
+def _network_in_training(config: TrainConfig, job: Job) -> nn.Module:
+    """Return the network with its adapters, before sharding."""
+    module = _network(config, job)
+    if config.train == "lora":
+        adapters = ("default", "old") if config.keeps_old else ("default",)
+        try:
+            add_lora(module, config.lora, job.model.lora_targets, adapters=adapters, seed=config.seed)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    return module
+
+
+def _network(config: TrainConfig, job: Job) -> nn.Module:
+    """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
+    return jobs.build(job, empty=config.init == "sharded" and job.model.weights is not None)
+
+
+def _digest(module: nn.Module) -> str:
+    """Return a fingerprint of a module's weights, from the name and the sum of each tensor."""
+    sums: dict[str, Any] = {
+        name: float(tensor.to(torch.float64).sum()) for name, tensor in module.state_dict().items()
+    }
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,118 @@
+"""What is logged and shown of a run: the record of an update, lines for the console, and the summary."""
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from fluvial.engines.fsdp import flops
+from fluvial.engines.fsdp.engine import UpdateInfo
+from fluvial.engines.report.progress import table
+from fluvial.engines.train.evaluate import Evaluation
+from fluvial.engines.train.learner import Learnt
+
+PHASES = ("rollout", "reward", "update")
+
+
+def reward_record(rewards: Tensor, weights: Tensor, names: list[str]) -> dict[str, Any]:
+    """Return the record of the rewards `[B, K]` of a rollout; empty without rewards."""
+    if not names:
+        return {}
+    total = rewards @ weights
+    record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
+    if len(names) > 1:
+        record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
+    return record
+
+
+def learnt_record(learnt: Learnt) -> dict[str, Any]:
+    """Return the record of a rollout's updates; where there are several, most numbers are those of the last."""
+    first, last = learnt.updates[0], learnt.updates[-1]
+    record: dict[str, Any] = {
+        "loss": last.loss,
+        "grad_norm": last.grad_norm,
+        "lr": last.lr,
+        "objective": last.mean,
+        "pairs": sum(update.items for update in learnt.updates),
+    }
+    if "log_ratio" in first.max_abs:
+        record["first_pass_max_abs_log_ratio"] = first.max_abs["log_ratio"]
+    if learnt.correction is not None:
+        names = learnt.correction._fields
+        record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+    return record
+
+
+def speed(updates: list[UpdateInfo], seconds: float, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return the model FLOPs per second of updates on this rank, and as a fraction of the device's peak if it is known."""
+    work = sum(update.flops for update in updates)
+    found = {"update_flops": work / seconds}
+    if (most := flops.peak(device, dtype)) is not None:
+        found["mfu"] = flops.mfu(work, seconds, peak=most, ranks=1)
+    return found
+
+
+def shown(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record that the progress line shows."""
+    reward = {"reward": record["reward"]["mean"]} if "reward" in record else {}
+    names = {"ratio": "ratio", "kl_ref": "KL", "clipped": "clipped", "error": "error", "accuracy": "accuracy"}
+    return reward | {label: record["objective"][name] for name, label in names.items() if name in record["objective"]}
+
+
+def evaluation_line(when: str, evaluation: Evaluation) -> str:
+    """Return an evaluation as a line for the console."""
+    exactly = any(evaluation.exact.values())
+    numbers = evaluation.exact if exactly else evaluation.score
+    parts = (f"{number:.3f} by the {evaluator} evaluator" for evaluator, number in numbers.items())
+    return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts) or 'not evaluated'}"
+
+
+def evaluation_title(name: str, evaluation: Evaluation) -> str:
+    """Return the title of an evaluation's images: what the last evaluator says of all samples."""
+    if not evaluation.exact:
+        return name
+    evaluator, right = list(evaluation.exact.items())[-1]
+    said = f"{right:.0%} of held-out prompts exactly right" if right else f"{evaluation.score[evaluator]:.3f} by {evaluator}"
+    return f"{name}: {said}"
+
+
+def before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> Table:
+    """Return the table of an evaluation before and after training."""
+    now = {"exact": after.exact, "score": after.score}
+    rows = {
+        f"{what}, by the {evaluator} evaluator": (f"{before[part][evaluator]:.3f}", f"{now[part][evaluator]:.3f}")
+        for part, what in (("exact", "exactly right"), ("score", "score"))
+        for evaluator in now[part]
+        if part == "score" or after.exact[evaluator] or before["exact"][evaluator]
+    }
+    return table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows)
+
+
+def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> dict[str, float]:
+    """Return an evaluation before and after training as the flat fields of a summary."""
+    return {
+        **{f"{evaluator}_exact_before": right for evaluator, right in before["exact"].items()},
+        **{f"{evaluator}_exact_after": right for evaluator, right in after.exact.items()},
+        **{f"{evaluator}_score_before": score for evaluator, score in before["score"].items()},
+        **{f"{evaluator}_score_after": score for evaluator, score in after.score.items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on."""
+    packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to those of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,126 @@
+"""Sources of a run's samples: rollouts of the policy, and clean samples of the job's data."""
+
+import optree
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, uniform
+from fluvial.core.rollout import unrecorded
+from fluvial.core.sigmas import sde_window
+from fluvial.core.transitions import Sampler
+from fluvial.engines.data.preferences import Preference
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rollout.generate import (
+    Requests,
+    SampleBatch,
+    Sampling,
+    StochasticSteps,
+    generate,
+    joined,
+    slots,
+)
+from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.diagnostics import thumbnails
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.policies import Policies
+from fluvial.models import Schedule
+
+
+class RolloutSource:
+    """Makes this rank's samples of each rollout.
+
+    Args:
+        config: the run.
+        job: model and prompts.
+        world: process group.
+        engine: engine whose module is the policy.
+        policies: policy that makes the rollouts, where it is not the engine's.
+        schedule: schedule with its timesteps on the device.
+        sampler: sampler of the stochastic steps.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        world: World,
+        *,
+        engine: Engine,
+        policies: Policies,
+        schedule: Schedule,
+        sampler: Sampler,
+    ) -> None:
+        self.config, self.job, self.world = config, job, world
+        self.engine, self.policies, self.schedule, self.sampler = engine, policies, schedule, sampler
+
+    def samples(self, root: Key, rewards: RewardRunners) -> SampleBatch:
+        """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
+
+        Args:
+            root: key of the rollout.
+            rewards: scorers of the images of a rollout; scoring starts while the next chunk is generated.
+        """
+        rollout = self.config.rollout
+        ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
+        places = _places(fold_in(root, Stream.PROMPTS), rollout.prompts, len(self.job.prompts))
+        prompts = [self.job.prompts[places[i // rollout.group]] for i in ids]
+        key = fold_in(root, Stream.SAMPLES)
+        if not self.config.makes_samples:
+            return self._data(ids, prompts, key)
+        if self.config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            self.policies.offload()
+        initial_ids = [i // rollout.group for i in ids] if rollout.shared_noise else None
+        requests, parts = Requests(prompts, ids, key, initial_ids), []
+        with self.policies.behaviour(self.engine) as module:
+            for chunk in generate(
+                self.job.model, module, requests, self._sampling(root), micro_batch=self.config.micro_batch
+            ):
+                rewards.submit(chunk.images, chunk.prompts)  # the images themselves are not kept
+                parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
+        return joined(parts)
+
+    def preferences(self, root: Key, given: tuple[Preference, ...]) -> list[Preference]:
+        """Return the given preferences that an update learns from, the same on every rank."""
+        places = _places(fold_in(root, Stream.PROMPTS), self.config.rollout.prompts, len(given))
+        return [given[place] for place in places]
+
+    def _sampling(self, root: Key) -> Sampling:
+        """Return how the samples of a rollout are made; the place of the stochastic window is drawn per rollout."""
+        config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.trains_on == "steps"
+        stochastic = None
+        if on_steps or rollout.sampler != "ode":
+            stochastic = StochasticSteps(
+                self.sampler,
+                sde_window(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range),
+                record=on_steps,
+                form=config.recorded_form,
+                reduction=rollout.reduction,
+                keep_velocity=on_steps and "old" in config.objective.compares_with,
+                implementation=config.implementation,
+            )
+        return Sampling(
+            self.job.shape, self.schedule, rollout.guidance, rollout.solver, stochastic, autocast=rollout.autocast
+        )
+
+    def _data(self, ids: list[int], prompts: list[str], key: Key) -> SampleBatch:
+        """Return clean samples of the job's data."""
+        assert self.job.data is not None
+        size, device, parts = self.config.micro_batch, self.world.device, []
+        for start in range(0, len(ids), size):
+            part = prompts[start : start + size]
+            # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
+            x0: Tensor = self.job.data(fold_in(key, ids[start]), part).to(device)
+            cond = optree.tree_map(
+                lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part)
+            )
+            parts.append(SampleBatch(part, cond, unrecorded(x0), None))
+        return joined(parts)
+
+
+def _places(key: Key, count: int, of: int) -> list[int]:
+    """Return `count` indices below `of`, drawn with replacement."""
+    places: list[int] = (uniform(key, (count,)) * of).long().tolist()
+    return places

@@ -1,0 +1,140 @@
+"""Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
+
+import dataclasses
+import hashlib
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from rich.console import Console
+
+from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.metrics import versions
+from fluvial.engines.train.recipes import as_record
+
+# Settings that may change between the start of a run and its resumption.
+FREE = {
+    "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
+    "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "collective_timeout", "resume", "resume_from",
+    "engine",
+}  # fmt: skip
+
+
+class Saver:
+    """Writes and reads the checkpoints of a run.
+
+    Args:
+        config: the run.
+        engine: engine whose state is saved.
+        world: process group.
+        prompts: prompts that are trained on.
+        base: fingerprint of the weights that training starts from.
+        console: where a failed background checkpoint and a changed environment are reported; None is silent.
+    """
+
+    def __init__(
+        self, config: TrainConfig, engine: Engine, world: World, *, prompts: tuple[str, ...], base: str,
+        console: Console | None,
+    ) -> None:  # fmt: skip
+        self.config, self.engine, self.world, self.console = config, engine, world, console
+        self.fingerprint = run_fingerprint(config, prompts, base)
+        self.saved_at = 0
+        self.background = world.background() if config.checkpoint_async else None
+        self.pending: Future[Any] | None = None
+
+    def save(self, progress: dict[str, Any], *, blocking: bool = False) -> None:
+        """Write a checkpoint, unless this update already has one; in the background if the run is configured so.
+
+        Args:
+            progress: what the run has counted so far, as JSON.
+            blocking: write it at once.
+        """
+        self.wait(progress)
+        update = self.engine.updates
+        if self.saved_at == update:
+            return
+        self.saved_at = update
+        meta = {"engine": self.engine.counters(), **progress, "runs_on": self._environment()}
+        written: dict[str, Any] = {"update": update, "fingerprint": self.fingerprint, "keep": self.config.keep_checkpoints}
+        where, state = self.config.checkpoint_folder, self.engine.state()
+        if self.background is None or blocking:
+            checkpoint.save(where, state, meta, **written, world=self.world)
+        else:
+            self.pending = checkpoint.save_async(where, state, meta, **written, world=self.background)
+
+    def wait(self, progress: dict[str, Any]) -> None:
+        """Wait until the background checkpoint is complete; if it failed, write one of the present state.
+
+        Raises:
+            RunError: neither could be written.
+        """
+        if self.pending is None:
+            return
+        saving, self.pending = self.pending, None
+        try:
+            saving.result()
+        except RunError as error:
+            self.saved_at = 0
+            self.save(progress, blocking=True)
+            if self.console:
+                self.console.print(
+                    f"{error}; saved after update {self.engine.updates} instead", highlight=False, soft_wrap=True
+                )
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written complete, whatever else went wrong."""
+        if self.pending is not None:
+            wait([self.pending])
+
+    def restore(self, path: Path | str) -> dict[str, Any]:
+        """Load a checkpoint into the engine, and return what the run had counted.
+
+        What follows is the same to the bit as in a run that was not interrupted.
+
+        Raises:
+            UsageError: the checkpoint is later than the run's last update.
+            RunError: it is damaged, or of another run.
+        """
+        state = optree.tree_map(torch.empty_like, self.engine.state())
+        meta: dict[str, Any] = checkpoint.load(path, state, fingerprint=self.fingerprint, world=self.world)
+        self.engine.restore(state, meta["engine"])
+        self.saved_at = self.engine.updates
+        if self.config.updates < self.engine.updates:
+            raise UsageError(
+                f"updates is {self.config.updates}, but {path} is after update {self.engine.updates}, expected at least that"
+            )
+        if self.console:
+            now = self._environment()
+            changed = [f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was]
+            if changed:
+                self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
+            self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
+        return meta
+
+    def _environment(self) -> dict[str, Any]:
+        """Return what the bits of a run depend on besides its settings."""
+        engine = {f"engine.{name}": value for name, value in dataclasses.asdict(self.config.engine).items()}
+        return {**versions(), "ranks": self.world.size, "threads": torch.get_num_threads(), **engine}
+
+
+def run_fingerprint(config: TrainConfig, prompts: tuple[str, ...], base: str) -> dict[str, Any]:
+    """Return what a run that resumes from this one's checkpoints must have in common with it."""
+    settings = {name: value for name, value in _flat(as_record(config)).items() if name.split(".")[0] not in FREE}
+    if config.optimizer.schedule != "constant":
+        settings["updates"] = config.updates
+    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
+    return {**settings, "train_prompts": digest, "base_weights": base}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict, {"rollout.eta": 0.8, ...}."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
