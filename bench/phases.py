@@ -8,10 +8,8 @@ from pathlib import Path
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.rewards.runner import Rewards, chosen
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import recipes
-from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 
 
@@ -38,18 +36,17 @@ def measure(config: PhasesConfig) -> list[Row]:
         job = jobs.handwriting()
         defaults = replace(recipes.grpo(), out=Path(folder))
         runs = {"full": replace(defaults, train="full"), "lora": replace(defaults, train="lora")}
-        trainers = {name: Trainer(run, job, world, console=None) for name, run in runs.items()}
-        runner = Rewards(list(chosen(job.rewards, ()).values()))
+        trainers = {name: Trainer(run, job, world) for name, run in runs.items()}
         seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
 
         def update(name: str) -> None:
-            record, _ = trainers[name].update(runner, StopRequest())
-            phases = record["seconds"]
+            phases = trainers[name].update()["seconds"]
             for phase, spent in {**phases, "all": sum(phases.values())}.items():
                 seconds[name].setdefault(phase, []).append(spent)
 
         harness.alternate(config.runs, {name: lambda name=name: update(name) for name in trainers})  # type: ignore[misc]
-        runner.close()
+        for trainer in trainers.values():
+            trainer.close()
         batch = defaults.rollout.batch
         return [
             harness.row(

@@ -65,32 +65,30 @@ def write(name: str, config: PreferencesConfig) -> int:
 
     from fluvial.core.dpo import best_and_worst
     from fluvial.core.random import fold_in, key, uniform
-    from fluvial.engines.rewards import runner as rewards
-    from fluvial.engines.rollout.generate import generate, on_device
+    from fluvial.engines.data.preferences import claim_preferences, write_preferences
+    from fluvial.engines.rewards.registry import select
+    from fluvial.engines.rewards.runner import score
+    from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.train import job as jobs
 
     job = jobs.named(name, weights=config.weights)
-    jobs.claim_preferences(config.out)
-    weighted = rewards.chosen(job.rewards, config.rewards)
+    claim_preferences(config.out)
+    weighted = select(job.rewards, config.rewards)
     root, batch = key(config.seed), config.prompts * config.group
     draws = uniform(fold_in(root, Stream.PREFERENCE_PROMPTS), (config.prompts,))
-    indices = (draws * len(job.train_prompts)).long().tolist()
-    prompts = [job.train_prompts[indices[i // config.group]] for i in range(batch)]
+    indices = (draws * len(job.prompts)).long().tolist()
+    prompts = [job.prompts[indices[i // config.group]] for i in range(batch)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chunks = generate(
-        job.model,
-        jobs.build(job).to(device).eval(),
-        prompts,
-        range(batch),
-        shape=job.shape,
-        schedule=on_device(job.model.schedule(config.steps, job.shape), device),
-        key=fold_in(root, Stream.PREFERENCE_SAMPLES),
-        micro_batch=config.micro_batch,
-    )
+    requests = Requests(prompts, range(batch), fold_in(root, Stream.PREFERENCE_SAMPLES))
+    sampling = Sampling(job.shape, on_device(job.model.schedule(config.steps, job.shape), device))
+    module = jobs.build(job).to(device).eval()
+    chunks = generate(job.model, module, requests, sampling, micro_batch=config.micro_batch)
     drawn = torch.cat([chunk.images.cpu() for chunk in chunks])
-    reward = sum(weight * evaluator(drawn, prompts) for evaluator, weight in weighted.values())
-    found = best_and_worst(torch.as_tensor(reward), torch.arange(batch) // config.group)
+    scores = [
+        weight * score(reward, drawn, prompts, label=f"reward {name!r}") for name, (reward, weight) in weighted.items()
+    ]
+    found = best_and_worst(torch.stack(scores).sum(0), torch.arange(batch) // config.group)
     pairs = [(prompts[i], drawn[found.win[i]], drawn[found.lose[i]]) for i in torch.nonzero(found.valid).flatten().tolist()]
-    jobs.write_preferences(config.out, pairs)
+    write_preferences(config.out, pairs)
     return len(pairs)

@@ -13,7 +13,8 @@ from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, na
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import images
-from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, generate, on_device
+from fluvial.engines.rewards.runner import score
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.models import DiffusionModel
@@ -115,7 +116,9 @@ def sample(name: str, config: SampleConfig) -> Path:
     module = jobs.build(job).to(_device()).eval()
     _check(job.model, config.prompts)
     drawn = _draw(job.model, module, prompts, job.shape, config.steps, config.seed, config.micro_batch, NO_GUIDANCE)
-    _save([images.sheet_of(drawn, prompts, job.evaluators["heldout"](drawn, prompts), columns=config.each)], config.out)
+    _save(
+        [images.sheet_of(drawn, prompts, score(job.evaluators["heldout"], drawn, prompts), columns=config.each)], config.out
+    )
     return config.out
 
 
@@ -173,11 +176,8 @@ def _draw(
     model: DiffusionModel, module: nn.Module, prompts: list[str], shape: tuple[int, ...], steps: int, seed: int,
     micro_batch: int, guidance: Guidance,
 ) -> Tensor:  # fmt: skip
-    chunks = generate(
-        model, module, prompts, range(len(prompts)), shape=shape,
-        schedule=on_device(model.schedule(steps, shape), _device()), key=key(seed), micro_batch=micro_batch,
-        guidance=guidance,
-    )  # fmt: skip
+    sampling = Sampling(shape, on_device(model.schedule(steps, shape), _device()), guidance)
+    chunks = generate(model, module, Requests(prompts, range(len(prompts)), key(seed)), sampling, micro_batch=micro_batch)
     return torch.cat([chunk.images.cpu() for chunk in chunks])
 
 

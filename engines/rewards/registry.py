@@ -6,7 +6,7 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import is_weight, reward_problem
+from fluvial.engines.rewards.scores import reward_problem, weight_of
 
 
 def select(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tuple[Reward, float]]:
@@ -24,11 +24,11 @@ def select(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tup
     for text in names or list(rewards)[:1]:
         name, separator, weight = text.partition("=")
         if name in found:
-            raise UsageError(f"rewards: {name!r} stands twice, expected each reward once")
-        value = is_weight(weight) if separator else 1.0
+            raise UsageError(f"rewards is {list(names)}, which names {name!r} twice: name each reward once")
+        value = weight_of(weight) if separator else 1.0
         if value is None:
             raise UsageError(
-                f"rewards: {text!r} has the weight {weight!r}, expected a number other than 0, e.g. {name}=0.5"
+                f"rewards is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
             )
         found[name] = plugins.load(name, "rewards", reward_problem, table=rewards, field="rewards"), value
     return found

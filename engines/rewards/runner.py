@@ -14,6 +14,8 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import as_scores, named, one_line
 
+TIMEOUT = 600.0  # seconds that the scores of one chunk may take
+
 
 class RewardRunner:
     """Scores chunks of images on one thread, in order.
@@ -21,11 +23,11 @@ class RewardRunner:
     Args:
         reward: reward to call.
         label: name of the reward in messages.
-        timeout: seconds that one chunk may take.
+        timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
     """
 
-    def __init__(self, reward: Reward, *, label: str = "the reward", timeout: float = 600.0) -> None:
-        self.reward, self.label, self.timeout = reward, label, timeout
+    def __init__(self, reward: Reward, *, label: str = "the reward", timeout: float | None = None) -> None:
+        self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
         self.work: Queue[tuple[Future[Any], Tensor, Sequence[str]] | None] = Queue()
         self.waiting: list[tuple[Future[Any], Tensor, Sequence[str]]] = []
         # A daemon: a reward that hangs does not keep the process alive.
@@ -85,10 +87,10 @@ class RewardRunners:
 
     Args:
         weighted: rewards with their weights, by name.
-        timeout: seconds that one chunk may take.
+        timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
     """
 
-    def __init__(self, weighted: Mapping[str, tuple[Reward, float]], *, timeout: float = 600.0) -> None:
+    def __init__(self, weighted: Mapping[str, tuple[Reward, float]], *, timeout: float | None = None) -> None:
         self.runners = [
             RewardRunner(reward, label=f"reward {name!r}", timeout=timeout) for name, (reward, _) in weighted.items()
         ]

@@ -115,7 +115,7 @@ def _is_number(element: Any) -> bool:
     """Whether an element of a list is a real number: of Python, of numpy, or a tensor without dimensions."""
     if isinstance(element, Tensor):
         return element.ndim == 0 and not element.dtype.is_complex
-    return isinstance(element, Real) or (getattr(element, "shape", None) == () and getattr(element, "dtype", None) == bool)
+    return isinstance(element, Real) or type(element).__name__ == "bool"  # numpy's bool is no Real
 
 
 def _advice(returned: Any) -> str:
@@ -130,7 +130,7 @@ def _advice(returned: Any) -> str:
     return ": it has no return statement" if returned is None else ""
 
 
-def is_weight(text: str) -> float | None:
+def weight_of(text: str) -> float | None:
     """Return the number of a weight, or None if the text is not a finite number other than 0."""
     try:
         value = float(text)

@@ -38,9 +38,7 @@ def unmark(out: Path) -> None:
         (out / MARK).unlink()
 
 
-def restarted(
-    out: Path, checkpoints: Path | str, world: World, *, console: Console | None = None
-) -> Restart | None:
+def restarted(out: Path, checkpoints: Path | str, world: World, *, console: Console | None = None) -> Restart | None:
     """Return the restart of a run, or None if torchrun has not started it before; every rank must take part.
 
     Args:

@@ -81,9 +81,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     _check_negative_prompt(config, job)
     schedule = on_device(job.model.schedule(config.rollout.steps, job.shape), world.device)
     learner = Learner(config, job, world, engine, policies, schedule)
-    source = RolloutSource(
-        config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler
-    )
+    source = RolloutSource(config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler)
     if job.prepare is not None:
         guidance = config.rollout.guidance
         job.prepare(world, [guidance.negative] if guidance.scale != 1 else [])
@@ -155,7 +153,5 @@ def _network(config: TrainConfig, job: Job) -> nn.Module:
 
 def _digest(module: nn.Module) -> str:
     """Return a fingerprint of a module's weights, from the name and the sum of each tensor."""
-    sums: dict[str, Any] = {
-        name: float(tensor.to(torch.float64).sum()) for name, tensor in module.state_dict().items()
-    }
+    sums: dict[str, Any] = {name: float(tensor.to(torch.float64).sum()) for name, tensor in module.state_dict().items()}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]

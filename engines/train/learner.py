@@ -12,16 +12,16 @@ from fluvial.core.correction import CorrectionInfo, rollout_weights
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.preferences import Preference
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import LossConfig, Nft
-from fluvial.engines.rollout import items
-from fluvial.engines.rollout.generate import Chunk
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.generate import SampleBatch
+from fluvial.engines.rollout.items import Items, flatten, rebalance, select
 from fluvial.engines.rollout.noising import noised, preferred
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.job import Job, Preference
+from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies, velocities
 from fluvial.kernels import step_log_prob
 from fluvial.models import Cond, Schedule
@@ -48,6 +48,17 @@ class Samples(NamedTuple):
         held = min(self.batch, len(spread))
         spread[:held] = values[:held]
         return spread[self.first :]
+
+
+class Work(NamedTuple):
+    """What the updates of a rollout are made from."""
+
+    items: Items  # M * slots pairs of this rank, ordered as `adds.T`
+    cond: Cond  # a pytree of tensors `[slots, ...]`
+    adds: Tensor  # [B, M], 0 for pairs of all ranks that add nothing to the loss and need not be computed
+    count: int  # pairs that the loss is averaged over, including those that need not be computed
+    samples: Samples
+    correction: CorrectionInfo | None = None
 
 
 class Learner:
@@ -82,27 +93,25 @@ class Learner:
             advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps)
         return advantage if config.clip is None else advantage.clamp(-config.clip, config.clip)
 
-    def learn(self, chunks: list[Chunk], rewards: Tensor, weights: Tensor, key: Key) -> Learnt:
-        """Make the updates of one rollout; every rank takes part with its own chunks, which are emptied.
+    def items(self, samples: SampleBatch, rewards: Tensor, weights: Tensor, key: Key) -> Work:
+        """Return the items of one rollout; every rank must take part.
 
         Args:
-            chunks: this rank's samples.
-            rewards: `[B, K]` of all samples, on the host.
-            weights: `[K]` of the rewards.
-            key: of the rollout.
+            samples: samples of this rank.
+            rewards: rewards of all samples `[B, K]`, on the host.
+            weights: weight of each reward `[K]`.
+            key: key of the rollout.
         """
         config, objective, batch = self.config, self.config.objective, self.config.rollout.batch
         group = torch.arange(batch) // config.rollout.group
         reward = rewards @ weights
         if objective.trains_on == "preferences":
-            return self._learn_best_and_worst(chunks, reward, group, key)
+            return self._best_and_worst(samples, reward, group, key)
         advantage = self.advantages(rewards, weights, group) if rewards.shape[1] else torch.zeros(batch)
         target_weight = objective.target_weight(reward, advantage, group)
-        slots = sum(len(chunk.prompts) for chunk in chunks)
+        slots = len(samples.prompts)
         mine = Samples(self.world.data_rank * slots, slots, batch)
-        cond: Cond = optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks))
-        trajectory = items.concatenate([chunk.trajectory for chunk in chunks])
-        chunks.clear()
+        cond, trajectory = samples.cond, samples.trajectory
         device = self.world.device
         own_target_weight, own_weight = mine.rows(target_weight).to(device), mine.rows(torch.ones(batch)).to(device)
         # Which of a sample's pairs are learnt from, by their place in its row; the same on every rank.
@@ -122,20 +131,19 @@ class Learner:
                 config.noising,
                 self.job.model.prediction,
             )
-        del trajectory  # one copy of what was stored is enough
         # With a KL a pair adds something whatever its target_weight, unless it is none of those that are learnt from.
         every = not objective.skips_zero or (config.kl.coef > 0 and not objective.mean_over_kept)
         adds = taken if every else taken * (target_weight != 0).to(taken.dtype)[:, None]
         count = int((adds if objective.mean_over_kept else taken).sum())
-        return self._updates(flat, cond, adds, count, mine, key)._replace(correction=info)
+        return Work(flat, cond, adds, count, mine, info)
 
-    def learn_preferences(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Learnt:
-        """Make the updates of preferences that are given; each rank takes its share of them.
+    def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
+        """Return the items of preferences; each rank takes its share of them.
 
         Args:
-            chosen: the preferences of this rollout, all of them on every rank.
-            numbers: of each, which its noise is drawn by.
-            key: of the rollout.
+            chosen: preferences of this rollout, all of them on every rank.
+            numbers: id of each preference, which its noise is drawn by.
+            key: key of the rollout.
         """
         if not chosen:
             chosen, numbers, real = [self.job.blank_preference()], [0], 0
@@ -158,21 +166,19 @@ class Learner:
             for side in ("win", "lose")
         )  # fmt: skip
         adds = torch.ones(real, self.config.noising.each)
-        return self._updates(preferred(win, lose), cond, adds, int(adds.sum()), mine, key)
+        return Work(preferred(win, lose), cond, adds, int(adds.sum()), mine)
 
-    def _learn_best_and_worst(self, chunks: list[Chunk], reward: Tensor, group: Tensor, key: Key) -> Learnt:
-        """Make the updates of the best and the worst sample of each group; groups that are all equal have none."""
+    def _best_and_worst(self, samples: SampleBatch, reward: Tensor, group: Tensor, key: Key) -> Work:
+        """Return the items of the best and the worst sample of each group; a group whose rewards are equal has none."""
         found = best_and_worst(reward, group)
         places = torch.nonzero(found.valid).flatten().tolist()
         # The two may be on different ranks: every rank gets all clean samples, which are small beside what made them.
-        final = torch.cat([chunk.trajectory.final for chunk in chunks])
-        everyone = self.world.gather_data(final)[: self.config.rollout.batch]
-        prompts = [prompt for chunk in chunks for prompt in chunk.prompts]
-        prompts = [prompt for part in self.world.gather_items(prompts)[:: self.world.sequence] for prompt in part]
-        chunks.clear()
+        everyone = self.world.gather_data(samples.trajectory.final)[: self.config.rollout.batch]
+        by_rank = self.world.gather_items(list(samples.prompts))[:: self.world.sequence]
+        prompts = [prompt for part in by_rank for prompt in part]
         win, lose = found.win.tolist(), found.lose.tolist()
         chosen = [Preference(prompts[i], everyone[win[i]], everyone[lose[i]]) for i in places]
-        return self.learn_preferences(chosen, [int(group[i]) for i in places], key)
+        return self.preference_items(chosen, [int(group[i]) for i in places], key)
 
     def _numbers(self, mine: Samples) -> list[int]:
         return [(mine.first + slot) % mine.batch for slot in range(mine.slots)]
@@ -190,7 +196,7 @@ class Learner:
         self, trajectory: Trajectory, cond: Cond, target_weight: Tensor, weight: Tensor, mine: Samples
     ) -> tuple[Items, CorrectionInfo | None]:
         """Return the pairs of a trajectory; with a correction, old log-probs are computed anew, and weights with them."""
-        flat = items.flatten(trajectory, self.schedule, target_weight, weight)
+        flat = flatten(trajectory, self.schedule, target_weight, weight)
         correction = self.config.correction
         if correction.mode == "none":
             return flat, None
@@ -219,30 +225,26 @@ class Learner:
         flat = flat._replace(log_prob_old=log_prob, weight=flat.weight * mine.rows(factor).T.flatten())
         return flat if flat.v_old is None else flat._replace(v_old=v_old), info
 
-    def _updates(self, flat: Items, cond: Cond, adds: Tensor, count: int, mine: Samples, key: Key) -> Learnt:
-        """Make the updates of this rank's pairs.
+    def update(self, work: Work, key: Key) -> Learnt:
+        """Make the optimizer updates of a rollout; every rank must take part.
 
         Args:
-            flat: M * slots pairs, ordered as `adds.T`.
-            cond: a pytree of tensors `[slots, ...]`.
-            adds: `[B, M]`, 0 for pairs of all ranks that need not be computed.
-            count: pairs that the loss is averaged over, those that need not be computed included.
-            mine: which samples these are.
-            key: of the rollout.
+            work: items of this rank.
+            key: key of the rollout.
         """
-        config, minibatches = self.config, self.config.minibatches
+        config, minibatches, flat, mine = self.config, self.config.minibatches, work.items, work.samples
         if self._old_comes_from_the_policy and config.updates_per_rollout > 1:
             # Its velocity must be known before the first update; with one update alone it is the policy's own.
             with self.engine.inference() as module:
-                flat = flat._replace(v_old=self._velocities(module, flat, cond, len(flat.level)))
+                flat = flat._replace(v_old=self._velocities(module, flat, work.cond, len(flat.level)))
         infos = []
         for epoch in range(config.epochs):
             shuffled = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(mine.batch, 1),)).argsort().argsort()
             part = shuffled[: mine.batch] * minibatches // max(mine.batch, 1)
             for minibatch in range(minibatches):
-                chosen = adds * (part == minibatch)[:, None] if minibatches > 1 else adds
-                infos.append(self._update(flat, cond, chosen, count / minibatches, mine))
-        return Learnt(infos, None)
+                chosen = work.adds * (part == minibatch)[:, None] if minibatches > 1 else work.adds
+                infos.append(self._update(flat, work.cond, chosen, work.count / minibatches, mine))
+        return Learnt(infos, work.correction)
 
     def _update(self, flat: Items, cond: Cond, adds: Tensor, count: float, mine: Samples) -> UpdateInfo:
         """Take one optimizer step on the pairs that add something, levelled over the ranks."""
@@ -250,10 +252,10 @@ class Learner:
         by_rank = by_rank.unflatten(0, (self.world.data_size, mine.slots))
         held = [int(number) for number in (by_rank != 0).sum((1, 2))]
         first: Items = optree.tree_map(lambda tensor: tensor[:1].clone(), flat)
-        flat = items.select(flat, by_rank[self.world.data_rank].T.flatten())
+        flat = select(flat, by_rank[self.world.data_rank].T.flatten())
         longest = -(-sum(held) // len(held))
         if -(-max(held) // self.micro_batch) > -(-longest // self.micro_batch):
-            flat, cond = items.rebalance(flat, cond, held, self.world)
+            flat, cond = rebalance(flat, cond, held, self.world)
         else:  # moving pairs would save no forward pass
             longest = max(held)
         longest = max(longest, 1)

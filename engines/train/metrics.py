@@ -101,6 +101,18 @@ def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluat
         **{f"{evaluator}_exact_after": right for evaluator, right in after.exact.items()},
         **{f"{evaluator}_score_before": score for evaluator, score in before["score"].items()},
         **{f"{evaluator}_score_after": score for evaluator, score in after.score.items()},
+        "eval_samples": after.samples,
+    }
+
+
+def speed_summary(seconds: Mapping[str, float], samples: int) -> dict[str, Any]:
+    """Return the seconds of all updates, by phase too, and their samples per second, as fields of a summary."""
+    total = sum(seconds.values())
+    return {
+        "train_seconds": total,
+        "train_seconds_by_phase": dict(seconds),
+        "train_samples": samples,
+        "samples_per_second": samples / total if total else 0.0,
     }
 
 

@@ -23,9 +23,9 @@ from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots
 from fluvial.engines.rollout.noising import noised_at
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.run.run_folder import write_json
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.evaluate import evaluate
-from fluvial.engines.train.run_folder import write_json
 from fluvial.models import Cond, Prediction
 from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
 from fluvial.models.handwriting.model import SHIFT

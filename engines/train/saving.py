@@ -1,8 +1,8 @@
 """Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
 
-import dataclasses
 import hashlib
 from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.metrics import versions
+from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.recipes import as_record
 
 # Settings that may change between the start of a run and its resumption.
@@ -24,6 +24,16 @@ FREE = {
     "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "collective_timeout", "resume", "resume_from",
     "engine",
 }  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """What a run has counted so far; it is saved with every checkpoint."""
+
+    samples: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
+    before: dict[str, Any] | None = None  # scores of the evaluation before training
 
 
 class Saver:
@@ -48,11 +58,11 @@ class Saver:
         self.background = world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
 
-    def save(self, progress: dict[str, Any], *, blocking: bool = False) -> None:
+    def save(self, progress: Progress, *, blocking: bool = False) -> None:
         """Write a checkpoint, unless this update already has one; in the background if the run is configured so.
 
         Args:
-            progress: what the run has counted so far, as JSON.
+            progress: what the run has counted so far.
             blocking: write it at once.
         """
         self.wait(progress)
@@ -60,7 +70,7 @@ class Saver:
         if self.saved_at == update:
             return
         self.saved_at = update
-        meta = {"engine": self.engine.counters(), **progress, "runs_on": self._environment()}
+        meta = {"engine": self.engine.counters(), **asdict(progress), "runs_on": self._environment()}
         written: dict[str, Any] = {"update": update, "fingerprint": self.fingerprint, "keep": self.config.keep_checkpoints}
         where, state = self.config.checkpoint_folder, self.engine.state()
         if self.background is None or blocking:
@@ -68,7 +78,7 @@ class Saver:
         else:
             self.pending = checkpoint.save_async(where, state, meta, **written, world=self.background)
 
-    def wait(self, progress: dict[str, Any]) -> None:
+    def wait(self, progress: Progress) -> None:
         """Wait until the background checkpoint is complete; if it failed, write one of the present state.
 
         Raises:
@@ -92,7 +102,7 @@ class Saver:
         if self.pending is not None:
             wait([self.pending])
 
-    def restore(self, path: Path | str) -> dict[str, Any]:
+    def restore(self, path: Path | str) -> Progress:
         """Load a checkpoint into the engine, and return what the run had counted.
 
         What follows is the same to the bit as in a run that was not interrupted.
@@ -111,15 +121,17 @@ class Saver:
             )
         if self.console:
             now = self._environment()
-            changed = [f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was]
+            changed = [
+                f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was
+            ]
             if changed:
                 self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
-        return meta
+        return Progress(**{name: meta[name] for name in asdict(Progress())})
 
     def _environment(self) -> dict[str, Any]:
         """Return what the bits of a run depend on besides its settings."""
-        engine = {f"engine.{name}": value for name, value in dataclasses.asdict(self.config.engine).items()}
+        engine = {f"engine.{name}": value for name, value in asdict(self.config.engine).items()}
         return {**versions(), "ranks": self.world.size, "threads": torch.get_num_threads(), **engine}
 
 

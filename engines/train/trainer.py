@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,17 +33,7 @@ from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt, old_decay
 from fluvial.engines.train.recipes import as_record
-from fluvial.engines.train.saving import Saver
-
-
-@dataclass
-class Progress:
-    """What a run has counted so far; it is saved with every checkpoint."""
-
-    samples: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(metrics.PHASES, 0.0))
-    max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
-    before: dict[str, Any] | None = None  # scores of the evaluation before training
+from fluvial.engines.train.saving import Progress, Saver
 
 
 class Trainer:
@@ -154,15 +144,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
-        self.saver.save(asdict(self.progress))
+        self.saver.save(self.progress)
 
     def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption."""
-        meta = self.saver.restore(path)
-        self.progress = Progress(**{name: meta[name] for name in asdict(self.progress)})
+        self.progress = self.saver.restore(path)
 
     def export(self, folder: Path) -> None:
-        """Write the moving average of the weights to `folder / "weights"`, and of an adapter to `folder / "lora"` as well."""
+        """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
         written: dict[str, Any] = {
             "average": self.engine.averaged(), "dtype": DTYPES[self.config.export_dtype], "world": self.world,
         }  # fmt: skip
@@ -303,14 +292,14 @@ class _Loop:
             if trainer.stopping or self._due(config.checkpoint_every) or done == config.updates:
                 trainer.save()
         if trainer.stopping:
-            trainer.saver.wait(asdict(trainer.progress))
+            trainer.saver.wait(trainer.progress)
             self.progress.say(
                 f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
                 f"go on with --resume --out {config.out}"
             )
             return {}
         summary = self._finish()
-        trainer.saver.wait(asdict(trainer.progress))
+        trainer.saver.wait(trainer.progress)
         return summary
 
     def _check(self) -> None:
@@ -362,17 +351,12 @@ class _Loop:
         trainer.export(out)
         counted = trainer.progress
         assert counted.before is not None
-        seconds = sum(counted.seconds.values())
         summary = {
             **metrics.evaluation_summary(counted.before, after),
-            "train_seconds": seconds,
-            "train_seconds_by_phase": counted.seconds,
-            "train_samples": counted.samples,
-            "samples_per_second": counted.samples / seconds if seconds else 0.0,
+            **metrics.speed_summary(counted.seconds, counted.samples),
             "first_pass_max_abs_log_ratio": counted.max_log_ratio,
             "updates": trainer.engine.updates,
             "skipped_steps": trainer.engine.skipped,
-            "eval_samples": after.samples,
             "ranks": trainer.world.size,
             "seed": config.seed,
             "versions": metrics.versions(),
@@ -386,7 +370,7 @@ class _Loop:
             self.progress.say("")
             trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
             self.progress.say(
-                f"{trainer.engine.updates} updates, {counted.samples} samples, {seconds:.0f} s of training; largest "
+                f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of training; largest "
                 f"first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
             self.progress.say(f"images: {out / 'samples' / 'before-after.png'} and {out / 'curves.png'}")

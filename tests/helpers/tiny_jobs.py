@@ -13,10 +13,8 @@ from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.job import Job
-from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models import LoraConfig, Prediction, Schedule
 
@@ -130,8 +128,9 @@ def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
 def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
     """Make bright images; a folder named `teacher` holds other weights."""
     made = Job(
-        Tiny(prediction), SHAPE, PROMPTS, HELDOUT, {"brightness": brightness, "contrast": contrast}, {"heldout": brightness},
-        load=lambda folder: Tiny(prediction, seed=1), data=drawn, encode=lambda images: images * 2 - 1,
+        Tiny(prediction), PROMPTS, {"brightness": brightness, "contrast": contrast}, heldout=HELDOUT, shape=SHAPE,
+        evaluators={"heldout": brightness}, load=lambda folder: Tiny(prediction, seed=1), data=drawn,
+        encode=lambda images: images * 2 - 1,
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -149,7 +148,7 @@ class Run:
     """A trainer in this process, a rollout at a time; `infos` are those of every update so far."""
 
     def __init__(self, config: TrainConfig, world: World, job_of: Job | None = None) -> None:
-        self.trainer = Trainer(config, job() if job_of is None else job_of, world, console=None)
+        self.trainer = Trainer(config, job() if job_of is None else job_of, world)
         self.infos: list[UpdateInfo] = []
         optimize = self.trainer.engine.update
 
@@ -161,11 +160,7 @@ class Run:
 
     def rollout(self) -> dict[str, Any]:
         """Make a rollout and its updates; return their record."""
-        runner = Rewards(list(self.trainer.rewards.values()))
-        try:
-            return self.trainer.update(runner, StopRequest())[0]
-        finally:
-            runner.close()
+        return self.trainer.update()
 
     def weights(self) -> dict[str, Tensor]:
         """What is trained, and what an adapter that is not trained holds."""

@@ -79,5 +79,6 @@ def job() -> Job:
     """Make bright images."""
     prompts = ("a", "bb", "ccc")
     return Job(
-        Toy(), (TOKENS, tiny_transformers.WIDTH), prompts, prompts, {"brightness": brightness}, {"heldout": brightness}
-    )
+        Toy(), prompts, brightness, heldout=prompts, evaluators={"heldout": brightness},
+        shape=(TOKENS, tiny_transformers.WIDTH),
+    )  # fmt: skip

@@ -11,10 +11,8 @@ from handwriting_jobs import config
 
 from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import KLConfig
-from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 
 
@@ -29,11 +27,10 @@ def updates(world: World, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
         trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
-        runner = Rewards(list(trainer.rewards.values()))
         for _ in range(2):
-            records.append(trainer.update(runner, StopRequest())[0])
+            records.append(trainer.update())
             gradients.append({name: g.tolist() for name, g in tiny_transformers.gradients(trainer.engine).items()})
-        runner.close()
+        trainer.close()
         result[train] = {
             "rewards": [record["reward"] for record in records],
             "norms": [record["grad_norm"] for record in records],

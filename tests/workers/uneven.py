@@ -10,9 +10,7 @@ from handwriting_jobs import config, job
 from torch import Tensor
 
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.train.config import KLConfig, RolloutConfig
-from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 
 # With this seed the two prompts of the first update are the two codes.
@@ -36,14 +34,13 @@ def updates(world: World, folder: str) -> dict[str, Any]:
             ),
             final_samples=4, seed=SEED,
         )  # fmt: skip
-        trainer = Trainer(run, job(one_code_alone, train_prompts=CODES), world, console=None)
+        trainer = Trainer(run, job(one_code_alone, prompts=CODES), world, console=None)
         forwards: list[bool] = []
         trainer.engine.module.register_forward_hook(
             lambda module, args, out, seen=forwards: seen.append(torch.is_grad_enabled())
         )
-        runner = Rewards(list(trainer.rewards.values()))
-        record, _ = trainer.update(runner, StopRequest())
-        runner.close()
+        record = trainer.update()
+        trainer.close()
         moments = {n: t for n, t in trainer.engine.state().items() if n.startswith("exp_avg.")}
         result[str(kl_coef)] = {
             "forwards": world.gather_items(sum(forwards)),

@@ -12,10 +12,8 @@ from handwriting_jobs import config, job
 from fluvial.bench.counting import HostReads
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Clipped, Dppo, Guard
-from fluvial.engines.rewards.runner import Rewards
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.stop import StopRequest
 from fluvial.engines.train.trainer import Trainer
 
 
@@ -51,9 +49,8 @@ def test_no_read_a_micro_batch(
             return info
 
         monkeypatch.setattr(trainer.engine, "update", counted)
-        runner = Rewards(list(trainer.rewards.values()))
-        trainer.update(runner, StopRequest())
-        runner.close()
+        trainer.update()
+        trainer.close()
         reads.append(counters)
         assert torch.isfinite(next(iter(trainer.engine.sharded.shards().values()))).all()
     assert reads == [[1], [1], [1]]

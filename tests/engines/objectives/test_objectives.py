@@ -12,6 +12,7 @@ import pytest
 import tiny_jobs as tiny
 import torch
 
+from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import (
@@ -28,7 +29,6 @@ from fluvial.engines.objectives.table import (
     Sft,
     name_of,
 )
-from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import (
     SAMPLERS,
     AdvantageConfig,
@@ -170,7 +170,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of preferences."""
     folder = tmp_path_factory.mktemp("preferences") / "given"
     drawn = torch.rand(6, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
-    jobs.write_preferences(folder, [(prompt, drawn[i], drawn[i + 3]) for i, prompt in enumerate(tiny.PROMPTS[:3])])
+    write_preferences(folder, [(prompt, drawn[i], drawn[i + 3]) for i, prompt in enumerate(tiny.PROMPTS[:3])])
     return folder
 
 

@@ -14,7 +14,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.diagnostics import SAMPLES, Probe, diversity, pooled
+from fluvial.engines.train.diagnostics import SAMPLES, Probe, diversity, thumbnails
 from fluvial.models import Schedule
 
 CPU = torch.device("cpu")
@@ -63,9 +63,9 @@ def test_diversity_does_not_depend_on_the_size() -> None:
 
 
 @pytest.mark.parametrize(("shape", "side"), [((3, 64, 96), (32, 32)), ((1, 8, 32), (8, 32)), ((3, 40, 16), (32, 16))])
-def test_pooled(shape: tuple[int, ...], side: tuple[int, int]) -> None:
+def test_thumbnails(shape: tuple[int, ...], side: tuple[int, int]) -> None:
     """At most 32 pixels a side, and what is smaller stays as it is; the mean is kept where pixels divide."""
-    made = pooled(images(2, *shape))
+    made = thumbnails(images(2, *shape))
     assert made.shape == (2, shape[0] * side[0] * side[1])
     if shape == (1, 8, 32):
         assert torch.equal(made, images(2, *shape).flatten(1))
@@ -77,11 +77,11 @@ def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
     """Of the images that the reward saw, group by group; a rollout that takes no noise and begins alike would have 0."""
     rollout, seen = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5), []
 
-    def judged(drawn: Tensor, prompts: Any) -> Tensor:
+    def scored(drawn: Tensor, prompts: Any) -> Tensor:
         seen.append(drawn)
         return tiny.brightness(drawn, prompts)
 
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout), one, tiny.job(rewards={"judged": judged}))
+    run = tiny.Run(tiny.config(tmp_path, rollout=rollout), one, tiny.job(rewards={"scored": scored}))
     record = run.rollout()
     assert record["diversity"] == pytest.approx(diversity(torch.cat(seen).flatten(1), 4))
     assert record["diversity"] > 0.01
@@ -96,8 +96,8 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
         probe = Probe.take(job, module, schedule(job), micro_batch=4)
         assert len(probe.x) == len(probe.level) == SAMPLES
         assert len(torch.unique(probe.level)) == tiny.STEPS
-        assert probe.drift(job, module, micro_batch=4) == 0.0
-        assert probe.drift(job, module, micro_batch=16) < 1e-10
+        assert probe.velocity_drift(job, module, micro_batch=4) == 0.0
+        assert probe.velocity_drift(job, module, micro_batch=16) < 1e-10
         probe.save(tmp_path / "probe.safetensors")
         again = Probe.load(tmp_path / "probe.safetensors", CPU)
         assert all(torch.equal(a, b) for a, b in zip(probe, again, strict=True))
@@ -106,14 +106,14 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
         for scale in (0.01, 0.1):
             for parameter in module.parameters():
                 parameter.add_(scale)
-            drifts.append(again.drift(job, module, micro_batch=4))
+            drifts.append(again.velocity_drift(job, module, micro_batch=4))
         assert 0 < drifts[0] < drifts[1]
 
         twice = job.model.build()
         assert isinstance(twice.out, nn.Linear)
         for parameter in twice.out.parameters():
             parameter.mul_(2)
-        assert probe.drift(job, twice, micro_batch=4) == pytest.approx(1.0, rel=1e-5)  # |2v - v|^2 / |v|^2
+        assert probe.velocity_drift(job, twice, micro_batch=4) == pytest.approx(1.0, rel=1e-5)  # |2v - v|^2 / |v|^2
 
 
 def test_a_probe_is_the_same_again() -> None:
@@ -135,7 +135,7 @@ def test_a_probe_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
     elif damage == "other":
         save_file({"y": torch.zeros(1)}, path)
     with pytest.raises(
-        RunError, match=r"probe\.safetensors, which tells how far the model has gone, cannot be read"
+        RunError, match=r"probe\.safetensors, the probe that drift is measured with, cannot be read"
     ) as error:
         Probe.load(path, CPU)
     assert "\n" not in str(error.value)

@@ -20,10 +20,11 @@ from rich.console import Console
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import LostProcessError, UsageError
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.train import restart, run_folder
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.run import run_folder
+from fluvial.engines.run.stop import stop_request
+from fluvial.engines.train import trainer
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.stop import stop_request
 from fluvial.engines.train.trainer import train
 
 FLAGS = ["--updates", "9", "--optimizer.ema-decay", "0.9"]
@@ -268,6 +269,11 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     return replace(run, **changes)
 
 
+def continued(config: TrainConfig, world: World) -> TrainConfig:
+    """The run as a restart by torchrun goes on with it."""
+    return trainer._restarted(config, world, None)
+
+
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
     """Let this process be one that torchrun has started before, `count` times."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
@@ -298,16 +304,16 @@ def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked = config(out, resume_from=tmp_path / "other" / "000020")
     attempt(monkeypatch, 0)
     with init_world() as world:
-        assert restart.continued(config(out), world) == config(out)
+        assert continued(config(out), world) == config(out)
         attempt(monkeypatch, 1)
-        assert restart.continued(config(out), world) == config(out)  # it died before it claimed the folder
+        assert continued(config(out), world) == config(out)  # it died before it claimed the folder
         run_folder.claim(out, resume=False)
-        assert restart.continued(config(out), world) == config(out)  # or before it began the run
+        assert continued(config(out), world) == config(out)  # or before it began the run
         (out / "config.json").write_text("{}")
-        assert restart.continued(config(out), world) == config(out, resume=True)
-        assert restart.continued(asked, world) == replace(asked, resume=True)
+        assert continued(config(out), world) == config(out, resume=True)
+        assert continued(asked, world) == replace(asked, resume=True)
         attempt(monkeypatch, 0)
-        assert restart.continued(config(out), world) == config(out)
+        assert continued(config(out), world) == config(out)
 
 
 def test_a_restart_takes_no_other_run_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +326,6 @@ def test_a_restart_takes_no_other_run_for_its_own(tmp_path: Path, monkeypatch: p
         for count in range(3):
             attempt(monkeypatch, count, name)
             with init_world() as world:
-                assert restart.continued(config(out), world) == config(out)
+                assert continued(config(out), world) == config(out)
             with pytest.raises(UsageError, match="already holds a run"):
                 run_folder.claim(out, resume=False)

@@ -1,6 +1,6 @@
 """What is learnt from a rollout: whose old policy, which pairs, which weights; one update or several; one rank or two."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,10 @@ from fluvial.core import correction, gaussian
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.rollout import Trajectory
-from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft
-from fluvial.engines.rewards.runner import chosen
-from fluvial.engines.rollout.items import Items, concatenate
+from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import (
     AdvantageConfig,
     CorrectionConfig,
@@ -60,22 +58,22 @@ class Spied(tiny.Run):
         self.trajectories: list[Trajectory] = []
         self.updates: list[Update] = []
         engine, learner = self.trainer.engine, self.trainer.learner
-        optimize, learn, learn_given = engine.update, learner.learn, learner.learn_preferences
+        optimize, learn, learn_given = engine.update, learner.items, learner.preference_items
 
         def noted(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
             return optimize(items, loss_fn, weight, **options)
 
-        def learnt(chunks: Any, *args: Any) -> Any:
-            self.trajectories.append(concatenate([chunk.trajectory for chunk in chunks]))
-            self.prompts = [prompt for chunk in chunks for prompt in chunk.prompts]
-            return learn(chunks, *args)
+        def learnt(samples: Any, *args: Any) -> Any:
+            self.trajectories.append(samples.trajectory)
+            self.prompts = list(samples.prompts)
+            return learn(samples, *args)
 
         def learnt_given(given: Any, *args: Any) -> Any:
             self.preferences = list(given)
             return learn_given(given, *args)
 
-        engine.update, learner.learn, learner.learn_preferences = noted, learnt, learnt_given  # type: ignore
+        engine.update, learner.items, learner.preference_items = noted, learnt, learnt_given  # type: ignore
 
     def velocity(self, items: Items) -> Tensor:
         """The velocity of the policy as it is, or of the adapter that computes."""
@@ -310,7 +308,7 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
 def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
     """They are not computed, and the loss is still a mean over all; but for RAFT, which fits what it keeps."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
-    job = tiny.job(rewards=rewards, train_prompts=("0", "1"))
+    job = tiny.job(rewards=rewards, prompts=("0", "1"))
     found = {}
     for objective, rollout in ((None, STEPS), (Raft(best=0.25), ODE)):
         changes = {} if objective is None else {"objective": objective}
@@ -415,31 +413,6 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
 
 
-def test_rewards_that_are_asked_for() -> None:
-    """The first where none is, and each with its weight, in the order that was typed."""
-    rewards = {"brightness": tiny.brightness, "contrast": tiny.contrast}
-    assert chosen(rewards, ()) == {"brightness": (tiny.brightness, 1.0)}
-    found = chosen(rewards, ("contrast=-0.5", "brightness"))
-    assert list(found.items()) == [("contrast", (tiny.contrast, -0.5)), ("brightness", (tiny.brightness, 1.0))]
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("beauty",), "there is no reward 'beauty', expected some of brightness, contrast"),
-        (("brightness", "brightness=2"), "brightness is named twice"),
-        (("brightness=much",), "'much' is no weight, expected a number that is not 0, e.g. brightness=0.5"),
-        (("brightness=0",), "is no weight"),
-        (("brightness=nan",), "is no weight"),
-        (("brightness=inf",), "is no weight"),
-    ],
-)
-def test_rewards_that_there_are_not(names: Sequence[str], words: str) -> None:
-    """One line that says which there are."""
-    with pytest.raises(UsageError, match=words):
-        chosen({"brightness": tiny.brightness, "contrast": tiny.contrast}, names)
-
-
 # RAFT and DPO.
 
 
@@ -467,7 +440,7 @@ def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]
 def test_online_preferences(one: World, tmp_path: Path) -> None:
     """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
-    rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, train_prompts=("0", "1"))
+    rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
     run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8), one, job)
     record = run.rollout()
     asked = run.prompts[::4]

@@ -291,7 +291,7 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
     """When the run is built, not in the middle of it."""
     rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
-    with pytest.raises(UsageError, match=r"--rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
+    with pytest.raises(UsageError, match=r"rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
         train(config(tmp_path / "run", rollout=rollout), job())
 
 
@@ -365,9 +365,9 @@ def raising(images: Tensor, prompts: Sequence[str]) -> Tensor:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (nan, r"the reward is nan for prompt '\d{4}', expected a finite number"),
-        (short, r"the reward returned shape \[3\] for 4 images, expected \[4\] \(prompt"),
-        (raising, r"the reward raised KeyError \('no such model'\) for prompt '\d{4}'"),
+        (nan, r"reward 'reward' is nan for prompt '\d{4}', expected a finite number"),
+        (short, r"reward 'reward' returned shape \[3\] for 4 images, expected \[4\] \(prompt"),
+        (raising, r"reward 'reward' raised KeyError \('no such model'\) for prompt '\d{4}'"),
     ],
 )
 def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> None:
@@ -383,11 +383,11 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return torch.full((len(p),), float('nan'))", "the reward is nan for prompt"),
-        ("return torch.ones(1)", "the reward returned shape [1] for 4 images"),
-        ("raise KeyError('no model')", "the reward raised KeyError"),
-        ("sys.exit()", "the reward raised SystemExit"),
-        ("time.sleep(600)", "the reward took over 1 s"),
+        ("return torch.full((len(p),), float('nan'))", "reward 'it' is nan for prompt"),
+        ("return torch.ones(1)", "reward 'it' returned shape [1] for 4 images"),
+        ("raise KeyError('no model')", "reward 'it' raised KeyError"),
+        ("sys.exit()", "reward 'it' raised SystemExit"),
+        ("time.sleep(600)", "reward 'it' took over 1 s"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -398,10 +398,12 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
         "import os, sys, time, torch\n"
         "from dataclasses import replace\n"
         "from pathlib import Path\n"
-        "from fluvial.engines import cli, jobs, rewards\n"
+        "from fluvial.engines.cli.main import exit_with\n"
+        "from fluvial.engines.rewards import runner\n"
+        "from fluvial.engines.train import job as jobs\n"
         "from fluvial.engines.train.config import RolloutConfig, TrainConfig\n"
         "from fluvial.engines.train.trainer import train\n"
-        "rewards.RewardRunner.__init__.__kwdefaults__['timeout'] = 1.0\n"
+        f"runner.TIMEOUT = {1.0 if 'sleep' in body else 100.0}\n"
         "def reward(x, p):\n"
         "    last = int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1\n"
         "    if not last: return torch.arange(float(len(p)))\n"
@@ -411,7 +413,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, r
         f"    out = Path({str(tmp_path / 'run')!r})\n"
         "    config = TrainConfig(out=out, updates=1, micro_batch=4, final_samples=8, rollout=rollout)\n"
         "    train(config, replace(jobs.handwriting(), rewards={'it': reward})); return 0\n"
-        "cli.exit_with(command, [])\n"
+        "exit_with(command, [])\n"
     )
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(

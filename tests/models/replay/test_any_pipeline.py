@@ -20,7 +20,7 @@ from fluvial.core.random import key
 from fluvial.core.transitions import flow_sde
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.rollout.generate import Guidance, generate, on_device
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay.any_pipeline import AnyPipeline
@@ -142,11 +142,9 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, folder: Callable[[str], Pa
     guidance = Guidance(scale=float(ROWS[name].options["guidance_scale"]))
     grid = on_device(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
     sampler = partial(flow_sde, eta=0.7, sigma_max=grid.levels[1])
-    (chunk,) = generate(
-        model, module, PROMPTS, range(3), shape=model.known.shape, schedule=grid, key=key(0), micro_batch=3,
-        transition=sampler,
-        window=range(2), keep_velocity=True, guidance=guidance,
-    )  # fmt: skip
+    steps = StochasticSteps(sampler, range(2), keep_velocity=True)
+    sampling = Sampling(model.known.shape, grid, guidance, stochastic=steps)
+    (chunk,) = generate(model, module, Requests(PROMPTS, range(3), key(0)), sampling, micro_batch=3)
     trajectory = chunk.trajectory
     assert trajectory.velocity is not None
     with torch.no_grad():

@@ -14,13 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.data.preferences import PREFERENCES, Preference, write_preferences
+from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.job import PREFERENCES, read_preferences, write_preferences
 from fluvial.engines.train.recipes import dpo
 
 ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler="ode", eta=0.0)
@@ -31,6 +32,11 @@ def one() -> Iterator[World]:
     """The world of this process."""
     with init_world() as world:
         yield world
+
+
+def read_preferences(folder: Path, job: jobs.Job) -> tuple[Preference, ...]:
+    """The preferences of a folder, as a run reads them."""
+    return read(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=job.heldout)
 
 
 def chosen(count: int = 4) -> list[tuple[str, Tensor, Tensor]]:
@@ -64,7 +70,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     """Preferences that are there stay as they are."""
     write_preferences(tmp_path, chosen())
     before = (tmp_path / PREFERENCES).read_bytes()
-    with pytest.raises(UsageError, match="holds preferences already: choose another folder"):
+    with pytest.raises(UsageError, match="already holds preferences: choose another folder"):
         write_preferences(tmp_path, chosen(1))
     assert (tmp_path / PREFERENCES).read_bytes() == before
 
@@ -95,7 +101,7 @@ def text(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: "", "is empty, expected one preference a line"),
+        (lambda folder: "", "is empty, expected one preference per line"),
         (lambda folder: "nothing", 'line 1: expected {"prompt": ..., "win": ..., "lose": ...}'),
         (lambda folder: "[1, 2]", "line 1: expected"),
         (lambda folder: '{"prompt": "1", "win": "a.png"}', "line 1: expected .*: 'lose'"),
@@ -132,8 +138,8 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
         one,
     )  # fmt: skip
     seen = []
-    learn = run.trainer.learner.learn_preferences
-    run.trainer.learner.learn_preferences = lambda given, *args: (seen.append(given), learn(given, *args))[1]  # type: ignore
+    learn = run.trainer.learner.preference_items
+    run.trainer.learner.preference_items = lambda given, *args: (seen.append(given), learn(given, *args))[1]  # type: ignore
     records = [run.rollout() for _ in range(12)]
     assert all(record["pairs"] == 16 * 4 for record in records)
     assert not any("reward" in record or "diversity" in record for record in records)
