@@ -370,8 +370,8 @@ class _Loop:
             self.progress.say("")
             trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
             self.progress.say(
-                f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of training; largest "
-                f"first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
+                f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of "
+                f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
             self.progress.say(f"images: {out / 'samples' / 'before-after.png'} and {out / 'curves.png'}")
         return summary
