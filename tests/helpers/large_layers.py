@@ -1,4 +1,4 @@
-"""A model of a few large layers, whose memory stands out from that of the process."""
+"""A model of a few large layers, whose memory is large compared with that of the process."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ LAYERS, WIDTH = 6, (4096, 2048)
 
 
 def tower() -> nn.Sequential:
-    """Layers of 32 MiB each."""
+    """Build six layers of 32 MiB each."""
     return nn.Sequential(*(nn.Linear(WIDTH[1], WIDTH[0]) for _ in range(LAYERS)))
 
 

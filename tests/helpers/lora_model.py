@@ -1,4 +1,4 @@
-"""The handwriting model with adapters that do something, inputs for it and a loss that asks all of them."""
+"""The handwriting model with LoRA adapters that change its output, with inputs and a loss that uses all of them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, add_lora, use_adapter, without_lora
 
 MODEL = Handwriting()
-LORA = LoraConfig(rank=2, alpha=3.0)  # neither alpha = rank nor a power of two
+LORA = LoraConfig(rank=2, alpha=3.0)  # alpha / rank is neither 1 nor a power of two
 
 
 class Info(NamedTuple):
@@ -20,14 +20,14 @@ class Info(NamedTuple):
 
 
 def adapted(*adapters: str, seed: int = 0, empty: bool = False) -> nn.Module:
-    """The handwriting model with adapters, in evaluation mode; only `default` if none is named."""
+    """Build the handwriting model with adapters (`default` if none is named), in evaluation mode."""
     module = MODEL.build(empty=empty).eval()
     add_lora(module, LORA, MODEL.lora_targets, adapters=adapters or ("default",), seed=seed)
     return module
 
 
 def perturb(module: nn.Module, adapter: str = "default", *, seed: int = 0) -> None:
-    """Move an adapter from where it is nothing."""
+    """Set B of an adapter to random values, so that it changes the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -36,14 +36,14 @@ def perturb(module: nn.Module, adapter: str = "default", *, seed: int = 0) -> No
 
 
 def inputs(count: int) -> dict[str, Tensor]:
-    """Samples, noise levels and conditions."""
+    """Return samples, noise levels and conditioning."""
     cond = MODEL.encode([f"{1234 * i:04d}" for i in range(1, count + 1)])
     x = torch.linspace(-2, 2, count * 8 * 32).reshape(count, 1, 8, 32)
     return {"x": x, "sigma": torch.linspace(0.9, 0.4, count), "tokens": cond.tokens, "pooled": cond.pooled}
 
 
 def velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """The velocity of inputs."""
+    """Return the velocity of inputs."""
     return module(
         hidden_states=items["x"],
         encoder_hidden_states=items["tokens"],
@@ -54,13 +54,13 @@ def velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
 
 
 def run(module: nn.Module) -> Tensor:
-    """The velocity of two fixed samples, without gradient."""
+    """Return the velocity of two fixed samples, without gradient."""
     with torch.no_grad():
         return velocity(module, inputs(2))
 
 
 def loss_of(module: nn.Module, others: Sequence[str | None]) -> Any:
-    """A loss of the trained adapter that depends on what the others (None: without any) compute in between."""
+    """Return a loss of the trained adapter whose target depends on other adapters; None stands for no adapter."""
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         trained, target = velocity(module, items), items["x"]

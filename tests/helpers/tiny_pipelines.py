@@ -1,19 +1,37 @@
-"""Tiny pipelines of diffusers with random weights, built in place and saved as folders: one row an architecture."""
+"""Tiny random pipelines of diffusers with an adapter: one row per architecture, and functions to sample from them."""
 
-import string
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from einops import rearrange
-from tiny_qwen import qwen3_encoder, qwen_tokenizer, qwen_vl_encoder
-from torch import Tensor
+from tiny_encoders import (
+    clip_encoder,
+    clip_tokenizer,
+    qwen3_encoder,
+    qwen_tokenizer,
+    qwen_vl_encoder,
+    t5_encoder,
+    t5_tokenizer,
+    vae,
+)
+from torch import Tensor, nn
 
+from fluvial.core import transitions
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.transitions import Sampler
+from fluvial.models import Schedule
+from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.qwen_image import QwenImage
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.pipelines.sdxl import StableDiffusionXL
@@ -21,85 +39,37 @@ from fluvial.models.pipelines.unet import StableDiffusion
 from fluvial.models.pipelines.wan import Wan
 from fluvial.models.pipelines.z_image import ZImage
 
-TEXT = 40  # tokens that a prompt is padded to
+STEPS = 3
+TEXT = 40  # tokens per prompt, padding included
 
 
 class Row(NamedTuple):
-    """An architecture, and what its adapter is held to."""
+    """One architecture: how to build, call and compare its pipeline."""
 
-    adapter: Callable[..., Pipeline]  # the class
-    make: Callable[[], Any]  # the tiny pipeline of diffusers
-    call: Callable[[float], dict[str, Any]]  # what diffusers' pipeline is called with for a scale of guidance
+    adapter: Callable[..., Pipeline]  # class of the adapter
+    make: Callable[[], Any]  # builds the tiny pipeline of diffusers
+    call: Callable[[float], dict[str, Any]]  # arguments of diffusers' pipeline for a scale of guidance
     prompts: tuple[str, ...] = ("a red fox", "two cats", "9 owls in 1 barn, at night")
-    sizes: tuple[tuple[int, ...], ...] = ((16, 16), (16, 24), (32, 8))  # height and width in pixels, and frames of a video
-    masks: bool = False  # whether the network leaves out the tokens that pad a prompt
-    # Ends of the names of parameters that get no gradient, because what they compute is thrown away.
+    sizes: tuple[tuple[int, ...], ...] = (
+        (16, 16),
+        (16, 24),
+        (32, 8),
+    )  # height and width in pixels, and the number of frames of a video
+    masks: bool = False  # whether the network masks padding tokens
+    # Prefixes of the names of parameters without a gradient, because their output is not used.
     idle: tuple[str, ...] = ()
-    variant: bool = False  # of an architecture that another row is of; together these rows are slow
-    options: dict[str, Any] = {}  # noqa: RUF012  # of the adapter, besides
-    latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise as diffusers' pipeline takes it
-    asked: Callable[[Tensor], dict[str, Any]] = lambda x: {"max_sequence_length": TEXT}  # with what besides, by that noise
-    images: Callable[[Any], Tensor] = attrgetter("images")  # of what it returns
-    scheduler: Callable[[Any], Any] | None = None  # in place of the pipeline's own, which it gets the settings of
+    variant: bool = False  # variant of another row's architecture; these rows are marked slow
+    options: dict[str, Any] = {}  # noqa: RUF012  # further options of the adapter
+    latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise in the layout of diffusers' pipeline
+    asked: Callable[[Tensor], dict[str, Any]] = lambda x: {"max_sequence_length": TEXT}  # further arguments, given the noise
+    images: Callable[[Any], Tensor] = attrgetter("images")  # images in the pipeline's output
+    scheduler: Callable[[Any], Any] | None = None  # replaces the pipeline's scheduler, given its settings
     load_lora: Callable[[Any, Path], None] = lambda pipeline, folder: pipeline.load_lora_weights(folder)
-    exact: bool = True  # whether the pipeline takes its steps by the same operations
-
-
-def clip_tokenizer(length: int = 77) -> Any:
-    """A CLIP tokenizer that knows the printable characters one by one."""
-    from transformers import CLIPTokenizer
-
-    characters = [*string.ascii_lowercase, *string.digits, *".,!"]
-    words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{letter}</w>" for letter in characters)]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
-
-
-def t5_tokenizer(length: int = 512) -> Any:
-    """A T5 tokenizer that knows characters."""
-    from transformers import T5Tokenizer
-
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("▁a", -2.0)]
-    vocabulary += [(letter, -3.0) for letter in [*string.ascii_lowercase, *string.digits, *".,!"]]
-    return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=length)
-
-
-def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
-    """A CLIP text encoder of two layers."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=len(clip_tokenizer()), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
-        num_attention_heads=2, projection_dim=width, max_position_embeddings=77, bos_token_id=0, eos_token_id=1,
-        pad_token_id=1,
-    )  # fmt: skip
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
-
-
-def t5_encoder(*, width: int = 16) -> Any:
-    """A T5 encoder of two layers."""
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=len(t5_tokenizer()), d_model=width, d_kv=8, d_ff=2 * width, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-    )  # fmt: skip
-    return T5EncoderModel(config)
-
-
-def vae(channels: int = 4) -> Any:
-    """An image autoencoder that halves height and width once."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        block_out_channels=(4, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=channels, norm_num_groups=2, layers_per_block=1, scaling_factor=1.5, shift_factor=0.06,
-        use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+    exact: bool = True  # whether the pipeline computes its steps with the same operations
 
 
 def sd3() -> Any:
-    """SD3.5 medium, tiny: with norms of queries and keys, and a second attention in one block."""
+    """Build a tiny SD3.5 medium: with normed queries and keys, and a second attention in one block."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
     transformer = SD3Transformer2DModel(
@@ -115,7 +85,7 @@ def sd3() -> Any:
 
 
 def sd3_without_t5() -> Any:
-    """SD3 as it is used without its largest encoder, on a schedule that the size of the image moves."""
+    """Build a tiny SD3 without T5, with a schedule that is shifted by the size of the image."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipeline = sd3()
@@ -126,7 +96,7 @@ def sd3_without_t5() -> Any:
 
 
 def flux(*, distilled: bool = True) -> Any:
-    """FLUX.1, tiny: the guidance-distilled model (dev), or without guidance as an input (schnell)."""
+    """Build a tiny FLUX.1: the guidance-distilled model (dev), or the one without a guidance input (schnell)."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     transformer = FluxTransformer2DModel(
@@ -142,7 +112,7 @@ def flux(*, distilled: bool = True) -> Any:
 
 
 def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
-    """Stable Diffusion, tiny: 1.5 with convolutions around attention, or XL with two text encoders and sizes as inputs."""
+    """Build a tiny Stable Diffusion: 1.5 with convolutions around attention, or XL with two encoders and size inputs."""
     from diffusers import (
         AutoencoderKL,
         EulerDiscreteScheduler,
@@ -181,8 +151,8 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
     )  # fmt: skip
 
 
-def wan(*, experts: bool = False, a_token: bool = False) -> Any:
-    """Wan 2.1, tiny, or 2.2 with two experts, or with a timestep a token; frames but the first, and sides, are halved."""
+def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
+    """Build a tiny Wan 2.1, or 2.2 with two experts or one timestep per token; the VAE halves sides and later frames."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -190,7 +160,7 @@ def wan(*, experts: bool = False, a_token: bool = False) -> Any:
         "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4,
         "text_dim": 16, "freq_dim": 16, "ffn_dim": 24, "num_layers": 2, "rope_max_seq_len": 32,
     }  # fmt: skip
-    networks: dict[str, Any] = {"transformer": WanTransformer3DModel(**settings), "expand_timesteps": a_token}
+    networks: dict[str, Any] = {"transformer": WanTransformer3DModel(**settings), "expand_timesteps": timestep_per_token}
     if experts:
         networks |= {"transformer_2": WanTransformer3DModel(**settings), "boundary_ratio": 0.8}
     videos = AutoencoderKLWan(
@@ -209,7 +179,7 @@ def wan(*, experts: bool = False, a_token: bool = False) -> Any:
 
 
 def qwen_image() -> Any:
-    """Qwen-Image, tiny, on a schedule of its kind."""
+    """Build a tiny Qwen-Image."""
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
@@ -233,7 +203,7 @@ def qwen_image() -> Any:
 
 
 def z_image() -> Any:
-    """Z-Image, tiny."""
+    """Build a tiny Z-Image."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
     transformer = ZImageTransformer2DModel(
@@ -247,88 +217,83 @@ def z_image() -> Any:
 
 
 def classifier_free(scale: float) -> dict[str, Any]:
-    """How most pipelines are asked for guidance away from the empty prompt."""
+    """Return the arguments of classifier-free guidance for most pipelines."""
     return {"guidance_scale": scale, "negative_prompt": ""}
 
 
 def true_guidance(scale: float) -> dict[str, Any]:
-    """How pipelines are asked for it whose networks have a guidance of their own."""
+    """Return the arguments of classifier-free guidance for networks that have a guidance input too."""
     return {"guidance_scale": 2.5, "true_cfg_scale": scale, "negative_prompt": ""}
 
 
 def norm_keeping(scale: float) -> dict[str, Any]:
-    """How Qwen-Image's pipeline is asked for it."""
+    """Return the arguments of guidance for Qwen-Image."""
     return {"true_cfg_scale": scale}
 
 
 def with_negatives(x: Tensor) -> dict[str, Any]:
-    """For a pipeline that does not repeat a negative prompt."""
+    """Return arguments for a pipeline that does not repeat a negative prompt."""
     return {"max_sequence_length": TEXT, "negative_prompt": [""] * len(x)}
 
 
 def counted_from_none(scale: float) -> dict[str, Any]:
-    """How a pipeline is asked for it in which 0, not 1, is no guidance."""
+    """Return the arguments of guidance for a pipeline in which scale 0 means none."""
     return {"guidance_scale": scale - 1}
 
 
 def packed(x: Tensor) -> Tensor:
-    """Latents as FLUX's pipeline takes them: a row for each 2 x 2 of them."""
+    """Return latents as FLUX's pipeline takes them: one token per 2 x 2 latents."""
     return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
 
 
 def without_negative(scale: float) -> dict[str, Any]:
-    """How Stable Diffusion is asked for it; for XL's pipeline nothing and the empty prompt are two."""
+    """Return the arguments of guidance for Stable Diffusion; XL treats no negative prompt and an empty one differently."""
     return {"guidance_scale": scale}
 
 
 def ddim(settings: Any) -> Any:
-    """The scheduler of the levels that a UNet's folder names, whose steps are those of the adapter."""
+    """Return a DDIM scheduler with a UNet's settings, whose steps are those of the adapter."""
     from diffusers import DDIMScheduler
 
     return DDIMScheduler.from_config(settings, clip_sample=False)
 
 
 def flow_euler(settings: Any) -> Any:
-    """The scheduler of first order of Wan's levels."""
+    """Return Euler's scheduler with Wan's shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
 
 
 def video(x: Tensor) -> dict[str, Any]:
-    """How a pipeline is asked for videos of as many frames as initial noise is of."""
+    """Return the arguments for a video with the number of frames of the initial noise."""
     return {"num_frames": 2 * x.shape[2] - 1, "max_sequence_length": TEXT}
 
 
 def load_both(pipeline: Any, folder: Path) -> None:
-    """Open the adapters of both experts."""
+    """Load the LoRA of both experts."""
     pipeline.load_lora_weights(folder / "transformer")
     pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
 
 
-def nothing(x: Tensor) -> dict[str, Any]:
-    """For a pipeline that is asked for nothing besides."""
-    return {}
-
-
-# The last block of SD3 drops the text's tokens after attention.
+# The last block of SD3 drops the text tokens after attention.
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
 UNET = Row(
-    StableDiffusion, stable_diffusion, without_negative, asked=nothing, scheduler=ddim, exact=False,
+    StableDiffusion, stable_diffusion, without_negative, asked=lambda x: {}, scheduler=ddim, exact=False,
 )  # fmt: skip
 
-# The last block of Qwen-Image drops the text's.
+# The last block of Qwen-Image drops the text tokens.
 QWEN_IDLE = tuple(
     f"transformer_blocks.1.{name}" for name in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
 )
-# One prompt is longer than the 32 tokens that Z-Image pads to, so a batch has two lengths; one size needs no padding.
+# Z-Image pads to multiples of 32 tokens: the last prompt is longer than 32, and one size needs no padding.
 Z_IMAGE: dict[str, Any] = {
     "prompts": ("a red fox", "two cats", "9 owls, 12345 mice, 67890 h"),
     "sizes": ((16, 16), (16, 24), (16, 32)),
 }
 
-FILMS = Row(
+VIDEOS = Row(
     Wan, wan, classifier_free, sizes=((16, 16, 5), (16, 32), (32, 16, 3)), asked=video, scheduler=flow_euler,
     images=lambda made: made.frames.transpose(1, 2),
 )  # fmt: skip
@@ -345,19 +310,87 @@ ROWS: dict[str, Row] = {
     "sd1": UNET,
     "sd2-v": UNET._replace(make=lambda: stable_diffusion(predicts="v_prediction"), variant=True),
     "sdxl": UNET._replace(adapter=StableDiffusionXL, make=lambda: stable_diffusion(large=True)),
-    "wan": FILMS,
-    "wan-experts": FILMS._replace(make=lambda: wan(experts=True), load_lora=load_both, variant=True),
+    "wan": VIDEOS,
+    "wan-experts": VIDEOS._replace(make=lambda: wan(experts=True), load_lora=load_both, variant=True),
 }
 
 
 def save(row: Row, folder: Path) -> Path:
-    """Save a row's pipeline, the same whenever it is called, with every weight drawn at random."""
+    """Save a row's pipeline with random weights, the same at every call; return its folder."""
     with torch.random.fork_rng(devices=[]), quietly():
         torch.manual_seed(0)
         pipeline = row.make()
-        # What starts at zero or at one would hide what depends on it.
+        # Weights that start at zero or one would hide errors.
         for name in [name for name in ("transformer", "transformer_2", "unet", "vae") if pipeline.components.get(name)]:
             for parameter in getattr(pipeline, name).parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
         pipeline.save_pretrained(folder)
     return folder
+
+
+each_row = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if row.variant else name for name, row in ROWS.items()]
+)
+
+
+def opened(name: str, folder: Path, **options: Any) -> Pipeline:
+    """Return a row's adapter."""
+    return open_model(folder, **{"text_tokens": TEXT, "device": "cpu", **ROWS[name].options, **options})
+
+
+def theirs(row: Row, folder: Path) -> Any:
+    """Return a row's pipeline as diffusers opens it."""
+    from diffusers import DiffusionPipeline
+
+    index = json.loads((folder / "model_index.json").read_text())
+    absent = {name: None for name, entry in index.items() if entry == [None, None]}
+    pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent)
+    if row.scheduler is not None:
+        pipeline.scheduler = row.scheduler(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def images_of(row: Row, pipeline: Any, model: Pipeline, x: Tensor, prompts: Sequence[str], scale: float) -> Tensor:
+    """Return the images of diffusers' pipeline for given initial noise."""
+    size = [model.vae_scale * side for side in x.shape[-2:]]
+    given = {"prompt": list(prompts), "height": size[0], "width": size[1], "latents": row.latents(x)}
+    options = {"num_inference_steps": STEPS, "output_type": "pt"}
+    return row.images(pipeline(**given, **options, **row.asked(x), **row.call(scale)))
+
+
+def conditions(model: Pipeline, prompts: Sequence[str], scale: float) -> Any:
+    """Return the conditioning of prompts, with guidance if the scale is not 1."""
+    cond = model.encode(prompts)
+    if scale == 1:
+        return cond
+    return Guided(cond, model.encode([""] * len(prompts)), torch.full((len(prompts),), scale))
+
+
+def sampled(
+    model: Pipeline, module: nn.Module, x: Tensor, cond: Any, schedule: Schedule, *, eta: float | None = None, **options: Any
+) -> Trajectory:
+    """Return a rollout of a model: deterministic without eta; with it, stochastic and recorded."""
+
+    def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+        timestep = schedule.timesteps[step].expand(len(x))
+        return guided_velocity(model, module, x, sigma, cond, timestep=timestep, **options)
+
+    deterministic = transitions.ode if model.prediction == "velocity" else partial(transitions.ddim, eta=0.0)
+    sampler = deterministic if eta is None else noisy(model, schedule, eta)
+    steps = () if eta is None else range(STEPS - 1)
+    sampling: dict[str, Any] = {"transition": sampler, "deterministic": deterministic, "window": steps, "record": steps}
+    with torch.no_grad():
+        return rollout(velocity, x, schedule.levels, key=key(1), **sampling)
+
+
+def noisy(model: Pipeline, schedule: Schedule, eta: float) -> Sampler:
+    """Return the stochastic sampler for a model's prediction."""
+    if model.prediction == "epsilon":
+        return partial(transitions.ddim, eta=eta)
+    return partial(transitions.flow_sde, eta=eta, sigma_max=float(schedule.levels[1]))
+
+
+def start(model: Pipeline, count: int, size: tuple[int, ...]) -> Tensor:
+    """Return initial noise."""
+    return normal(fold_in(key(0), torch.arange(count)), (count, *model.latent_shape(*size)))

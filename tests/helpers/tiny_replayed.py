@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers that fluvial has no adapter for, beside some that it has: one row an architecture."""
+"""Tiny random pipelines of diffusers that are replayed without an adapter: one row per architecture."""
 
 import string
 from collections.abc import Callable
@@ -7,26 +7,26 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from tiny_pipelines import flux, sd3, t5_tokenizer, vae
-from tiny_qwen import qwen_tokenizer
-from tiny_qwen import settings as qwen_settings
+from tiny_encoders import qwen_tokenizer, t5_tokenizer, vae
+from tiny_encoders import settings as qwen_settings
+from tiny_pipelines import flux, sd3
 from torch import Tensor
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
 
 
 class Row(NamedTuple):
-    """A pipeline, how it is called, and what of it LoRA adapts."""
+    """One architecture: how to build and call its pipeline, and the layers that LoRA adapts."""
 
     make: Callable[[], Any]
     options: dict[str, Any]
     targets: tuple[str, ...]
-    latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise, as the scheduler steps it, as the pipeline takes it
-    returns_samples: bool = True  # whether the pipeline's latents are what its scheduler stepped
+    latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise in the pipeline's layout, given that of its scheduler
+    returns_samples: bool = True  # whether the pipeline returns latents in its scheduler's layout
 
 
 def gemma_tokenizer() -> Any:
-    """A Gemma tokenizer that knows characters."""
+    """Build a Gemma tokenizer of single characters."""
     from transformers import GemmaTokenizer
 
     characters = [*string.ascii_letters, *string.digits, *".,!<>-"]
@@ -35,7 +35,7 @@ def gemma_tokenizer() -> Any:
 
 
 def gemma() -> Any:
-    """A Gemma text encoder of three layers."""
+    """Build a Gemma text encoder of three layers."""
     from transformers import Gemma2Config, Gemma2Model
 
     config = Gemma2Config(
@@ -46,7 +46,7 @@ def gemma() -> Any:
 
 
 def sana() -> Any:
-    """Sana: one call for both halves of guidance, a mask of the text's tokens, and samples in float32."""
+    """Build Sana: one call for both halves of guidance, a mask of text tokens, and samples in float32."""
     from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
     transformer = SanaTransformer2DModel(
@@ -69,7 +69,7 @@ def sana() -> Any:
 
 
 def lumina2() -> Any:
-    """Lumina 2: two calls, guidance with its norm kept, a velocity of the other sign and time that runs backwards."""
+    """Build Lumina 2: two calls, norm-preserving guidance, a velocity of the other sign, and time 1 - sigma."""
     from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 
     transformer = Lumina2Transformer2DModel(
@@ -84,7 +84,7 @@ def lumina2() -> Any:
 
 
 def aura_flow() -> Any:
-    """AuraFlow: one call for both halves of guidance, and time between 0 and 1."""
+    """Build AuraFlow: one call for both halves of guidance, and time between 0 and 1."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -101,7 +101,7 @@ def aura_flow() -> Any:
 
 
 def flux2() -> Any:
-    """FLUX.2 klein: latents packed with positions of their own, several layers of the text encoder, one more in the VAE."""
+    """Build FLUX.2 klein: packed latents with positions, several layers of the text encoder, and a VAE with a batch norm."""
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -120,12 +120,12 @@ def flux2() -> Any:
 
 
 def unpacked(x: Tensor) -> Tensor:
-    """Samples `[B, H W, C]` of square images as `[B, C, H, W]`."""
+    """Return samples `[B, H W, C]` of square images as `[B, C, H, W]`."""
     return rearrange(x, "b (h w) c -> b c h w", h=round(x.shape[1] ** 0.5))
 
 
 SIZE = {"height": 16, "width": 16}
-LARGE = {"height": 32, "width": 32}  # the least that some take
+LARGE = {"height": 32, "width": 32}  # the smallest size that some take
 WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow", "flux2")
 ATTENTION = ("to_q", "to_k", "to_v")
 
@@ -152,14 +152,14 @@ ROWS: dict[str, Row] = {
 
 
 def load(name: str, folder: Path) -> Any:
-    """Return a row's pipeline, loaded from a folder, to which it is saved first, with random weights, if it is not there."""
+    """Return a row's pipeline, loaded from a folder; if there is none, save it there first, with random weights."""
     from diffusers import DiffusionPipeline
 
     if not folder.exists():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             pipeline = ROWS[name].make()
-            # What starts at zero or at one would hide what depends on it.
+            # Weights that start at zero or one would hide errors.
             for part in ("transformer", "vae"):
                 for parameter in getattr(pipeline, part).parameters():
                     parameter.data += 0.2 * torch.randn_like(parameter)

@@ -1,4 +1,4 @@
-"""Small transformers of diffusers whose tokens can be split over ranks, data for them and a loss."""
+"""Small transformers of diffusers whose tokens can be split over ranks, with data and a loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ ITEMS, WIDTH = 4, 8  # items of data; channels of the latents
 
 
 def flux() -> nn.Module:
-    """A FLUX transformer: one double and one single block of 2 heads."""
+    """Build a FLUX transformer: one double and one single block of 2 heads."""
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def flux() -> nn.Module:
 
 
 def qwen() -> nn.Module:
-    """A Qwen-Image transformer: two blocks of 2 heads."""
+    """Build a Qwen-Image transformer: two blocks of 2 heads."""
     from diffusers import QwenImageTransformer2DModel
 
     torch.manual_seed(0)
@@ -36,12 +36,12 @@ def qwen() -> nn.Module:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks."""
+    """Return the repeated blocks."""
     return [block for name in ("transformer_blocks", "single_transformer_blocks") for block in getattr(module, name, [])]
 
 
 def data(tokens: int = 8) -> dict[str, Tensor]:
-    """Latents of `tokens` tokens, 4 tokens of text, times and targets."""
+    """Return latents of `tokens` tokens, 4 text tokens, times and targets."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -54,7 +54,7 @@ def data(tokens: int = 8) -> dict[str, Tensor]:
 
 
 def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """The model's output."""
+    """Return the transformer's output."""
     tokens = items["x"].shape[1]
     ids = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 2, torch.arange(tokens) % 2], dim=1)
     return module(
@@ -64,7 +64,7 @@ def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
 
 
 def qwen_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """The model's output."""
+    """Return the transformer's output."""
     batch, tokens = items["x"].shape[:2]
     return module(
         hidden_states=items["x"], encoder_hidden_states=items["text"], timestep=items["time"],
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, 
 }
 
 
-# How the module may lie on the ranks besides.
+# Further settings of the engine to combine with split tokens.
 LIES: dict[str, dict[str, Any]] = {
     "keep": {},
     "everything": {"comm": "reshard", "checkpointing": "block", "grad_sync": "every"},
@@ -87,7 +87,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 def loss_of(velocity: Callable[[nn.Module, dict[str, Tensor]], Tensor], module: nn.Module) -> Any:
-    """The squared error of the whole sample, an item each."""
+    """Return a loss: the mean squared error of each sample."""
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         error = ((velocity(module, items) - items["target"]) ** 2).mean((1, 2))
@@ -97,6 +97,6 @@ def loss_of(velocity: Callable[[nn.Module, dict[str, Tensor]], Tensor], module: 
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    """The (clipped) gradients of an engine's first update, which AdamW's first moments are a tenth of."""
+    """Return the clipped gradients of an engine's first update: ten times AdamW's first moments."""
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
     return {name: 10 * tensor.full_tensor() for name, tensor in moments.items() if isinstance(tensor, DTensor)}

@@ -1,4 +1,4 @@
-"""The built-in model: its data, its two recognisers, its base weights, and the protocol that it keeps."""
+"""The built-in model: its data, its two recognisers, its base weights, and the model protocol."""
 
 import json
 
@@ -16,7 +16,7 @@ from fluvial.models.handwriting.model import CONFIG, SHIFT
 from fluvial.models.handwriting.recognisers import Recogniser
 
 
-def test_the_halves_share_no_image() -> None:
+def test_the_halves_of_the_digits_share_no_image() -> None:
     """Together they are the 1,797 digits of scikit-learn; each holds every label."""
     training, evaluation = digits("training"), digits("evaluation")
     assert len(training.labels) + len(evaluation.labels) == 1797
@@ -30,7 +30,7 @@ def test_the_halves_share_no_image() -> None:
 
 
 def test_a_fifth_of_the_codes_is_held_out() -> None:
-    """By hash, so that no list has to be shipped, and every digit occurs at every place of both splits."""
+    """The hash of a code decides, and every digit occurs at every position of both splits."""
     train, heldout = codes("train"), codes("heldout")
     assert len(train) + len(heldout) == 10_000
     assert not set(train) & set(heldout)
@@ -41,16 +41,16 @@ def test_a_fifth_of_the_codes_is_held_out() -> None:
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
-def test_what_is_written_can_be_read(seed: int) -> None:
-    """The images hold the digits asked for, in order: the recogniser that was fitted on them reads nearly all."""
+def test_the_recogniser_recognises_its_own_digits(seed: int) -> None:
+    """The images contain the digits of the prompts in order: the recogniser fitted on them recognises nearly all."""
     prompts = [codes("train")[(seed * 97 + i * 31) % len(codes("train"))] for i in range(16)]
     images = Handwriting().decode(write(key(seed), prompts))
     assert images.shape == (16, 1, 8, 32)
     assert reward_recogniser().characters(images, prompts).mean() > 0.97
 
 
-def test_the_readers_read_unseen_digits() -> None:
-    """Each classifier reads the half that it was not fitted on, nearly always right; the recognisers share no family."""
+def test_recognisers_recognise_unseen_digits() -> None:
+    """Each classifier is nearly always right on the half it was not fitted on; the recognisers share no model family."""
     recognisers = {"evaluation": reward_recogniser(), "training": heldout_recogniser()}
     for half, recogniser in recognisers.items():
         pixels, labels, _ = digits(half)
@@ -65,8 +65,8 @@ def test_the_readers_read_unseen_digits() -> None:
     assert families[0].isdisjoint(families[1])
 
 
-def test_characters_counts_what_is_right() -> None:
-    """A image of one code scored against others: a quarter a place, for each classifier that reads it so."""
+def test_characters_is_the_fraction_of_correct_characters() -> None:
+    """One image scored against other codes: a quarter per correct position, averaged over the classifiers."""
     images = Handwriting().decode(write(key(3), ["0427"]))
     assert reward_recogniser().read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
     scores = [float(reward_recogniser().characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
@@ -82,8 +82,8 @@ class _AlwaysOne:
         return np.ones(len(X), dtype=np.int64)
 
 
-def test_no_prompt_is_zeros_of_the_same_shape() -> None:
-    """What guidance goes away from; it is no prompt to train on."""
+def test_the_empty_prompt_is_zeros_of_the_same_shape() -> None:
+    """It is the unconditional input of guidance, and no prompt to train on."""
     some, none = (Handwriting().encode([prompt, "0427"]) for prompt in ("0427", ""))
     assert torch.equal(none.tokens[1], some.tokens[0])
     assert not none.pooled[0].any()
@@ -94,9 +94,9 @@ def test_no_prompt_is_zeros_of_the_same_shape() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["042", "04277", "04a7", "०४२७", " 427", "0.27"])
-def test_a_prompt_that_is_no_code_is_refused(prompt: str) -> None:
-    """In one line."""
-    with pytest.raises(ValueError, match="is not a code of 4 digits"):
+def test_a_prompt_that_is_not_a_code_is_refused(prompt: str) -> None:
+    """The message names the expected form."""
+    with pytest.raises(ValueError, match=r"is not a code of 4 digits, expected for example '0427'$"):
         Handwriting().encode([prompt])
 
 
@@ -108,8 +108,8 @@ def test_the_transformer_is_small() -> None:
     assert len(Handwriting().blocks(module)) == CONFIG["num_layers"]
 
 
-def test_the_schedule_is_the_shifted_one() -> None:
-    """Read from diffusers' scheduler, it is shift 3 of the linear one."""
+def test_the_schedule_is_shifted() -> None:
+    """diffusers' scheduler with shift 3 agrees with the core's shifted schedule."""
     schedule = Handwriting().schedule(10)
     torch.testing.assert_close(schedule.levels, shifted(10, SHIFT), rtol=1e-6, atol=1e-6)
     assert len(schedule.timesteps) == 10
@@ -117,7 +117,7 @@ def test_the_schedule_is_the_shifted_one() -> None:
 
 @torch.no_grad()
 def test_velocity_is_pure_and_per_sample() -> None:
-    """The same twice; a sample's velocity does not depend on the others; conditioning matters; time is the scheduler's."""
+    """It is the same twice and independent of other samples; it depends on the conditioning; the timestep is optional."""
     model = Handwriting()
     module = model.build()
     x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape()))
@@ -134,13 +134,13 @@ def test_velocity_is_pure_and_per_sample() -> None:
 
 
 def test_decode_gives_images() -> None:
-    """Values in [0, 1], clipped."""
+    """Values are mapped to [0, 1] and clipped."""
     images = Handwriting().decode(torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).reshape(1, 1, 1, 5))
     assert images.flatten().tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
 def test_the_base_model_has_something_left_to_learn() -> None:
-    """The record beside the weights: about 0.8 of the characters and under 0.55 of the held-out codes right."""
+    """The record of the weights: about 0.8 of the characters and under 0.55 of the held-out codes are correct."""
     record = json.loads((BASE / "made-by.json").read_text())
     assert record["command"] == "fluvial pretrain handwriting"
     assert record["eval_samples"] >= 1000
@@ -151,7 +151,7 @@ def test_the_base_model_has_something_left_to_learn() -> None:
 
 @pytest.mark.slow
 def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The command of the record gives the shipped weights: to the bit here, to rounding on other processors."""
+    """The recorded command gives the shipped weights, up to rounding that differs between processors."""
     import launch
 
     done = launch.fluvial("pretrain", "handwriting", "--out", str(tmp_path / "base"), timeout=900)
@@ -161,7 +161,7 @@ def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ign
     assert set(made) == set(shipped)
     distance = sum(float(((made[name] - shipped[name]).double() ** 2).sum()) for name in shipped) ** 0.5
     length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
-    # 400 steps of AdamW blow rounding up: one thread against two moves the weights by 0.0005 of their length.
+    # 400 steps of AdamW amplify rounding: two threads instead of one move the weights by 0.0005 of their norm.
     assert distance / length < 0.005
     mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
     for evaluator, exact in theirs["heldout_exact"].items():

@@ -1,6 +1,7 @@
-"""The built-in UNet: a model of epsilon that keeps the protocol, its base weights, and how they are made."""
+"""The built-in UNet, a model of epsilon: the model protocol, its base weights, and pre-training."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,12 +52,12 @@ CODES = ["0427", "1999", "3141"]
 
 @pytest.fixture(scope="module")
 def unet() -> nn.Module:
-    """The UNet with its base weights."""
+    """Return the UNet with its base weights."""
     return MODEL.build().eval()
 
 
 def noise(count: int) -> Tensor:
-    """Noise of a number of samples."""
+    """Return noise for a number of samples."""
     return normal(fold_in(key(0), torch.arange(count)), (count, *MODEL.latent_shape()))
 
 
@@ -75,7 +76,7 @@ def sample(unet: nn.Module, prompts: list[str], *, steps: int = 10) -> Tensor:
 
 
 def test_the_unet_is_small(unet: nn.Module) -> None:
-    """About 0.7 million parameters, in a few megabytes of safetensors; its linear layers can have adapters."""
+    """It has about 0.7 million parameters in less than 4 MB, and its linear layers take LoRA."""
     assert 0.5e6 < sum(p.numel() for p in unet.parameters()) < 1e6
     assert sum(path.stat().st_size for path in BASE_UNET.iterdir()) < 4e6
     adapted = MODEL.build()
@@ -86,7 +87,7 @@ def test_the_unet_is_small(unet: nn.Module) -> None:
 
 
 def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
-    """Down, middle, up; between them they hold nearly all parameters."""
+    """Down, middle, up; together they hold nearly all parameters."""
     blocks, ran = MODEL.blocks(unet), []
     handles = [
         block.register_forward_pre_hook(lambda module, args, place=place: ran.append(place))
@@ -102,7 +103,7 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 
 
 def test_there_is_one_size() -> None:
-    """That of the transformer."""
+    """It is the size of the transformer."""
     assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
     with pytest.raises(ValueError, match="the size is 16x32"):
         MODEL.latent_shape(16, 32)
@@ -112,7 +113,7 @@ def test_there_is_one_size() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
 def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
-    """Each step leaves and reaches, exactly, what DDIMScheduler.step looks up; the first is the noisiest there is."""
+    """Each step starts and ends at exactly the levels of DDIMScheduler.step; the first is the noisiest level."""
     schedule, scheduler = MODEL.schedule(steps), MODEL.scheduler(steps)
     assert schedule.levels.dtype == schedule.timesteps.dtype == torch.float32
     assert torch.equal(schedule.timesteps, scheduler.timesteps.float())
@@ -128,7 +129,7 @@ def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [3, 7, 30, 666])
 def test_any_schedule_rises(steps: int) -> None:
-    """Where steps do not divide 1000 too, and each level is that of the timestep the UNet is given."""
+    """Also if the steps do not divide 1000; each level is that of the UNet's timestep."""
     schedule = MODEL.schedule(steps)
     assert (schedule.levels.diff() > 0).all()
     assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
@@ -137,13 +138,13 @@ def test_any_schedule_rises(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 667, 1000])
 def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
-    """Its last step would go nowhere."""
+    """Its last step would not change the level."""
     with pytest.raises(ValueError, match=f"steps is {steps}, expected 1 to 666"):
         MODEL.schedule(steps)
 
 
 def test_the_timestep_follows_from_the_level() -> None:
-    """Each timestep's own; between two the nearer; beyond the ends the last."""
+    """Each timestep has its own level; between two levels the nearer counts, beyond the ends the last."""
     powers = alphas_cumprod(torch.device("cpu"))
     assert torch.equal(timestep_of(powers), torch.arange(1000.0))
     assert torch.equal(timestep_of(powers.double()), torch.arange(1000.0))
@@ -154,7 +155,7 @@ def test_the_timestep_follows_from_the_level() -> None:
 
 @torch.no_grad()
 def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
-    """The same twice; a sample's epsilon does not depend on the others; conditioning matters; time is the scheduler's."""
+    """It is the same twice and independent of other samples; it depends on the conditioning; the timestep is optional."""
     x, schedule, cond = noise(3), MODEL.schedule(10), MODEL.encode(CODES)
     level, timestep = schedule.levels[[0, 4, 8]], schedule.timesteps[[0, 4, 8]]
     v = MODEL.predict(unet, x, level, cond)
@@ -170,8 +171,8 @@ def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_guidance_goes_away_from_no_code(unet: nn.Module) -> None:
-    """The empty prompt's epsilon at 0, the code's at 1, and beyond it in a straight line."""
+def test_guidance_extrapolates_from_the_empty_prompt(unet: nn.Module) -> None:
+    """Scale 0 gives epsilon of the empty prompt, 1 that of the code, and larger scales extrapolate."""
     x, level = noise(3), torch.tensor([0.1, 0.5, 0.9])
     v, without = (MODEL.predict(unet, x, level, MODEL.encode(prompts)) for prompts in (CODES, ["", "", ""]))
     assert not torch.allclose(v, without, atol=1e-3)
@@ -181,8 +182,8 @@ def test_guidance_goes_away_from_no_code(unet: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_a_walk_is_that_of_diffusers(unet: nn.Module) -> None:
-    """A deterministic rollout ends where DDIMScheduler does with diffusers' UNet alone."""
+def test_a_deterministic_rollout_is_that_of_diffusers(unet: nn.Module) -> None:
+    """It ends at the samples of DDIMScheduler with diffusers' UNet."""
     scheduler, cond = MODEL.scheduler(10), MODEL.encode(CODES)
     x = noise(3)
     for timestep in scheduler.timesteps:
@@ -192,7 +193,7 @@ def test_a_walk_is_that_of_diffusers(unet: nn.Module) -> None:
 
 
 def test_training_noises_as_the_scheduler_does() -> None:
-    """Levels are those of timesteps, all of them as likely; images and targets are DDIMScheduler's."""
+    """Levels are those of uniform timesteps; noised images and targets are DDIMScheduler's."""
     u = uniform(key(2), (20_000,))
     level = levels(u, "epsilon")
     timestep = timestep_of(level)
@@ -207,7 +208,7 @@ def test_training_noises_as_the_scheduler_does() -> None:
 
 
 def test_the_transformers_training_is_flow_matching() -> None:
-    """To the bit what made its base weights: the shifted level, the straight path and its velocity."""
+    """Shifted level, straight path and velocity, to the bit as for the base weights."""
     u = uniform(key(2), (3,))
     level, x0, drawn = 3.0 * u / (1 + 2.0 * u), write(key(3), CODES), noise(3)
     assert torch.equal(levels(u, "velocity"), level)
@@ -218,21 +219,21 @@ def test_the_transformers_training_is_flow_matching() -> None:
 
 
 @pytest.mark.parametrize("kind", ["handwriting", "handwriting-unet"])
-def test_either_model_can_be_made(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that the model's own class opens and the other's refuses, and a record beside it."""
+def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is a folder with a record, which the model's class opens and the other class refuses."""
     made, other = (HandwritingUNet, Handwriting) if kind == "handwriting-unet" else (Handwriting, HandwritingUNet)
     recipe = (handwriting_unet_pretraining if made is HandwritingUNet else handwriting_pretraining)(tmp_path / "made")
-    judged = []
+    evaluated = []
 
     def few(job: Job, module: nn.Module, **options: Any) -> Evaluation:
-        judged.append(type(job.model))
+        evaluated.append(type(job.model))
         return evaluate(job, module, **{**options, "samples": 4})
 
     monkeypatch.setattr("fluvial.engines.train.pretrain.evaluate", few)
     record = pretrain(replace(recipe, updates=2, batch=4, micro_batch=2))
     assert record == json.loads((tmp_path / "made" / "made-by.json").read_text())
     assert record["command"] == f"fluvial pretrain {kind}"
-    assert judged == [made]
+    assert evaluated == [made]
     weights, fresh = (made(folder).build().state_dict() for folder in (tmp_path / "made", None))
     assert {name: tensor.shape for name, tensor in weights.items()} == {name: t.shape for name, t in fresh.items()}
     assert not all(torch.equal(weights[name], fresh[name]) for name in fresh)
@@ -240,8 +241,8 @@ def test_either_model_can_be_made(kind: str, tmp_path: Path, monkeypatch: pytest
         other(tmp_path / "made").build()
 
 
-def test_the_engine_takes_the_blocks() -> None:
-    """ShardedModule, and with each block computed again for the backward pass, an update is that of the module alone."""
+def test_an_update_of_the_engine_is_that_of_the_plain_module() -> None:
+    """Sharded, with and without activation checkpointing of each block."""
     x, level, drawn, cond = noise(3), torch.tensor([0.1, 0.5, 0.9]), noise(6)[3:], MODEL.encode(CODES)
     plain = MODEL.build().train()
     expected = velocity_error(MODEL.predict(plain, x, level, cond), drawn)
@@ -264,7 +265,7 @@ def test_the_engine_takes_the_blocks() -> None:
 
 
 def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Path) -> None:
-    """By diffusers' own class too; another model's, or none, are refused."""
+    """diffusers' class loads the same tensors; another model's weights, missing ones and a .bin file are refused."""
     theirs, info = UNet2DConditionModel.from_pretrained(BASE_UNET, local_files_only=True, output_loading_info=True)
     assert not any(info.values())
     for name, tensor in load_file(BASE_UNET / "diffusion_pytorch_model.safetensors").items():
@@ -274,7 +275,13 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
     random, again, another = (HandwritingUNet(None, seed=seed).build().get_parameter("conv_in.weight") for seed in (1, 1, 2))
     assert torch.equal(random, again)
     assert not torch.equal(random, another)
-    for folder, message in ((BASE, "is not of the handwriting-unet model"), (tmp_path, "config.json is missing")):
+    (tmp_path / "pickled").mkdir()
+    shutil.copy(BASE_UNET / "config.json", tmp_path / "pickled")
+    torch.save(unet.state_dict(), tmp_path / "pickled" / "diffusion_pytorch_model.bin")
+    for folder, message in (
+        (BASE, "is not of the handwriting-unet model"), (tmp_path, "config.json is missing"),
+        (tmp_path / "pickled", "there is no diffusion_pytorch_model.safetensors; only weights in the safetensors"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             HandwritingUNet(folder).build()
     with pytest.raises(ValueError, match="random weights cannot be built empty"):
@@ -282,7 +289,7 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
 
 
 def test_the_base_model_has_something_left_to_learn(unet: nn.Module) -> None:
-    """The record beside the weights, and what the weights do: some held-out codes are right, and many are not."""
+    """The record of the weights, and the weights themselves: some held-out codes are correct, and many are not."""
     record = json.loads((BASE_UNET / "made-by.json").read_text())
     assert record["command"] == "fluvial pretrain handwriting-unet"
     assert record["eval_samples"] >= 1000
@@ -293,6 +300,6 @@ def test_the_base_model_has_something_left_to_learn(unet: nn.Module) -> None:
     images = MODEL.decode(sample(unet, prompts))
     assert images.shape == (len(prompts), 1, 8, 32)
     for name, recogniser in (("reward", reward_recogniser()), ("heldout", heldout_recogniser())):
-        # A guess is right for a tenth of the digits; five standard errors of a mean of some 60 samples are 0.15.
+        # Guessing gives a tenth of the digits; five standard errors of a mean over some 60 samples are 0.15.
         score = float(recogniser.characters(images, prompts).mean())
         assert score == pytest.approx(record["heldout_score"][name], abs=0.15)

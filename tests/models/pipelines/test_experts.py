@@ -1,4 +1,4 @@
-"""Wan 2.2's two experts on two world."""
+"""Wan 2.2's two experts on two ranks."""
 
 from pathlib import Path
 

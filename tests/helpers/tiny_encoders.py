@@ -1,0 +1,120 @@
+"""Tiny tokenizers, text encoders and a VAE, built in place."""
+
+import json
+import re
+import string
+from functools import cache
+from typing import Any
+
+# Renders a conversation as Qwen's template does.
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return a vocabulary of bytes and of the words in Qwen-Image's template, and its merges."""
+    from diffusers import QwenImagePipeline
+    from tokenizers import pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    parts = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    template = QwenImagePipeline(**dict.fromkeys(parts)).prompt_template_encode
+    tokenizer = Qwen2Tokenizer().backend_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, min_frequency=0, show_progress=False, special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(re.split(r"<\|im_[a-z]+\|>|\{\}", template), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def qwen_tokenizer() -> Any:
+    """Build a tokenizer that splits the template like the real one, because the pipeline drops a fixed number of tokens."""
+    from transformers import Qwen2Tokenizer
+
+    vocabulary, merges = pairs()
+    special = ["<|im_start|>", "<|im_end|>"]
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT)
+
+
+def settings(width: int) -> dict[str, Any]:
+    """Return the settings of a language model of two layers."""
+    return {
+        "vocab_size": len(qwen_tokenizer()), "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": 0,
+        "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def qwen_vl_encoder(*, width: int = 16) -> Any:
+    """Build a Qwen2.5-VL of two layers, with one vision layer."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    turns = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
+    sees = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
+    text = {**settings(width), "rope_scaling": turns, "rope_parameters": {**turns, "rope_theta": 1e4}}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sees))
+
+
+def qwen3_encoder(*, width: int = 16) -> Any:
+    """Build a Qwen3 of two layers."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    return Qwen3Model(Qwen3Config(**settings(width), head_dim=8))
+
+
+def clip_tokenizer(length: int = 77) -> Any:
+    """Build a CLIP tokenizer of single characters."""
+    from transformers import CLIPTokenizer
+
+    characters = [*string.ascii_lowercase, *string.digits, *".,!"]
+    words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{letter}</w>" for letter in characters)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
+
+
+def t5_tokenizer(length: int = 512) -> Any:
+    """Build a T5 tokenizer of single characters."""
+    from transformers import T5Tokenizer
+
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("▁a", -2.0)]
+    vocabulary += [(letter, -3.0) for letter in [*string.ascii_lowercase, *string.digits, *".,!"]]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=length)
+
+
+def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
+    """Build a CLIP text encoder of two layers."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(clip_tokenizer()), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=2, projection_dim=width, max_position_embeddings=77, bos_token_id=0, eos_token_id=1,
+        pad_token_id=1,
+    )  # fmt: skip
+    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
+
+
+def t5_encoder(*, width: int = 16) -> Any:
+    """Build a T5 encoder of two layers."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(t5_tokenizer()), d_model=width, d_kv=8, d_ff=2 * width, num_layers=2, num_heads=2,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    return T5EncoderModel(config)
+
+
+def vae(channels: int = 4) -> Any:
+    """Build an image VAE that halves height and width once."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(4, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels, norm_num_groups=2, layers_per_block=1, scaling_factor=1.5, shift_factor=0.06,
+        use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""Tiny pipelines for the tests of models: each is built and saved once per session; no test may write to its folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_replayed
+from tiny_pipelines import ROWS, save
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of the pipelines with an adapter, by row of `tiny_pipelines`."""
+    root = tmp_path_factory.mktemp("adapted")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            save(ROWS[name], root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of the pipelines without an adapter, by row of `tiny_replayed`."""
+    root = tmp_path_factory.mktemp("replayed")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            tiny_replayed.load(name, root / name)
+        return root / name
+
+    return folder

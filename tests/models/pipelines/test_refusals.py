@@ -1,0 +1,202 @@
+"""Refusals of the adapters, each in one line: sizes, schedules, options, other pipelines, missing files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from tiny_pipelines import (
+    STEPS,
+    each_row,
+    opened,
+)
+
+from fluvial.models.pipelines.base import check_size
+from fluvial.models.pipelines.open import open_model
+from fluvial.models.pipelines.sd3 import SD3
+
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+@each_row
+def test_a_size_that_does_not_divide_is_refused(name: str, folders: Callable[[str], Path]) -> None:
+    """The message names the nearest size; numbers of frames are refused too."""
+    model = opened(name, folders(name))
+    with pytest.raises(ValueError, match=r"the size is 17x23, expected multiples of 4.*: the nearest is 16x24"):
+        model.latent_shape(17, 23)
+    assert model.latent_shape(16, 24)[-2:] == (16 // model.vae_scale, 24 // model.vae_scale)
+    with pytest.raises(ValueError, match="frames is 4, expected 1"):
+        model.latent_shape(16, 24, 4)
+
+
+def test_a_size_beyond_the_positions_of_sd3_is_refused(folders: Callable[[str], Path]) -> None:
+    """The transformer has no positions for it."""
+    model = opened("sd3", folders("sd3"))
+    assert model.latent_shape(64, 64) == (4, 32, 32)
+    with pytest.raises(ValueError, match="expected multiples of 4, at most 64: the nearest is 16x64"):
+        model.latent_shape(16, 68)
+
+
+@pytest.mark.parametrize(("size", "near"), [((1, 1), "16x16"), ((24, 1000), "32x1008"), ((512, 15), "512x16")])
+def test_the_nearest_size_is_named(size: tuple[int, int], near: str) -> None:
+    """It is never zero, and a tie is rounded up."""
+    with pytest.raises(ValueError, match=f"the nearest is {near}$"):
+        check_size(*size, multiple=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "changes", "message"),
+    [
+        ("wan", "model_index.json", {"boundary_ratio": 0.5}, "only one of transformer_2 and boundary_ratio"),
+        ("wan-experts", "model_index.json", {"boundary_ratio": None}, "only one of transformer_2 and boundary_ratio"),
+        ("wan", SCHEDULER, {"use_flow_sigmas": False}, "UniPCMultistepScheduler without use_flow_sigmas"),
+        ("sd1", SCHEDULER, {"prediction_type": "sample"}, "PNDMScheduler of sample, expected a scheduler with betas"),
+        ("sd1", SCHEDULER, {"timestep_spacing": "trailing", "beta_start": 0.5, "beta_end": 1.0}, "has no 3 steps"),
+        ("sd1", SCHEDULER, {"steps_offset": 0}, "scheduler has no 3 steps whose alpha_bar rises"),
+    ],
+)
+def test_a_schedule_of_another_kind_is_refused(
+    name: str, file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Callable[[str], Path]
+) -> None:
+    """By `open_model` or by `schedule`."""
+    with pytest.raises(ValueError, match=message) as caught:
+        opened(name, edited(folders(name), tmp_path, file, **changes)).schedule(STEPS, (4, 4, 4))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, 1000, 1001])
+def test_more_steps_than_timesteps_are_refused(steps: int, folders: Callable[[str], Path]) -> None:
+    """Stable Diffusion's spacing is offset by one, so 999 steps are the most."""
+    model = opened("sd1", folders("sd1"))
+    assert len(model.schedule(999, (4, 4, 4)).timesteps) == 999
+    with pytest.raises(ValueError, match=f"has no {steps} steps"):
+        model.schedule(steps, (4, 4, 4))
+
+
+def test_frames_of_videos_are_one_plus_a_multiple(folders: Callable[[str], Path]) -> None:
+    """A multiple of the frames that the VAE merges into one."""
+    model = opened("wan", folders("wan"))
+    assert [model.latent_shape(16, 16, frames)[1] for frames in (1, 3, 5)] == [1, 2, 3]
+    for frames in (0, 2, 4):
+        with pytest.raises(ValueError, match=f"frames is {frames}, expected 1 plus a multiple of 2"):
+            model.latent_shape(16, 16, frames)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text_tokens": 0}, "text_tokens is 0, expected 1 to 512"),
+        ({"text_tokens": 513}, "text_tokens is 513, expected 1 to 512"),
+        ({"decode_chunk": 0}, "decode_chunk is 0, expected at least 1"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str, folders: Callable[[str], Path]) -> None:
+    """The message names the option."""
+    with pytest.raises(ValueError, match=message):
+        SD3(folders("sd3"), **options)
+
+
+def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
+    """Return a copy of a pipeline's folder with changed entries in one JSON file."""
+    shutil.copytree(folder, tmp_path / "copy")
+    path = tmp_path / "copy" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        (
+            "model_index.json",
+            {"_class_name": "KandinskyPipeline"},
+            "holds a KandinskyPipeline, which there is no adapter for",
+        ),
+        ("model_index.json", {"vae": [None, None]}, "names no vae: save or download the whole pipeline"),
+        ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "expected a SD3Transformer2DModel"),
+    ],
+)
+def test_another_pipeline_is_refused(
+    file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Callable[[str], Path]
+) -> None:
+    """The message names what was found and what was expected."""
+    with pytest.raises(ValueError, match=message) as caught:
+        open_model(edited(folders("sd3"), tmp_path, file, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_scheduler_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """Its schedule would not be that of a flow."""
+    folder = edited(folders("sd3"), tmp_path, "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    with pytest.raises(ValueError, match="has the scheduler DDIMScheduler, expected FlowMatchEulerDiscreteScheduler"):
+        open_model(folder).schedule(4, (4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("model_index.json", "holds no pipeline: model_index.json is missing; expected a folder as diffusers saves one"),
+        ("transformer", "transformer is incomplete: there is no such folder; save or download the pipeline again"),
+        ("transformer/config.json", "transformer is incomplete: there is no config.json"),
+        ("vae/diffusion_pytorch_model.safetensors", "vae is incomplete: there is no diffusion_pytorch_model.saf"),
+        ("text_encoder_2/model.safetensors", "text_encoder_2 is incomplete: there is no diffusion_pytorch"),
+        ("tokenizer", "tokenizer is incomplete: there is no such folder"),
+        ("scheduler", "scheduler is incomplete: there is no such folder"),
+    ],
+)
+def test_a_missing_file_is_named(gone: str, message: str, tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """By `open_model`, not on first use."""
+    shutil.copytree(folders("sd3"), tmp_path / "copy")
+    path = tmp_path / "copy" / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ValueError, match=message) as caught:
+        open_model(tmp_path / "copy")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_only_a_float16_variant_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """diffusers finds such weights only if it is told the name of the variant."""
+    shutil.copytree(folders("sd3"), tmp_path / "copy")
+    part = tmp_path / "copy" / "transformer"
+    (part / "diffusion_pytorch_model.safetensors").rename(part / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(ValueError, match=r"or model\.safetensors, only diffusion_pytorch_model\.fp16\.safetensors; save"):
+        open_model(tmp_path / "copy")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """A network in several files opens if all of them are there."""
+    shutil.copytree(folders("sd3"), tmp_path / "copy")
+    network: Any = opened("sd3", folders("sd3")).build()
+    shutil.rmtree(tmp_path / "copy" / "transformer")
+    network.save_pretrained(tmp_path / "copy" / "transformer", max_shard_size="30KB")
+    assert all(map(torch.equal, opened("sd3", tmp_path / "copy").build().parameters(), network.parameters()))
+    shard = sorted((tmp_path / "copy" / "transformer").glob("*-of-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"transformer is incomplete: there is no {shard.name}"):
+        opened("sd3", tmp_path / "copy")
+
+
+def test_a_hub_id_is_downloaded(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers downloads it into its cache; a failed download is one line."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        if name != "somebody/model":
+            raise OSError("We couldn't connect.\nMore lines.")
+        return str(folders("sd3"))
+
+    monkeypatch.setattr(DiffusionPipeline, "download", download)
+    model = open_model("somebody/model")
+    assert isinstance(model, SD3)
+    assert model.weights == folders("sd3") / "transformer"
+    assert asked == [("somebody/model", {"use_safetensors": True, "trust_remote_code": False})]
+    with pytest.raises(
+        ValueError, match="no-one/model is not a folder, and cannot be downloaded from the Hub: We couldn't"
+    ) as why:
+        open_model("no-one/model")
+    assert "\n" not in str(why.value)
