@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from diffusers.optimization import get_scheduler
 from torch.optim import Optimizer
 
 from fluvial.core.checks import check_fields, check_number
@@ -103,6 +102,8 @@ def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | N
             if (value := getattr(config, field)) != default:
                 raise ValueError(f"optimizer.{field} is {value}, which depends on the number of updates: set `updates`")
         updates = 0
+    from diffusers.optimization import get_scheduler  # takes seconds to import, which a recipe's help need not wait for
+
     warmup = config.warmup or math.ceil(config.warmup_ratio * updates)
     # Only the function of the number of updates is used: without state there is nothing to resume.
     schedule: Callable[[int], float] = get_scheduler(
