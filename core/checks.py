@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -177,26 +178,27 @@ def _check_number(where: str, value: object, low: float, high: float, *, whole: 
         raise ValueError(f"{where} is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}")
 
 
-_looking = True
+# Whether tensors' values are trusted in this context: a thread or task of its own begins with False.
+_trusted: ContextVar[bool] = ContextVar("fluvial.trusted_values", default=False)
 
 
 @contextmanager
 def trusted_values() -> Iterator[None]:
-    """Let no check read a tensor's values: they were validated when the schedule was built.
+    """Let no check read a tensor's values in this block; shapes and dtypes are still checked.
 
-    For loops that must not wait for a device, or pay for a look at each micro-batch. Shapes and dtypes are still checked.
+    For callers that have checked the values already: an engine whose schedule was validated when it was built, or a
+    dispatcher that checks its arguments before it calls the reference.
     """
-    global _looking
-    kept, _looking = _looking, False
+    token = _trusted.set(True)
     try:
         yield
     finally:
-        _looking = kept
+        _trusted.reset(token)
 
 
 def can_look(*tensors: Tensor) -> bool:
-    """Whether the tensors' values can be read for nothing: on the CPU, outside compilation and torch.func transforms."""
-    if not _looking or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    """Return whether reading the tensors' values is free: on the CPU, outside compilation and torch.func transforms."""
+    if torch.compiler.is_compiling() or _trusted.get() or torch._C._functorch.maybe_current_level() is not None:
         return False
     return all(tensor.device.type == "cpu" for tensor in tensors)
 

@@ -1,14 +1,14 @@
-"""The per-step hot path, and which implementation of it runs: an explicit argument, decided here and nowhere else.
+"""The operations of the per-step hot path, and the one place that decides which implementation of each runs.
 
-Every function checks its arguments the same way whatever runs, then calls the fused kernel, the compiled reference or the
-reference itself, which is the function of the same name in `core`.
+Each function checks its arguments once, the same way for all implementations. It then calls the fused Triton kernel, the
+compiled reference, or the reference itself: the function of the same name in `core`.
 """
 
 import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fluvial.core.checks import (
     check_same_device,
     check_same_shape,
     compute_dtype,
+    trusted_values,
 )
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
 from fluvial.core.policy import PolicyInfo
@@ -31,7 +32,7 @@ from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
 
 Implementation = Literal["auto", "triton", "compiled", "reference"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "triton", "compiled", "reference")
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ACCELERATORS: tuple[str, ...] = ("cuda", "xpu")  # torch calls ROCm cuda
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs the kernels on the CPU, slowly
@@ -42,19 +43,19 @@ def resolve(
 ) -> Literal["triton", "compiled", "reference"]:
     """Return the implementation that runs.
 
-    "auto" is Triton on CUDA, ROCm and XPU where the kernels serve the arguments, and the reference elsewhere. On two CPU
-    cores the compiled reference was 0.8 to 4.0 times as fast forward and backward at 65,536 elements a sample, and 0.4 to
-    1.3 times at the 256 of the built-in job (`python -P -m fluvial.bench kernels`); but its first call takes seconds for a
-    new kind of argument, and what a rollout and an update compile need not round alike: a first ratio would not be 1.
+    "auto" is "triton" on CUDA, ROCm and XPU if the kernels support the arguments, else "reference". It is never "compiled":
+    compilation takes seconds per new kind of argument, and a rollout and an update that are compiled separately may round
+    differently, so that the first ratio would not be exactly 1.
 
     Args:
-        function: for messages.
-        implementation: what was asked for.
+        function: name of the operation, for messages.
+        implementation: requested implementation.
         samples: tensors `[B, *event]`.
-        numbers: tensors to which the kernels give no gradient.
+        numbers: per-sample tensors, for which the kernels have no gradient.
 
     Raises:
-        ValueError: what was asked for does not exist or does not serve these arguments; nothing is replaced silently.
+        ValueError: the requested implementation does not exist or does not support these arguments. Nothing is replaced
+            silently.
     """
     check_choice(function, "implementation", implementation, IMPLEMENTATIONS)
     if implementation == "auto":
@@ -80,12 +81,19 @@ def step_log_prob(
     reduction: Reduction = "mean",
     implementation: Implementation = "auto",
 ) -> tuple[PerSample, PerSample | None]:
-    """Return the step's log-probability `[B]` and, if v_ref is given, its KL to the reference's step `[B]`, else None.
+    """Return the step's log-probability and its KL to the reference policy's step (None without v_ref), in nats, `[B]`.
 
-    Equations and arguments are those of `core.step.step_log_prob`; the result is float32, float64 if that is given.
+    Equations and arguments are those of `core.step.step_log_prob`. Results are float32, or float64 if an argument is.
+
+    Rollouts score their recorded steps with it, as do the updates of the guard and dppo objectives and the off-policy
+    correction.
 
     Args:
-        implementation: see `resolve`.
+        implementation: which implementation runs, see `resolve`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape or device, a step with std 0 is given where the form
+            needs a density (checked on the CPU only), or `resolve` raises.
     """
     name, samples = "step_log_prob", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
@@ -95,7 +103,7 @@ def step_log_prob(
         from fluvial.kernels.fused.step_log_prob import step_log_prob as fused
 
         return fused(transition, x, v, x_next, **options)
-    return _reference(step.step_log_prob, chosen)(transition, x, v, x_next, **options)
+    return _run(step.step_log_prob, chosen, transition, x, v, x_next, **options)
 
 
 def sde_step(
@@ -110,13 +118,18 @@ def sde_step(
     reduction: Reduction = "mean",
     implementation: Implementation = "auto",
 ) -> tuple[Samples, PerSample]:
-    """Return a draw of the step, `[B, *event]`, and its log-probability, `[B]`, as `core.step.sde_step` does.
+    """Return a draw of the step, `[B, *event]`, and its log-probability, in nats, `[B]`, as `core.step.sde_step` does.
 
-    The noise has the same bits in its Philox words whatever runs; the normals of the fused kernel, made in float32, differ
-    from the reference's by a few units in the last place.
+    All implementations draw the same Philox words. The fused kernel turns them into normals in float32, which differ from
+    the reference's by a few units in the last place.
+
+    It is a research API: `core.rollout` draws and scores its steps separately, and no recipe of `engines` calls this.
 
     Args:
-        implementation: see `resolve`.
+        implementation: which implementation runs, see `resolve`.
+
+    Raises:
+        TypeError, ValueError: as in `step_log_prob`, or the key is not one that `core.random` made for this batch.
     """
     name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
@@ -137,7 +150,7 @@ def sde_step(
         from fluvial.kernels.fused.sde_step import sde_step as fused
 
         return fused(transition, x, v, key=keys, **options)
-    return _reference(step.sde_step, chosen)(transition, x, v, key=keys, **options)
+    return _run(step.sde_step, chosen, transition, x, v, key=keys, **options)
 
 
 def policy_loss(
@@ -160,10 +173,16 @@ def policy_loss(
     reduction: Reduction = "mean",
     implementation: Implementation = "auto",
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return the clipped policy loss of stored pairs with its KL term, and diagnostics, as `core.step.policy_loss` does.
+    """Return the clipped policy loss of stored pairs with its KL term, `[B]`, and diagnostics.
+
+    Equations and arguments are those of `core.step.policy_loss`. The updates of the clipped objective (Flow-GRPO,
+    DanceGRPO, Flow-CPS) run it.
 
     Args:
-        implementation: see `resolve`.
+        implementation: which implementation runs, see `resolve`.
+
+    Raises:
+        TypeError, ValueError: as in `step_log_prob` and `core.step.policy_loss`.
     """
     name, samples = "policy_loss", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
@@ -187,8 +206,7 @@ def policy_loss(
         from fluvial.kernels.fused.policy_loss import policy_loss as fused
 
         return fused(transition, x, v, x_next, kl_scale=_number(kl_scale, v), **options)
-    reference = _reference(step.policy_loss, chosen)
-    return reference(transition, x, v, x_next, kl_weight=kl_weight, dt=dt, **options)
+    return _run(step.policy_loss, chosen, transition, x, v, x_next, kl_weight=kl_weight, dt=dt, **options)
 
 
 def nft_loss(
@@ -204,10 +222,13 @@ def nft_loss(
     weight_min: float = 1e-5,
     implementation: Implementation = "auto",
 ) -> PerSample:
-    """Return DiffusionNFT's loss, `[B]`, as `core.nft.nft_loss` does.
+    """Return DiffusionNFT's loss, `[B]`, as `core.nft.nft_loss` does; the updates of the nft objective run it.
 
     Args:
-        implementation: see `resolve`.
+        implementation: which implementation runs, see `resolve`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape, device or value, or `resolve` raises.
     """
     name, samples = "nft_loss", {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     options = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
@@ -223,14 +244,19 @@ def nft_loss(
         from fluvial.kernels.fused.nft_loss import nft_loss as fused
 
         return fused(v, v_old, x0, xt, level, reward_prob, **options)
-    return _reference(nft.nft_loss, chosen)(v, v_old, x0, xt, level, reward_prob, **options)
+    return _run(nft.nft_loss, chosen, v, v_old, x0, xt, level, reward_prob, **options)
 
 
 def velocity_error(v: Samples, target: Samples, *, implementation: Implementation = "auto") -> PerSample:
     """Return the mean squared error of a velocity, `[B]`, as `core.flow_matching.velocity_error` does.
 
+    It is a research API: the sft, awm and dpo objectives call the function of `core`.
+
     Args:
-        implementation: see `resolve`.
+        implementation: which implementation runs, see `resolve`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape or device, or `resolve` raises.
     """
     compute_dtype("velocity_error", v=v, target=target)
     check_same_shape("velocity_error", v=v, target=target)
@@ -241,7 +267,7 @@ def velocity_error(v: Samples, target: Samples, *, implementation: Implementatio
         from fluvial.kernels.fused.velocity_error import velocity_error as fused
 
         return fused(v, target)
-    return _reference(flow_matching.velocity_error, chosen)(v, target)
+    return _run(flow_matching.velocity_error, chosen, v, target)
 
 
 def _check_step(
@@ -255,7 +281,10 @@ def _check_step(
     *,
     density: bool,
 ) -> Tensor | None:
-    """Check what the functions of a step share, and return the guidance as a tensor."""
+    """Check the arguments that the operations of a step share, and return the guidance as a tensor.
+
+    `density`: whether a result other than the log-prob needs std > 0, as the KL does.
+    """
     check_choice(function, "form", form, FORMS)
     check_choice(function, "reduction", reduction, REDUCTIONS)
     coefficients = transition._asdict()
@@ -274,7 +303,7 @@ def _check_step(
 
 
 def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | None:
-    """Return why the fused kernels do not serve these arguments, None if they do."""
+    """Return why the fused kernels do not support these arguments, None if they do."""
     device = samples[0].device.type
     if not HAS_TRITON:
         return "triton is not installed"
@@ -283,18 +312,20 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | Non
     if any(tensor.dtype == torch.float64 for tensor in (*samples, *numbers)):
         return "a tensor is float64, and the kernels compute in float32"
     if torch.is_grad_enabled() and any(_requires_grad(tensor) for tensor in numbers):
-        return "a number a sample (coefficient, advantage, ...) requires a gradient, which the kernels give to samples alone"
+        return (
+            "a per-sample number (coefficient, advantage, ...) requires a gradient, which the kernels give to samples only"
+        )
     if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active, and the kernels have reverse mode alone"
-    # Dynamo knows this question, and not maybe_current_level.
+        return "forward-mode differentiation is active, and the kernels have reverse mode only"
+    # Dynamo can trace this call, and not maybe_current_level.
     functorch = torch._C._functorch
     if torch.compiler.is_compiling() and isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
-        return "torch.compile is outside of torch.func, which it does not trace through the kernels"
+        return "torch.compile wraps a torch.func transform, which it does not trace through the kernels"
     return None
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    """Whether a gradient may be asked of a tensor, also where torch.func has wrapped it (a batched tensor says no)."""
+    """Return whether a tensor may need a gradient, also inside torch.func, where a batched tensor says that it does not."""
     if torch.compiler.is_compiling():
         return tensor.requires_grad
     functorch = torch._C._functorch
@@ -307,8 +338,12 @@ def _transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
-def _reference(function: Callable[..., Any], chosen: str) -> Callable[..., Any]:
-    return _compiled(function) if chosen == "compiled" and not torch.compiler.is_compiling() else function
+def _run(function: Callable[..., Any], chosen: str, *args: Any, **options: Any) -> Any:
+    """Call the reference, compiled if that is chosen, without checking values a second time."""
+    if torch.compiler.is_compiling():  # the outer compilation includes the reference, which reads no values there
+        return function(*args, **options)
+    with trusted_values():
+        return (_compiled(function) if chosen == "compiled" else function)(*args, **options)
 
 
 @functools.cache
@@ -317,13 +352,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_event(function: str, v: Tensor) -> None:
-    """Raise ValueError if a sample has no elements: there is nothing to take the mean of."""
+    """Raise ValueError if a sample has no elements, whose mean does not exist."""
     if 0 in v.shape[1:]:
-        raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element a sample")
+        raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element per sample")
 
 
 def _number(value: Scalar, v: Tensor) -> Tensor:
-    """Return a number as a tensor on v's device, made there: a copy from the host would wait for the device."""
+    """Return a number as a tensor created on v's device: a copy from the host would wait for the device."""
     if isinstance(value, Tensor):
         return value
     return torch.full((), value, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)

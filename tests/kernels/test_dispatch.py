@@ -10,7 +10,7 @@ from kernel_operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
 from torch import Tensor
 
 from fluvial import kernels
-from fluvial.core import flow_matching, gaussian, guidance, nft, policy
+from fluvial.core import checks, flow_matching, gaussian, guidance, nft, policy
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.transitions import Transition
 from fluvial.kernels import dispatch
@@ -143,7 +143,7 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "no elements": (
         lambda which: kernels.velocity_error(V[:, :0], X[:, :0], implementation=which),
-        r"velocity_error: v has shape \[3, 0, 5\], expected at least one element a sample",
+        r"velocity_error: v has shape \[3, 0, 5\], expected at least one element per sample",
     ),
     "advantage": (
         lambda which: kernels.policy_loss(
@@ -181,6 +181,20 @@ def test_bad_arguments_are_refused_alike(implementation: str, case: str) -> None
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         call(implementation)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_values_are_read_once_per_call(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that std is positive runs in the dispatcher and not again in the reference that it calls."""
+    looked = []
+
+    def spy(*tensors: Tensor) -> bool:
+        looked.append(checks.can_look(*tensors))
+        return looked[-1]
+
+    monkeypatch.setattr(gaussian, "can_look", spy)
+    kernels.policy_loss(STEP, X, V, X_NEXT, **STORED, **CLIP, v_ref=V_REF, implementation=implementation)
+    assert looked.count(True) == 1
 
 
 def test_what_does_not_exist_is_an_error() -> None:
