@@ -23,6 +23,7 @@ from kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.library import opcheck
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fluvial import kernels
@@ -254,6 +255,27 @@ def test_any_layout_has_the_same_bits(operation: Operation, layout: str) -> None
 
 
 @every
+@pytest.mark.parametrize("layout", ["a slice of a trajectory", "transposed", "shared by all samples"])
+def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layout: str) -> None:
+    """One operand at a time is laid out differently from the others, which keep theirs."""
+    samples, scalars = inputs(operation, 3, (3, 5, 8), torch.float32), numbers(3)
+    weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
+    for name in samples:
+        plain = {other: tensor.clone() for other, tensor in samples.items()}
+        if layout == "shared by all samples":
+            plain[name] = plain[name][:1].repeat(3, 1, 1, 1)
+            moved = {**plain, name: plain[name][:1].expand(3, 3, 5, 8)}
+            assert moved[name].stride(0) == 0
+        else:
+            moved = {**plain, name: LAYOUTS[layout](plain[name])}
+            assert moved[name].stride() != plain[name].stride()
+        want, want_grads = run(operation, "triton", plain, scalars, weights)
+        got, got_grads = run(operation, "triton", moved, scalars, weights)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+        assert all(torch.equal(got_grads[other], want_grads[other]) for other in want_grads), name
+
+
+@every
 def test_numbers_that_all_samples_share(operation: Operation) -> None:
     """0-d coefficients are those of every sample."""
     samples, scalars = inputs(operation, 3, (41,), torch.float32), numbers(1)
@@ -387,6 +409,23 @@ def test_diagnostics_are_the_references() -> None:
     assert infos[1].clipped.tolist() == [0, 1, 1]
     for name, mine, theirs in zip(infos[0]._fields, *infos, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6), name
+
+
+def test_the_kl_to_the_old_policy_is_accurate_at_every_log_ratio() -> None:
+    """rho - 1 - log rho, by a series near 0 and by the exponential elsewhere, never where either is off."""
+    ratios = torch.tensor([0.0, 1e-6, 1e-3, 0.05, 0.2, 0.249, 0.251, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0], device="cpu")
+    ratios = torch.cat([ratios, -ratios]).to(DEVICE)
+    B = len(ratios)
+    zeros, ones = torch.zeros(B, 1), torch.ones(B)
+    transition = Transition(ones, ones, ones)
+    log_prob, _ = kernels.step_log_prob(transition, zeros, zeros, zeros + 1, implementation="triton")
+    stored = {"log_prob_old": log_prob - ratios, "advantage": ones, "clip_low": 0.1, "clip_high": 0.1}
+    _, info = kernels.policy_loss(transition, zeros, zeros, zeros + 1, **stored, implementation="triton")  # type: ignore[arg-type]
+    x = info.log_ratio.double()
+    assert_close(x, ratios.double(), rtol=1e-5, atol=1e-6)
+    # By the series alone, far past where a difference in float64 would cancel.
+    exact = torch.stack([x ** (n + 2) / float(math.factorial(n + 2)) for n in range(60)]).sum(0)
+    assert_close(info.kl_old.double(), exact, rtol=1e-5, atol=1e-14)
 
 
 @every
