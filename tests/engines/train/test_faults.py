@@ -293,7 +293,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch:
     console = Console(file=StringIO(), width=500)
     train(config(out), console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"passed over: checkpoint {out / 'checkpoints' / '000004'} is damaged" in text
+    assert f"skipped: checkpoint {out / 'checkpoints' / '000004'} is damaged" in text
     assert f"resumed {out / 'checkpoints' / '000002'} after update 2" in text
     assert launch.weights(out) == before
 
