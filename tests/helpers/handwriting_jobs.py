@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.engines.rewards.runner import Reward
+from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 
