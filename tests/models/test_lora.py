@@ -1,4 +1,4 @@
-"""LoRA: it starts as nothing, trains alone, can be chosen and left out, sharded or not, and folds into the weights."""
+"""LoRA: it starts without effect, is the only part trained, can be switched and copied, sharded or not, and merged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,13 +32,13 @@ ALL = ("default", "old", "ref")
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
-    """The world of this process."""
+    """Return the world of this process."""
     with init_world() as world:
         yield world
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """A copy of an adapter, in full."""
+    """Return a copy of an adapter, gathered."""
     return {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
         for name, parameter in adapter_parameters(module, adapter).items()
@@ -46,13 +46,13 @@ def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Whether two adapters are equal, to the bit."""
+    """Return whether two adapters are equal, to the bit."""
     assert list(left) == list(right)
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_new_adapter_changes_nothing() -> None:
-    """To the bit; only the adapters are trained; every target has one."""
+    """The output is the same to the bit; only adapters are trained; every target has one."""
     module = lora_model.adapted()
     assert torch.equal(run(module), run(MODEL.build()))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -63,7 +63,7 @@ def test_a_new_adapter_changes_nothing() -> None:
 
 
 def test_the_seed_decides_the_adapter() -> None:
-    """And torch's global generator is left alone."""
+    """torch's global generator does not advance."""
     before = torch.random.get_rng_state()
     one, same_seed, other = (values(lora_model.adapted(seed=seed), "default") for seed in (1, 1, 2))
     assert same(one, same_seed)
@@ -72,7 +72,7 @@ def test_the_seed_decides_the_adapter() -> None:
 
 
 def test_the_adapter_is_what_peft_makes() -> None:
-    """After the seed, whatever adapters come after it: older runs started from the same values."""
+    """For the same seed it has the values of PEFT, whatever adapters follow."""
     plain = MODEL.build()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -86,7 +86,7 @@ def test_the_adapter_is_what_peft_makes() -> None:
 
 
 def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
-    """All but `default` is frozen, the base too."""
+    """Only `default` is trained; the base is frozen too."""
     module = lora_model.adapted(*ALL)
     assert same(values(module, "default"), values(module, "old"))
     assert same(values(module, "default"), values(module, "ref"))
@@ -96,7 +96,7 @@ def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
-    """The weights stay on meta, the very same parameters; adapters have the values and dtype as on real weights."""
+    """The weights stay the same parameters on the meta device; adapters have the values and dtype as on real weights."""
     real, meta = MODEL.build().to(dtype), MODEL.build(empty=True).to(dtype)
     before = dict(meta.named_parameters())
     for module in (real, meta):
@@ -114,7 +114,7 @@ def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
 
 
 def test_names_are_those_of_peft() -> None:
-    """As it writes them to files, and the same for all adapters."""
+    """As PEFT writes them to files, and the same for all adapters."""
     module = lora_model.adapted(*ALL)
     for adapter in ALL:
         perturb(module, adapter, seed=ALL.index(adapter))
@@ -122,7 +122,7 @@ def test_names_are_those_of_peft() -> None:
 
 
 def test_without_lora_is_the_reference() -> None:
-    """Inside the context the base computes, after it the adapters do again."""
+    """Inside the context the base is active, after it the adapters again."""
     module = lora_model.adapted()
     perturb(module)
     base, with_adapters = run(MODEL.build()), run(module)
@@ -132,8 +132,8 @@ def test_without_lora_is_the_reference() -> None:
     assert torch.equal(run(module), with_adapters)
 
 
-def test_each_adapter_computes_in_its_context() -> None:
-    """As a module that holds it alone; nested, and after an exception; what is trained stays as it is."""
+def test_each_adapter_is_active_in_its_context() -> None:
+    """With the output of a module that has only this adapter; also nested and after an exception; requires_grad stays."""
     module, want = lora_model.adapted(*ALL), {}
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
@@ -157,8 +157,8 @@ def test_each_adapter_computes_in_its_context() -> None:
     assert [parameter.requires_grad for parameter in module.parameters()] == trained
 
 
-def test_what_is_not_there_is_named() -> None:
-    """The message says which adapters there are; without any, the module is its own reference."""
+def test_a_missing_adapter_is_named() -> None:
+    """The message lists the adapters; a module without any is its own reference."""
     module, plain = lora_model.adapted("default", "old"), MODEL.build()
     with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
         pass
@@ -173,7 +173,7 @@ def test_what_is_not_there_is_named() -> None:
 
 
 def test_copy_and_blend() -> None:
-    """In place, with the numbers of the equation, and neither changes the source."""
+    """In place, by the equation, and without changing the source."""
     module = lora_model.adapted(*ALL)
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
@@ -192,7 +192,7 @@ def test_copy_and_blend() -> None:
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
-    """And has the names of the plain model."""
+    """It has the parameter names of the plain model."""
     module = lora_model.adapted()
     perturb(module)
     before = run(module)
@@ -204,7 +204,7 @@ def test_merged_is_the_same_function_without_adapters() -> None:
 
 
 def test_another_adapter_can_be_merged() -> None:
-    """It alone goes into the weights; then the module is plain enough for new adapters."""
+    """Only this one is merged; then new adapters can be added."""
     module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
@@ -217,7 +217,7 @@ def test_another_adapter_can_be_merged() -> None:
 
 
 def test_the_config_may_choose_the_layers() -> None:
-    """Its targets are taken in place of the model's."""
+    """Its targets replace those of the model."""
     module = MODEL.build()
     add_lora(module, LoraConfig(targets=("to_q", "transformer_blocks.1.ff.net.2")), MODEL.lora_targets)
     want = {f"transformer_blocks.{block}.attn.to_q" for block in range(4)} | {"transformer_blocks.1.ff.net.2"}
@@ -233,7 +233,7 @@ def test_the_config_may_choose_the_layers() -> None:
     ],
 )
 def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
-    """Before anything is changed."""
+    """The module is unchanged."""
     module = MODEL.build()
     with pytest.raises(ValueError, match=message):
         add_lora(module, LoraConfig(), targets)
@@ -242,14 +242,14 @@ def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message
 
 @pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
 def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
-    """It is called `default`, and the names differ."""
+    """It is called `default`, and all names differ."""
     with pytest.raises(ValueError, match="expected default first"):
         add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
 def test_a_wrong_setting_is_refused(wrong: dict) -> None:
-    """When the config is built."""
+    """By the config's constructor."""
     with pytest.raises(ValueError, match=r"lora\."):
         LoraConfig(**wrong)
 
@@ -265,13 +265,13 @@ SHARDINGS: list[dict[str, Any]] = [
 
 
 def engine_of(module: nn.Module, one: World, **sharding: Any) -> Engine:
-    """An engine of the module."""
+    """Return an engine for the module."""
     return Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=EngineConfig(**sharding))
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_an_update_changes_the_trained_adapter_alone(one: World, sharding: dict[str, Any]) -> None:
-    """To what plain torch makes of it, with old policy and reference in the loss, checkpointed or not."""
+    """The result is that of plain torch, with old policy and reference in the loss, with and without checkpointing."""
     plain, module = lora_model.adapted(*ALL), lora_model.adapted(*ALL)
     for each in (plain, module):
         perturb(each, "default", seed=0)
@@ -290,18 +290,18 @@ def test_an_update_changes_the_trained_adapter_alone(one: World, sharding: dict[
         assert torch.equal(tensor, before[name]) == (name not in trained or name in UNUSED), name
     want = values(plain, "default")
     for name, tensor in values(module, "default").items():
-        error = (tensor - want[name]).abs()  # Adam's first step is as long for a gradient that is rounding alone
+        error = (tensor - want[name]).abs()  # Adam's first step is as long for a gradient of pure rounding
         assert error.max() <= 0.001
         assert error.mean() <= 1e-6
 
 
-# The last block drops its text stream, and with it what one adapter does.
+# The last block drops its text stream, so one adapter has no effect.
 UNUSED = {f"transformer_blocks.3.attn.add_q_proj.lora_{factor}.default.weight" for factor in "AB"}
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_sharded_adapters_are_copied_and_blended(one: World, sharding: dict[str, Any]) -> None:
-    """Also right after a forward pass, which leaves parameters gathered; the next one computes with the new values."""
+    """Also right after a forward pass, which leaves parameters gathered; the next pass uses the new values."""
     module = lora_model.adapted(*ALL)
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)

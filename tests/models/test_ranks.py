@@ -1,4 +1,4 @@
-"""Two ranks, with samples of their own or sharing each one, take the update of one process, whatever the model."""
+"""Two ranks, with separate samples or sharing each sample, take the update of one process, for every model."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every pipeline, and below `two` what two ranks found."""
+    """Return a folder of every pipeline, with the results of two ranks in `two`."""
     folder = tmp_path_factory.mktemp("ranks")
     pipeline_ranks.save(folder)
     (folder / "two").mkdir()
@@ -27,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
-    """The world of this process."""
+    """Return the world of this process."""
     with init_world() as world:
         yield world
 
 
 @pytest.mark.parametrize(("name", "shared"), pipeline_ranks.RUNS)
 def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name: str, shared: int) -> None:
-    """Velocities, log-probs, loss and every gradient; ranks that share a sample have the same log-prob of it, to the bit."""
+    """Velocities, log-probabilities, loss and gradients agree; ranks that share a sample have the same bits."""
     expected = pipeline_ranks.update(folder, name, one)
     found = load_file(folder / "two" / f"{name}-{shared}.safetensors")
     losses = json.loads((folder / "two" / "losses.json").read_text())
@@ -52,7 +52,7 @@ def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name
 
 @pytest.mark.parametrize("name", pipeline_ranks.SPLIT[:3])
 def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
-    """Three tokens of a image are none for two ranks, wherever in the network they are split."""
+    """Two ranks cannot share three tokens, wherever in the network they are split."""
     refused = json.loads((folder / "two" / "refused.json").read_text())
     tokens = "a sample has a number of tokens" if name == "wan" else "hidden_states has 3 tokens"
     assert f"context_parallel is 2, but {tokens}, which it does not divide" in refused[name]

@@ -1,4 +1,4 @@
-"""Updates every pipeline, on any number of ranks: they have samples of their own, or share each one."""
+"""Take one update of every pipeline on any number of ranks, with separate samples or sharing each sample."""
 
 import warnings
 from functools import partial
@@ -27,19 +27,19 @@ from fluvial.models.replay.any_pipeline import AnyPipeline
 ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
 WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not row.variant)
-SPLIT = ("flux", "qwen-image", "wan", "flux2")  # those whose tokens diffusers can split
-# Every pipeline, and how many ranks share a sample.
+SPLIT = ("flux", "qwen-image", "wan", "flux2")  # pipelines whose tokens diffusers can split over ranks
+# Every pipeline, and the number of ranks that share a sample.
 RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
 
 
 class Info(NamedTuple):
-    """What the update reports of each sample."""
+    """Diagnostics of the update, per sample."""
 
     error: Tensor
 
 
 class Update(NamedTuple):
-    """What an update of a pipeline shows."""
+    """Results of one update of a pipeline."""
 
     velocity: Tensor  # [copies, B, *event], of every rank's samples, as every rank of a group has them
     log_prob: Tensor  # [copies, B], of a step to a given next sample
@@ -56,7 +56,7 @@ def save(root: Path) -> None:
 
 
 def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
-    """Return a pipeline's model, and the shape of one sample."""
+    """Return a pipeline's model and the shape of one sample."""
     if name in WITH_ADAPTER:
         row = tiny_pipelines.ROWS[name]
         model: DiffusionModel = open_model(root / name, text_tokens=tiny_pipelines.TEXT, device="cpu", **row.options)
@@ -68,7 +68,7 @@ def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
 
 
 def update(root: Path, name: str, world: World, *, context_parallel: int = 1, size: tuple[int, ...] | None = None) -> Update:
-    """Take one update of a pipeline's four samples, each at a step of its own, with guidance."""
+    """Take one update of a pipeline on four samples, each at another step, with guidance."""
     model, shape = opened(root, name)
     shape = shape if size is None else model.latent_shape(*size)
     module = model.build(empty=True)
@@ -121,7 +121,7 @@ def _sampler(model: DiffusionModel, schedule: Schedule) -> Sampler:
 
 
 def updates(world: World, folder: str, to: str) -> None:
-    """Update every pipeline in a folder, and write what the ranks find to another."""
+    """Update every pipeline in a folder, and write the results of the ranks to another."""
     root, out = Path(folder), Path(to)
     warnings.simplefilter("ignore")  # deprecations within diffusers
     losses = {}

@@ -1,4 +1,4 @@
-"""Pipelines without an adapter as models: they sample as diffusers does, train, and refuse what they cannot do."""
+"""Pipelines without an adapter as models: they sample as diffusers does, train, export and refuse."""
 
 import itertools
 import json
@@ -29,27 +29,15 @@ STEPS = 4
 each = pytest.mark.parametrize("name", [*WITHOUT_ADAPTER, "flux-guided"])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny pipeline, saved once."""
-    root = tmp_path_factory.mktemp("pipelines")
-
-    def of(name: str) -> Path:
-        tiny_replayed.load(name, root / name)
-        return root / name
-
-    return of
-
-
 def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
-    """The model of a row."""
+    """Return the model of a row."""
     call = dict(ROWS[name].options)
     size = {"height": call.pop("height"), "width": call.pop("width"), "steps": STEPS, "scale": call.pop("guidance_scale")}
     return AnyPipeline(folder, **{**size, "call": call, **options})
 
 
 def theirs(name: str, folder: Path, noise: Tensor, *, output: str, lora: Path | None = None) -> Tensor:
-    """What diffusers' pipeline itself makes of some noise, with an adapter or without."""
+    """Return the output of diffusers' pipeline for given noise, with or without LoRA."""
     pipe = tiny_replayed.load(name, folder)
     if lora is not None:
         pipe.load_lora_weights(lora)
@@ -60,9 +48,9 @@ def theirs(name: str, folder: Path, noise: Tensor, *, output: str, lora: Path | 
 
 
 @each
-def test_samples_are_the_pipelines(name: str, folder: Callable[[str], Path]) -> None:
-    """From the same noise the ODE ends at the same latents and images, with guidance, alone and in a batch of three."""
-    model = opened(name, folder(name))
+def test_samples_are_those_of_the_pipeline(name: str, replayed: Callable[[str], Path]) -> None:
+    """From the same noise, the ODE ends at the same latents and images, with guidance, for one sample and for three."""
+    model = opened(name, replayed(name))
     module = model.build().eval()
     grid = on_device(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
     for batch in (1, 3):
@@ -73,27 +61,27 @@ def test_samples_are_the_pipelines(name: str, folder: Callable[[str], Path]) -> 
                 level = grid.levels[step].expand(batch)
                 v = model.predict(module, x, level, cond, timestep=grid.timesteps[step].expand(batch))
                 x = x + (grid.levels[step + 1] - grid.levels[step]) * v
-        images = theirs(name, folder(name), noise, output="pt")
+        images = theirs(name, replayed(name), noise, output="pt")
         torch.testing.assert_close(model.decode(x), images, rtol=1e-5, atol=1e-5)
         if ROWS[name].returns_samples:
-            latents = theirs(name, folder(name), noise, output="latent")
+            latents = theirs(name, replayed(name), noise, output="latent")
             torch.testing.assert_close(x, latents, rtol=1e-5, atol=1e-5)
             assert torch.equal(model.decode(latents), images)
 
 
 @each
-def test_it_is_what_the_pipeline_does(name: str, folder: Callable[[str], Path]) -> None:
-    """A run with the real transformer is compared, with other prompts than the one it was understood by."""
-    model = opened(name, folder(name))
+def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callable[[str], Path]) -> None:
+    """On other prompts than the empty one, which the model was understood by."""
+    model = opened(name, replayed(name))
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
     assert is_recorded(model)
     assert type(model._loaded().transformer).__name__ == "StandIn"  # which is put back
 
 
 @each
-def test_every_trained_parameter_has_a_gradient(name: str, folder: Callable[[str], Path]) -> None:
-    """LoRA on the names that the model gives, at every step of the schedule, and blocks to shard."""
-    model = opened(name, folder(name))
+def test_every_trained_parameter_has_a_gradient(name: str, replayed: Callable[[str], Path]) -> None:
+    """LoRA on the model's targets, at every step of the schedule."""
+    model = opened(name, replayed(name))
     module = model.build()
     assert 1 <= len(model.blocks(module)) <= 8
     add_lora(module, LoraConfig(rank=2, alpha=2.0), model.lora_targets, seed=0)
@@ -110,34 +98,34 @@ def test_every_trained_parameter_has_a_gradient(name: str, folder: Callable[[str
 
 
 @each
-def test_a_prompts_bits_depend_on_itself_alone(name: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Not on its batch, and not on whether it was cached."""
-    model = opened(name, folder(name))
+def test_a_prompt_is_encoded_alone(name: str, replayed: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its bits depend neither on its batch nor on the cache."""
+    model = opened(name, replayed(name))
     together = optree.tree_leaves(model.encode(PROMPTS))
     for row, prompt in enumerate(PROMPTS):
         for one, all_of_them in zip(optree.tree_leaves(model.encode([prompt])), together, strict=True):
             assert torch.equal(one, all_of_them[row : row + 1])
     for _ in range(2):
-        cached = opened(name, folder(name), cache=tmp_path / "texts").encode(PROMPTS)
+        cached = opened(name, replayed(name), cache=tmp_path / "texts").encode(PROMPTS)
         assert all(map(torch.equal, optree.tree_leaves(cached), together))
     assert len(list((tmp_path / "texts").iterdir())) == len(PROMPTS)
 
 
-def test_what_is_cached_is_of_one_way_to_call_the_pipeline(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Another guidance, number of steps or size is another conditioning."""
+def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str], Path], tmp_path: Path) -> None:
+    """Another guidance, number of steps or size gives another conditioning."""
     row = dict(ROWS["lumina2"].options)
-    opened("lumina2", folder("lumina2"), cache=tmp_path).encode(PROMPTS[:1])
+    opened("lumina2", replayed("lumina2"), cache=tmp_path).encode(PROMPTS[:1])
     for options in ({"scale": 2.0}, {"steps": 3}, {"negative": "blurry"}, {"height": 64}):
         before = len(list(tmp_path.iterdir()))
         call = {name: row[name] for name in ("system_prompt", "max_sequence_length")}
-        opened("lumina2", folder("lumina2"), cache=tmp_path, **{"call": call, **options}).encode(PROMPTS[:1])
+        opened("lumina2", replayed("lumina2"), cache=tmp_path, **{"call": call, **options}).encode(PROMPTS[:1])
         assert len(list(tmp_path.iterdir())) == before + 1, options
 
 
 @pytest.mark.parametrize("name", WITHOUT_ADAPTER)
-def test_a_rollout_is_on_policy_to_the_bit(name: str, folder: Callable[[str], Path]) -> None:
-    """The engine's rollout takes it as it takes any model; guidance is the pipeline's own."""
-    model = opened(name, folder(name))
+def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], Path]) -> None:
+    """Velocities computed from a stored rollout are those of the rollout; guidance is the pipeline's own."""
+    model = opened(name, replayed(name))
     module = model.build().eval()
     guidance = Guidance(scale=float(ROWS[name].options["guidance_scale"]))
     grid = on_device(model.schedule(STEPS, model.known.shape), torch.device("cpu"))
@@ -156,9 +144,9 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, folder: Callable[[str], Pa
     assert 0 <= float(chunk.images.min()) <= float(chunk.images.max()) <= 1
 
 
-def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(folder: Callable[[str], Path]) -> None:
-    """The check is with real weights, in other batches."""
-    model = opened("sana", folder("sana"))
+def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Callable[[str], Path]) -> None:
+    """The check uses the real weights, in other batches."""
+    model = opened("sana", replayed("sana"))
     module = model.build().eval()
 
     def mix(_: nn.Module, inputs: Any, output: Any) -> Any:
@@ -171,15 +159,15 @@ def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(folder: Call
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[World]:
-    """The world of this process."""
+    """Return the world of this process."""
     with init_world() as world:
         yield world
 
 
 @pytest.mark.parametrize("name", WITHOUT_ADAPTER)
-def test_what_is_trained_opens_in_the_pipeline(name: str, folder: Callable[[str], Path], one: World, tmp_path: Path) -> None:
-    """An adapter by the pipeline's own load_lora_weights, all weights in the place of the transformer's folder."""
-    model = opened(name, folder(name))
+def test_exports_open_in_the_pipeline(name: str, replayed: Callable[[str], Path], one: World, tmp_path: Path) -> None:
+    """LoRA by the pipeline's load_lora_weights, merged weights in place of the transformer's folder."""
+    model = opened(name, replayed(name))
     module = model.build()
     add_lora(module, LoraConfig(rank=2, alpha=3.0), model.lora_targets, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -187,11 +175,11 @@ def test_what_is_trained_opens_in_the_pipeline(name: str, folder: Callable[[str]
         if parameter.requires_grad:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     write_lora(module, tmp_path / "lora", world=one)
-    shutil.copytree(folder(name), tmp_path / "whole")
+    shutil.copytree(replayed(name), tmp_path / "whole")
     export(module, tmp_path / "whole" / "transformer", merge=True, world=one)
     noise = torch.randn(2, *model.known.shape, generator=generator)
-    before, whole = (theirs(name, place, noise, output="pt") for place in (folder(name), tmp_path / "whole"))
-    adapted = theirs(name, folder(name), noise, output="pt", lora=tmp_path / "lora")
+    before, whole = (theirs(name, place, noise, output="pt") for place in (replayed(name), tmp_path / "whole"))
+    adapted = theirs(name, replayed(name), noise, output="pt", lora=tmp_path / "lora")
     x, cond, levels = noise, model.encode(PROMPTS[:2]), model.schedule(STEPS, model.known.shape).levels
     with torch.no_grad():
         for now, later in itertools.pairwise(levels):
@@ -216,10 +204,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "says"), REFUSED, ids=[says for *_, says in REFUSED])
-def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], says: str, folder: Callable[[str], Path]) -> None:
-    """In words, when it is opened or first run."""
+def test_impossible_calls_are_refused(
+    name: str, options: dict[str, Any], says: str, replayed: Callable[[str], Path]
+) -> None:
+    """When the model is opened or first run."""
     with pytest.raises(ValueError, match=says):
-        _ = opened(name, folder(name), **options).known
+        _ = opened(name, replayed(name), **options).known
 
 
 @pytest.mark.parametrize(
@@ -236,36 +226,36 @@ def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], says: str
         ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
     ],
 )
-def test_folders_without_what_it_takes_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A UNet, a class that diffusers does not have, half a pipeline."""
+def test_unsuitable_folders_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A UNet, a class that diffusers does not have, and half a pipeline."""
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=says):
         AnyPipeline(tmp_path, height=32, width=32, steps=STEPS)
 
 
-def test_a_solver_of_a_flow_makes_way_for_eulers_steps(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """As published Sana has one: of the same shift."""
-    pipe = tiny_replayed.load("sana", folder("sana"))
+def test_a_solver_of_a_flow_is_replaced_by_euler_steps(replayed: Callable[[str], Path], tmp_path: Path) -> None:
+    """The published Sana has a solver; Euler's scheduler gets the same shift."""
+    pipe = tiny_replayed.load("sana", replayed("sana"))
     shift = pipe.scheduler.config.shift
     pipe.scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
     pipe.save_pretrained(tmp_path)
-    model, euler = opened("sana", tmp_path), opened("sana", folder("sana"))
+    model, euler = opened("sana", tmp_path), opened("sana", replayed("sana"))
     assert torch.equal(model.known.schedule.levels, euler.known.schedule.levels)
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
 
 
-def test_a_scheduler_that_is_none_of_a_flow_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """By its name, with what is expected."""
-    pipe = tiny_replayed.load("sana", folder("sana"))
+def test_a_scheduler_without_a_flow_is_refused(replayed: Callable[[str], Path], tmp_path: Path) -> None:
+    """The message names the scheduler and the expected one."""
+    pipe = tiny_replayed.load("sana", replayed("sana"))
     pipe.scheduler = DPMSolverMultistepScheduler()
     pipe.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"DPMSolverMultistepScheduler, expected FlowMatchEulerDiscreteScheduler"):
         _ = opened("sana", tmp_path).known
 
 
-def test_another_size_or_number_of_steps_is_refused(folder: Callable[[str], Path]) -> None:
-    """It is known for one; and at the levels of that schedule alone."""
-    model = opened("sana", folder("sana"))
+def test_another_size_or_number_of_steps_is_refused(replayed: Callable[[str], Path]) -> None:
+    """The model is known for one size and schedule only."""
+    model = opened("sana", replayed("sana"))
     with pytest.raises(ValueError, match="as the pipeline was opened"):
         model.latent_shape(64, 64)
     with pytest.raises(ValueError, match="as the pipeline was opened"):
@@ -274,9 +264,9 @@ def test_another_size_or_number_of_steps_is_refused(folder: Callable[[str], Path
         model.predict(model.build(), torch.zeros(1, *model.known.shape), torch.tensor([0.123]), model.encode(PROMPTS[:1]))
 
 
-def test_prompts_of_other_shapes_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline that pads to its batch's longest prompt gives its transformer other shapes for another prompt."""
-    model = opened("lumina2", folder("lumina2"))
+def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline that pads to the longest prompt of the batch gives its transformer other shapes for other prompts."""
+    model = opened("lumina2", replayed("lumina2"))
     encode: Any = type(model._loaded()).encode_prompt
 
     def unpadded(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,17 +279,17 @@ def test_prompts_of_other_shapes_are_refused(folder: Callable[[str], Path], monk
         model.encode(["a red fox"])
 
 
-def test_too_long_a_prompt_is_refused(folder: Callable[[str], Path]) -> None:
-    """By what the pipeline was told to take."""
-    model = opened("lumina2", folder("lumina2"))
+def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:
+    """The limit is the pipeline's max_sequence_length."""
+    model = opened("lumina2", replayed("lumina2"))
     with pytest.raises(ValueError, match="expected at most 24"):
         model.check_prompt("x" * 40)
     model.check_prompt("a fox")
 
 
-def test_the_stand_in_takes_no_memory(folder: Callable[[str], Path]) -> None:
-    """The transformer that encodes is without values, and the scheduler is the pipeline's own again after each use."""
-    model = opened("sana", folder("sana"))
+def test_the_stand_in_takes_no_memory(replayed: Callable[[str], Path]) -> None:
+    """Its parameters stay on the meta device, and the pipeline has its own scheduler again after each use."""
+    model = opened("sana", replayed("sana"))
     model.encode(PROMPTS)
     model.decode(torch.zeros(2, *model.known.shape))
     pipe = model._loaded()

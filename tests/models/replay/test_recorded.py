@@ -1,4 +1,4 @@
-"""Recorded pipelines: replaying gives what was recorded, trains, and what cannot be replayed is refused."""
+"""Recorded pipelines: a replay gives the recorded velocities and trains; other pipelines are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,28 +24,27 @@ STEPS = 4
 each = pytest.mark.parametrize("name", ROWS)
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """A fresh tiny pipeline, saved once."""
-    folder = tmp_path_factory.mktemp("pipelines")
-    return lambda name: tiny_replayed.load(name, Path(folder) / name)
+@pytest.fixture
+def load(replayed: Callable[[str], Path]) -> Callable[[str], Any]:
+    """Return a function that loads a fresh tiny pipeline."""
+    return lambda name: tiny_replayed.load(name, replayed(name))
 
 
 def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 0, **options: Any) -> Recording:
-    """A recording of a row."""
+    """Return a recording of a row's pipeline."""
     options = {"sampler": "flow_sde", "eta": 0.7, "key": key(seed), "steps": STEPS, **ROWS[name].options, **options}
     return record(pipe, prompts, **options)
 
 
 def every_pair(recording: Recording) -> tuple[Tensor, Tensor]:
-    """The samples and steps of all pairs, step by step."""
+    """Return the samples and steps of all pairs, step by step."""
     steps = recording.trajectory.steps
     batch = len(recording.trajectory.final)
     return torch.arange(batch).repeat(len(steps)), steps.repeat_interleave(batch)
 
 
 def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> Tensor:
-    """The log-prob of pairs, as the update computes it."""
+    """Return the log-probability of pairs, as the update computes it."""
     position = torch.searchsorted(recording.trajectory.steps, step.contiguous())
     levels = recording.schedule.levels
     x, x_next = (getattr(recording.trajectory, name)[sample, position] for name in ("x", "x_next"))
@@ -54,7 +53,7 @@ def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> T
 
 @each
 def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -> None:
-    """Its scheduler is back, no hook remains, and it is called as ever: images are those of the scheduler alone."""
+    """It has its scheduler again and no hooks, and recording does not change the images."""
     pipe = load(name)
     own = pipe.scheduler
     recording = recorded(pipe, name, window=[0, 1])
@@ -78,7 +77,7 @@ def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -
 
 @each
 def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -> None:
-    """A step's batch to the bit, so that the first ratio is exactly 1; other batches to rounding."""
+    """To the bit in the batch of a step, so that the first ratio is exactly 1; up to rounding in other batches."""
     pipe = load(name)
     recording = recorded(pipe, name, window=[0, 2])
     trajectory = recording.trajectory
@@ -98,8 +97,8 @@ def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -
     assert check_replay(pipe.transformer, recording, micro_batch=4) < 5e-6
 
 
-def test_what_differs_from_step_to_step_is_kept_by_step_and_the_rest_once(load: Callable[[str], Any]) -> None:
-    """Of Sana: the mask, the text and the time, both halves of each; of FLUX the places of tokens are nobody's own."""
+def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str], Any]) -> None:
+    """Sana has a mask, text and time for both halves of guidance; the positions of FLUX belong to no sample."""
     pipe = load("sana")
     recording = recorded(pipe, "sana")
     (recipe,) = recording.model.recipes
@@ -125,23 +124,23 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 
 @each
-def test_what_the_velocity_is_made_of_is_found(name: str, load: Callable[[str], Any]) -> None:
-    """As the pipeline's source has it."""
+def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[str], Any]) -> None:
+    """As in the pipeline's source."""
     (recipe,) = recorded(load(name), name).model.recipes
     found = recipe.combination._asdict()
     assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
 
 
 def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
-    """Sana's own, Lumina's with its sign turned."""
+    """Sana's output is the velocity, Lumina's its negative."""
     for name in ("sana", "lumina2"):
         (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
         assert recipe.combination.cond is None
         assert recipe.combination.negative == (name == "lumina2")
 
 
-def test_steps_that_are_made_otherwise_are_replayed_so(load: Callable[[str], Any]) -> None:
-    """Lumina 2 guides only the first of its steps if asked to; pairs of both kinds can be mixed."""
+def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -> None:
+    """Lumina 2 can guide only its first steps; pairs of both kinds can be mixed."""
     pipe = load("lumina2")
     recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
     assert [recipe.positions for recipe in recording.model.recipes] == [(0, 1), (2, 3)]
@@ -154,8 +153,8 @@ def test_steps_that_are_made_otherwise_are_replayed_so(load: Callable[[str], Any
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
-def test_what_all_samples_share_may_differ_from_step_to_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
-    """Steps are told apart by it; a value that comes back is the same again."""
+def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
+    """Steps with equal shared inputs have the same recipe."""
     pipe = load("sana")
 
     def move(pipe: Any, step: int, timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -167,8 +166,8 @@ def test_what_all_samples_share_may_differ_from_step_to_step(kind: Callable[[int
     assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
 
 
-def test_inputs_are_what_the_transformer_was_given(load: Callable[[str], Any]) -> None:
-    """Not what it leaves of them: some take out of a dictionary what they need."""
+def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[[str], Any]) -> None:
+    """Some transformers remove entries from a dictionary."""
     pipe = load("sana")
     forward = pipe.transformer.forward
 
@@ -181,8 +180,8 @@ def test_inputs_are_what_the_transformer_was_given(load: Callable[[str], Any]) -
     assert [recipe.positions for recipe in recording.model.recipes] == [(0,), (1, 2, 3)]
 
 
-def test_the_schedule_is_the_schedulers_own(load: Callable[[str], Any]) -> None:
-    """One that was moved after it was configured, too."""
+def test_the_schedule_is_that_of_the_scheduler(load: Callable[[str], Any]) -> None:
+    """Also if its shift was changed after it was configured."""
     pipe = load("sana")
     pipe.scheduler.set_shift(7.0)
     recording = recorded(pipe, "sana")
@@ -192,7 +191,7 @@ def test_the_schedule_is_the_schedulers_own(load: Callable[[str], Any]) -> None:
 
 
 def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
-    """A transformer in bfloat16, whose samples the pipeline keeps in float32."""
+    """A transformer in bfloat16 with samples in float32."""
     pipe = load("sana")
     pipe.transformer.to(torch.bfloat16)
     recording = recorded(pipe, "sana")
@@ -205,7 +204,7 @@ def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
 
 
 def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
-    """Initial noise and the noise of the steps, whatever batch it is made in; several samples a prompt too."""
+    """Initial noise and noise of the steps are the same in any batch, also with several samples per prompt."""
     pipe = load("sana")
     keys = fold_in(key(4), torch.tensor([10, 11, 12]))
     three = recorded(pipe, "sana", key=keys)
@@ -222,7 +221,7 @@ def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_ADAPTER)
 def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> None:
-    """LoRA, the core's clipped surrogate and AdamW: ratios of 1 at first, gradients everywhere, and a better policy."""
+    """LoRA with the clipped surrogate and AdamW: first ratios of 1, gradients everywhere, and a better policy."""
     pipe = load(name)
     away: dict[str, Any] = (
         {} if name == "flux2" else {"negative_prompt": "bad"}
@@ -266,7 +265,7 @@ def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> 
 
 
 def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> None:
-    """In the sample and the weights, through both halves of guidance: as one writes it down for Sana by hand."""
+    """With respect to sample and weights, through both halves of guidance: compared with Sana written by hand."""
     pipe = load("sana")
     recording = recorded(pipe, "sana")
     module, weight = pipe.transformer, pipe.transformer.proj_out.weight
@@ -287,7 +286,7 @@ def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> Non
 
 
 def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) -> None:
-    """Inputs are known at the recorded steps alone."""
+    """Inputs are known at the recorded steps only."""
     pipe = load("sana")
     recording = recorded(pipe, "sana", window=[0, 1])
     with pytest.raises(ValueError, match="the recording of SanaPipeline has no step at sigma"):
@@ -295,7 +294,7 @@ def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) ->
 
 
 def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The pipeline, which does something to the velocity before it steps."""
+    """Return the pipeline with a change of the velocity before each step."""
     step = RecordingScheduler.step
 
     class Changing(type(pipe)):  # type: ignore[misc]
@@ -312,35 +311,35 @@ def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 def unguided(pipe: Any) -> Any:
-    """A pipeline that takes a bit off its velocity."""
+    """Scale the velocity slightly."""
     return changed(pipe, lambda v, x: v * 0.999)
 
 
 def swapped(pipe: Any) -> Any:
-    """A pipeline that steps one sample with another one's velocity."""
+    """Step each sample with another sample's velocity."""
     return changed(pipe, lambda v, x: v.roll(1, 0))
 
 
 def batch_coupled(pipe: Any) -> Any:
-    """A pipeline whose transformer mixes the samples of a batch."""
+    """Make the transformer mix the samples of a batch."""
     pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
     return pipe
 
 
 def masked(pipe: Any) -> Any:
-    """A pipeline whose transformer is given something else than the sample."""
+    """Give the transformer another input than the sample."""
     pipe.transformer.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     return pipe
 
 
 def restless(pipe: Any) -> Any:
-    """A pipeline whose transformer returns something else each time."""
+    """Make the transformer's output random."""
     pipe.transformer.train().proj_out.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
     return pipe
 
 
 def heun(pipe: Any) -> Any:
-    """A pipeline with a scheduler of second order."""
+    """Give the pipeline a scheduler of second order."""
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
     return pipe
 
@@ -363,8 +362,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_replayed_is_refused_in_one_line(case: str, load: Callable[[str], Any]) -> None:
-    """Naming the pipeline, which is left as it was."""
+def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[str], Any]) -> None:
+    """The message names the pipeline, which keeps its scheduler."""
     change, options, message = REFUSED[case]
     pipe = change(load("sana"))
     own = pipe.scheduler
@@ -375,13 +374,13 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(case: str, load: Callabl
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
-    """Which of the outputs is the prompt's cannot be told then."""
+    """The conditional and unconditional outputs are then equal."""
     with pytest.raises(ValueError, match=r"FluxPipeline .* several combinations .* use prompts other than the negative"):
         recorded(load("flux"), "flux-guided", prompts=["bad"] * 3, negative_prompt=["bad"] * 3)
 
 
-def test_other_weights_are_told_before_the_first_update(load: Callable[[str], Any]) -> None:
-    """The check fails where the policy is no longer the one that was recorded."""
+def test_other_weights_are_found_before_the_first_update(load: Callable[[str], Any]) -> None:
+    """The check fails if the policy is not the recorded one."""
     pipe = load("aura-flow")
     recording = recorded(pipe, "aura-flow")
     with torch.no_grad():
@@ -392,7 +391,7 @@ def test_other_weights_are_told_before_the_first_update(load: Callable[[str], An
 
 
 def test_inputs_that_only_look_like_rows_are_refused(load: Callable[[str], Any]) -> None:
-    """As many samples as tokens: the tokens' places would be taken for the samples' own."""
+    """With as many samples as tokens, the positions of tokens look like rows per sample."""
     pipe = load("flux")
     with pytest.raises(ValueError, match="FluxPipeline cannot be trained"):
         recorded(pipe, "flux", prompts=[f"{number} foxes" for number in range(16)], steps=2)
