@@ -4,7 +4,7 @@ The folder holds `preferences.jsonl`, with one line {"prompt", "win", "lose"} pe
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ def read_preferences(
     shape: tuple[int, ...],
     check: Callable[[str], None],
     heldout: Sequence[str] = (),
+    skip: Sequence[str] = (),
 ) -> tuple[Preference, ...]:
     """Return the preferences of a folder as clean samples of a model.
 
@@ -79,29 +80,21 @@ def read_preferences(
         shape: shape of one sample.
         check: function that raises ValueError for a string that is not a prompt of the model.
         heldout: prompts of the evaluation, which must not be in the folder.
+        skip: prompts whose preferences are left out, because they were held out of this folder.
 
     Raises:
         UsageError: the model cannot encode images, a file is missing or unreadable, or a line is not a preference or has a
             held-out prompt; the message names file and line.
     """
     if encode is None:
-        raise UsageError(f"preferences of {folder} cannot be used: this job has no function from images to samples (encode)")
-    path, apart, found = folder / PREFERENCES, frozenset(heldout), []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"preferences {path} cannot be read: {reason}") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"preferences {path}, line {number}"
-        try:
-            record = json.loads(line)
-            prompt, names = record["prompt"], [Path(record[side]) for side in ("win", "lose")]
-            check(prompt)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error
-        if prompt in apart:
-            raise UsageError(f"{where}: {prompt!r} is held out for evaluation, never trained on")
+        raise UsageError(
+            f"preferences of {folder} cannot be used: this job has no function from images to samples (encode): pass one to "
+            "the job"
+        )
+    left_out, found = frozenset(skip), []
+    for where, prompt, names in _records(folder, check=check, heldout=heldout):
+        if prompt in left_out:
+            continue
         try:
             samples = encode(torch.stack([_image(folder / name) for name in names]))
         except (OSError, RuntimeError) as error:
@@ -109,9 +102,44 @@ def read_preferences(
         if tuple(samples.shape[1:]) != tuple(shape):
             raise UsageError(f"{where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
         found.append(Preference(prompt, *samples))
-    if not found:
-        raise UsageError(f"preferences {path} is empty, expected one preference per line")
     return tuple(found)
+
+
+def preferred_prompts(folder: Path, *, check: Callable[[str], None], heldout: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the prompts of a folder of preferences, each once, in their order.
+
+    Args:
+        folder, check, heldout: arguments of `read_preferences`.
+
+    Raises:
+        UsageError: the file is missing, or a line is not a preference or has a held-out prompt.
+    """
+    return tuple(dict.fromkeys(prompt for _, prompt, _ in _records(folder, check=check, heldout=heldout)))
+
+
+def _records(
+    folder: Path, *, check: Callable[[str], None], heldout: Sequence[str]
+) -> Iterator[tuple[str, str, tuple[Path, Path]]]:
+    """Yield the place in the file, the prompt and the names of the two images of each preference of a folder."""
+    path, apart = folder / PREFERENCES, frozenset(heldout)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"preferences {path} cannot be read: {reason}") from error
+    if not lines:
+        raise UsageError(f"preferences {path} is empty, expected one preference per line")
+    for number, line in enumerate(lines, start=1):
+        where = f"preferences {path}, line {number}"
+        try:
+            record = json.loads(line)
+            prompt, names = record["prompt"], (Path(record["win"]), Path(record["lose"]))
+            check(prompt)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error
+        if prompt in apart:
+            raise UsageError(f"{where}: {prompt!r} is held out for evaluation, never trained on")
+        yield where, prompt, names
 
 
 def _image(path: Path) -> Tensor:

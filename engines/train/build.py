@@ -18,7 +18,7 @@ from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import TrainConfig, check_model
+from fluvial.engines.train.config import BUILT_IN, TrainConfig, check_model
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.policies import Policies
@@ -114,9 +114,10 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
     """
     folder = config.objective.preferences if isinstance(config.objective, Dpo) else None
     if folder is not None:
-        return read_preferences(
-            folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=job.heldout
-        )
+        # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
+        split_off = config.model not in BUILT_IN and config.prompts is None and config.pipeline.heldout is None
+        apart = {"skip": sorted(set(job.heldout) - set(job.prompts))} if split_off else {"heldout": job.heldout}
+        return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
             f"{name_of(config.objective)} learns from data, and this job has none (data): use another recipe, or pass data "

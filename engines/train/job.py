@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
-from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.preferences import Preference, preferred_prompts
 from fluvial.engines.data.prompts import read_prompts, split_off
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
@@ -158,14 +159,17 @@ def handwriting(*, weights: Path | None = None, prompts: Path | None = None, une
 
 
 def pipeline(
-    name: str, config: PipelineConfig, *, prompts: Path | None, steps: int, guidance: Guidance, compute: torch.dtype
-) -> Job:
-    """Return the job of training a diffusers pipeline on prompts from a file.
+    name: str, config: PipelineConfig, *, prompts: Path | None = None, preferences: Path | None = None, steps: int,
+    guidance: Guidance, compute: torch.dtype,
+) -> Job:  # fmt: skip
+    """Return the job of training a diffusers pipeline, or a person's own model, on prompts from a file.
 
     Args:
-        name: folder of the pipeline, or its id on the Hub.
+        name: folder of the pipeline, its id on the Hub, or `module:name` of an own model (`models.load_adapter`).
         config: size of the images, and how the pipeline is opened.
         prompts: text file of prompts to train on, one per line.
+        preferences: folder of preferences, whose prompts are the job's where there is no such file. The job has no function
+            that encodes their images: pass one with `dataclasses.replace(job, encode=...)`.
         steps: steps per sample, of a pipeline without an adapter.
         guidance: guidance of its steps.
         compute: dtype that its network computes in.
@@ -175,14 +179,21 @@ def pipeline(
     """
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
-    if prompts is None:
+    if prompts is None and preferences is None:
         raise UsageError(f"model {name} needs prompts to train on: set prompts to a text file with one prompt per line")
     job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
     heldout = () if config.heldout is None else read_prompts(config.heldout, check=model.check_prompt)
-    train = read_prompts(prompts, check=model.check_prompt, heldout=heldout)
+    if prompts is not None:
+        train = read_prompts(prompts, check=model.check_prompt, heldout=heldout)
+    else:
+        assert preferences is not None
+        train = preferred_prompts(preferences, check=model.check_prompt, heldout=heldout)
     if not heldout:
         train, heldout = split_off(train)
+    job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility})
+    if _is_adapter(name):
+        return job
 
     def prepare(world: World, negative: Sequence[str]) -> None:
         if config.text_cache is not None:
@@ -198,9 +209,6 @@ def pipeline(
 
     return replace(
         job,
-        prompts=train,
-        heldout=heldout,
-        rewards={"jpeg": jpeg_compressibility},
         load=model.with_weights,
         prepare=prepare,
         check=check if is_recorded(model) else None,
@@ -218,6 +226,8 @@ def opened(
     Raises:
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
+    if _is_adapter(name):
+        return _adapted(name, config)
     from fluvial.models.pipelines.folder import local_folder
     from fluvial.models.pipelines.open import has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
@@ -237,6 +247,32 @@ def opened(
         else:
             model = open_model(folder, **options)
         shape = model.latent_shape(**size)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, (), heldout=(), shape=shape)
+
+
+def _is_adapter(name: str) -> bool:
+    """Return whether a model's name is `module:name`."""
+    return ":" in name and not Path(name).is_dir()
+
+
+def _adapted(name: str, config: PipelineConfig) -> Job:
+    """Return the job of a person's own model, without prompts, rewards and evaluators.
+
+    Raises:
+        UsageError: it cannot be loaded, or takes none of the settings.
+    """
+    from fluvial.models import load_adapter
+
+    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
+    sized = PipelineConfig(**size)
+    try:
+        if config != replace(sized, heldout=config.heldout):
+            raise ValueError("a model of your own takes only height, width, frames and heldout of pipeline: leave the rest")
+        model = load_adapter(name)
+        # A model of one size says so by defaults, and then need not be told.
+        shape = _only_shape(model) if sized == PipelineConfig() and _has_one_size(model) else model.latent_shape(**size)
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
     return Job(model, (), heldout=(), shape=shape)
@@ -267,8 +303,15 @@ def of_run(config: TrainConfig) -> Job:
     Raises:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
-    if config.model in BUILT_IN or ("/" not in config.model and not Path(config.model).is_dir()):
+    elsewhere = "/" in config.model or Path(config.model).is_dir() or _is_adapter(config.model)
+    if config.model in BUILT_IN or not elsewhere:
         return named(config.model, weights=config.weights, prompts=config.prompts)
+    if isinstance(config.objective, Dpo) and config.objective.preferences is not None:
+        raise UsageError(
+            f"objective.preferences is {config.objective.preferences}, and images cannot be encoded into samples of "
+            f"{config.model} yet: train {' or '.join(BUILT_IN)} on them, or leave objective.preferences out and set prompts "
+            "to a text file, to learn from pairs of samples of each rollout"
+        )
     rollout, device = config.rollout, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return pipeline(
         config.model, config.pipeline, prompts=config.prompts, steps=rollout.steps, guidance=rollout.guidance,
@@ -325,12 +368,19 @@ def _only_shape(model: DiffusionModel) -> tuple[int, ...]:
     Raises:
         UsageError: the model has several sizes.
     """
+    if not _has_one_size(model):
+        raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)")
     latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape
-    try:
-        inspect.signature(latent_shape).bind()
-    except TypeError:
-        raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)") from None
     return tuple(latent_shape())
+
+
+def _has_one_size(model: DiffusionModel) -> bool:
+    """Return whether `latent_shape` can be called without a size."""
+    try:
+        inspect.signature(model.latent_shape).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _named_value(word: str) -> tuple[str, Any]:
