@@ -1,7 +1,7 @@
-"""What an update sees, and all that it sees: a flat set of (sample, noise level) pairs.
+"""The items of an update: a flat set of (sample, noise level) pairs, and all that the update sees.
 
-Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are samples with noise put on anew. Flattened, any
-chunk of them is a micro-batch.
+Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are samples that noise is put on. Flattened, any
+slice of them is a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -17,32 +17,53 @@ from fluvial.models import Cond, Schedule
 
 
 class Items(NamedTuple):
-    """P (sample, noise level) pairs, each field `[P, ...]`: recorded steps of a rollout, or samples with noise put on anew.
+    """P (sample, noise level) pairs, each field `[P, ...]`: recorded steps of a rollout, or clean samples with noise on them.
 
-    Preferences are pairs of two samples: what has a sample's shape is `[P, 2, *event]` then, the preferred one first.
+    An item of preferences is two samples with the same noise: what has a sample's shape is then `[P, 2, *event]`, the
+    preferred sample first.
     """
 
-    x: Tensor  # where the velocity is taken
-    level: Tensor  # its noise level (alpha_bar for a model of epsilon)
-    timestep: Tensor | None  # what the model is given for it; None: it is derived from the level
-    sample: Tensor  # int64, the row of the conditioning that it was made with, which the steps of a sample share
-    target_weight: Tensor  # what the sample's reward is to the objective, e.g. its advantage
-    weight: Tensor  # of the loss; 0 for pairs that only fill up
-    # Of recorded steps.
+    x: Tensor  # sample at which the model is evaluated
+    level: Tensor  # its noise level: sigma of a flow, alpha_bar of a model that predicts epsilon
+    timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
+    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
+    target_weight: Tensor  # `Objective.target_weight` of the sample, e.g. its advantage
+    weight: Tensor  # weight in the loss: 1, a correction of the rollout, or 0 for items that only fill up
+    # Recorded steps only.
     level_next: Tensor | None = None
     x_next: Tensor | None = None
     log_prob_old: Tensor | None = None
-    # Of samples with noise put on anew.
+    # Clean samples with noise only.
     x0: Tensor | None = None
-    target: Tensor | None = None  # noise - x0, or the noise for a model of epsilon
-    # Other velocities at x, where the objective or a KL term asks for them.
+    target: Tensor | None = None  # what the model should predict: noise - x0, or the noise for a model of epsilon
+    # Predictions of other policies at x, where the objective or a KL term asks for them.
     v_old: Tensor | None = None
     v_ref: Tensor | None = None
     v_teacher: Tensor | None = None
 
 
+class Share(NamedTuple):
+    """The samples of a batch that one rank holds: first, first + 1, ...; a slot past the end of the batch is a repeat."""
+
+    first: int
+    slots: int
+    batch: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """Index in the batch of the sample in each slot."""
+        return [(self.first + slot) % self.batch for slot in range(self.slots)]
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return this rank's part of a value per sample of the batch, `[B, ...]` -> `[slots, ...]`, 0 for repeats."""
+        spread = values.new_zeros((self.first + self.slots, *values.shape[1:]))
+        held = min(self.batch, len(spread))
+        spread[:held] = values[:held]
+        return spread[self.first :]
+
+
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Join trajectories of the same recorded steps along the batch."""
+    """Return trajectories with the same recorded steps, joined along the batch."""
     steps = trajectories[0].steps
     return optree.tree_map(lambda *parts: torch.cat(parts), *(t._replace(steps=t.steps[:0]) for t in trajectories))._replace(
         steps=steps
@@ -53,10 +74,10 @@ def flatten(trajectory: Trajectory, schedule: Schedule, target_weight: Tensor, w
     """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
 
     Args:
-        trajectory: B samples, S recorded steps.
-        schedule: that it followed.
-        target_weight: `[B]`.
-        weight: `[B]`, or `[B, S]`.
+        trajectory: B samples with S recorded steps.
+        schedule: schedule of the trajectory.
+        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        weight: weight in the loss, `[B]` or `[B, S]`.
     """
     batch, count = trajectory.log_prob.shape
     device = target_weight.device
@@ -80,54 +101,54 @@ def flatten(trajectory: Trajectory, schedule: Schedule, target_weight: Tensor, w
     )
 
 
-def select(pairs: Items, adds: Tensor) -> Items:
-    """Return the pairs that add something to the loss, in order; the others need not be computed.
+def select(items: Items, adds: Tensor) -> Items:
+    """Return the items that add something to the loss, in order; the others need not be computed.
 
     Args:
-        pairs: P pairs.
-        adds: `[P]` on the host, so that no device is waited for; 0 for pairs that add nothing.
+        items: P items.
+        adds: `[P]` on the host, so that the device is not waited for; 0 for items that add nothing.
     """
-    rows = torch.nonzero(adds).flatten().to(pairs.level.device)
-    return optree.tree_map(lambda tensor: tensor[rows], pairs)
+    rows = torch.nonzero(adds).flatten().to(items.level.device)
+    return optree.tree_map(lambda tensor: tensor[rows], items)
 
 
 def transfers(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many pairs each rank gives to each, so that all have as many, but for one; few pairs are moved.
+    """Return how many items each rank sends to each other rank, so that their numbers differ by at most one.
 
     Args:
-        counts: pairs of each rank.
+        counts: number of items of each rank.
     """
     ranks = range(len(counts))
     share, more = divmod(sum(counts), len(counts))
     surplus = [count - share - (rank < more) for rank, count in enumerate(counts)]
     plan = [[0] * len(counts) for _ in ranks]
-    for giver in ranks:
-        for taker in ranks:
-            if surplus[giver] > 0 > surplus[taker]:
-                plan[giver][taker] = moved = min(surplus[giver], -surplus[taker])
-                surplus[giver], surplus[taker] = surplus[giver] - moved, surplus[taker] + moved
+    for sender in ranks:
+        for receiver in ranks:
+            if surplus[sender] > 0 > surplus[receiver]:
+                plan[sender][receiver] = moved = min(surplus[sender], -surplus[receiver])
+                surplus[sender], surplus[receiver] = surplus[sender] - moved, surplus[receiver] + moved
     return plan
 
 
-def rebalance(pairs: Items, cond: Cond, counts: Sequence[int], world: World) -> tuple[Items, Cond]:
-    """Move pairs between ranks as `transfers` says, with their conditioning; every rank must take part.
+def rebalance(items: Items, cond: Cond, counts: Sequence[int], world: World) -> tuple[Items, Cond]:
+    """Return items and conditioning after moving items between ranks as `transfers` says; every rank must take part.
 
     Args:
-        pairs: of this rank, the last of which are given away.
-        cond: a pytree of tensors `[B, ...]`, in which `pairs.sample` counts.
-        counts: pairs of each rank, the same on all.
-        world: of the world.
+        items: items of this rank; the last ones are sent.
+        cond: conditioning, a pytree of tensors `[B, ...]` that `items.sample` indexes.
+        counts: number of items of each rank, the same on all ranks.
+        world: process group that the items are spread over.
     """
     plan, rank = transfers(counts), world.data_rank
     send, receive = plan[rank], [row[rank] for row in plan]
-    stay = len(pairs.level) - sum(send)
+    stay = len(items.level) - sum(send)
 
     def moved(tensor: Tensor) -> Tensor:
         return world.exchange(tensor[stay:], send, receive)
 
-    rows = pairs.sample[stay:]
+    rows = items.sample[stay:]
     known = len(optree.tree_leaves(cond)[0])
-    received: Items = optree.tree_map(moved, pairs)
+    received: Items = optree.tree_map(moved, items)
     received = received._replace(sample=known + torch.arange(sum(receive), device=rows.device))
     cond = optree.tree_map(lambda table: torch.cat([table, world.exchange(table[rows], send, receive)]), cond)
-    return optree.tree_map(lambda own, new: torch.cat([own[:stay], new]), pairs, received), cond
+    return optree.tree_map(lambda own, new: torch.cat([own[:stay], new]), items, received), cond

@@ -1,15 +1,35 @@
-"""Clean samples with noise put on them anew: the items of objectives that need no recorded steps."""
+"""Clean samples with noise put on them: the items of objectives that need no recorded steps."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import per_sample
+from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.flow_matching import interpolate
 from fluvial.core.random import Key, fold_in, normal, uniform
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.rollout.streams import Stream
-from fluvial.engines.train.config import NoisingConfig
 from fluvial.models import Prediction, Schedule
+
+
+@dataclass(frozen=True)
+class NoisingConfig:
+    """The noise levels at which clean samples are trained on, for objectives that need no recorded steps.
+
+    Args:
+        each: Number of noise levels per sample, each with its own noise.
+        levels: Distribution of the levels: schedule (steps of the sampling schedule, distinct per sample), continuous
+            (uniform along the schedule, between its steps too) or logit_normal (sigmoid of a standard normal, arXiv
+            2403.03206).
+    """
+
+    each: int = 4
+    levels: Literal["schedule", "continuous", "logit_normal"] = "schedule"
+
+    def __post_init__(self) -> None:
+        check_fields(self, each=(1, 2**31))
 
 
 def noised(
@@ -21,18 +41,19 @@ def noised(
     config: NoisingConfig,
     prediction: Prediction,
 ) -> Items:
-    """Return each sample at `config.each` noise levels: pair m * B + i is sample i at its m-th level.
+    """Return each sample at `config.each` noise levels: item m * B + i is sample i at its m-th level.
 
-        x_t = (1 - sigma) x0 + sigma noise, target = noise - x0       of a flow
-        x_t = sqrt(ab) x0 + sqrt(1 - ab) noise, target = noise        of a model of epsilon
+        x_t = (1 - sigma) x0 + sigma noise, target = noise - x0                        flow
+        x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, target = noise           model that predicts epsilon
 
     Args:
         x0: clean samples `[B, *event]`.
-        keys: of each sample, which its levels and its noise depend on, and nothing else.
-        target_weight, weight: `[B]`.
-        schedule: of the model.
-        config: how many levels, and which.
-        prediction: of the model.
+        keys: key of each sample; its levels and its noise depend on nothing else.
+        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        weight: weight in the loss, `[B]`.
+        schedule: the model's schedule.
+        config: number and distribution of the levels.
+        prediction: what the model predicts.
     """
     batch = len(x0)
     levels, timesteps = draw_levels(keys, schedule, config)
@@ -53,18 +74,18 @@ def noised(
 
 
 def noised_at(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """Return samples at levels `[B]`, and what a model of this prediction should say of them, each `[B, *event]`."""
+    """Return samples at levels `[B]`, and what the model should predict for them, each `[B, *event]`."""
     if prediction == "velocity":
         return interpolate(x0, noise, level), noise - x0
-    power = per_sample(level, x0)
-    return torch.sqrt(power) * x0 + torch.sqrt(1 - power) * noise, noise
+    alpha_bar = per_sample(level, x0)
+    return torch.sqrt(alpha_bar) * x0 + torch.sqrt(1 - alpha_bar) * noise, noise
 
 
 def preferred(win: Items, lose: Items) -> Items:
-    """Return pairs of two samples at the same levels with the same noise, `[P, 2, *event]`, the preferred one first.
+    """Return items of two samples at the same levels with the same noise, `[P, 2, *event]`, the preferred one first.
 
     Args:
-        win, lose: the two samples' pairs, of the same keys.
+        win, lose: items of the preferred and of the other samples, drawn with the same keys.
     """
 
     def both(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -76,9 +97,9 @@ def preferred(win: Items, lose: Items) -> Items:
 
 
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> tuple[Tensor, Tensor | None]:
-    """Return noise levels `[B, each]` and the timesteps that the model is given for them, None if it is to derive them.
+    """Return noise levels `[B, each]`, and the timesteps that the model is given, None if it derives them from the levels.
 
-    Of the schedule a sample gets different steps; the others are drawn independently.
+    A sample's levels are distinct steps of the schedule, or independent draws.
     """
     assert isinstance(keys.low, Tensor)
     batch, device = len(keys.low), keys.low.device
@@ -89,7 +110,7 @@ def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> tuple[T
         return levels[step], timesteps[step]
     if config.levels == "logit_normal":
         return torch.sigmoid(normal(drawn, (batch, config.each))), None
-    # Along the schedule, so that levels lie towards noise as the scheduler's do.
+    # Uniform along the schedule, so that the levels are as dense as its steps.
     place = uniform(drawn, (batch, config.each)) * steps
     below = place.long().clamp(max=steps - 1)
     return torch.lerp(levels[below], levels[below + 1], place - below), None

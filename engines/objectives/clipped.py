@@ -1,0 +1,48 @@
+"""The clipped policy gradient of PPO and GRPO."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.losses import LossConfig, recorded_step
+from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.rollout.items import Items
+from fluvial.kernels import policy_loss
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The clipped surrogate of PPO and GRPO on recorded steps (arXiv 1707.06347, 2402.03300, 2505.05470).
+
+    Args:
+        clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high]. The ratio is per
+            dimension if rollout.reduction is mean.
+        clip_high: Upper half-width of the clip.
+    """
+
+    clip_low: float = 1e-3
+    clip_high: float = 1e-3
+    traits = ObjectiveTraits(
+        trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf))
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the advantage."""
+        return advantage
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+        """Return `kernels.policy_loss` of the recorded steps."""
+        step = recorded_step(items, transition)
+        return policy_loss(
+            v, items.x, step.x_next, step.transition, step.log_prob_old, items.target_weight,
+            clip_low=self.clip_low, clip_high=self.clip_high, v_ref=items.v_ref, kl_coef=config.kl_coef,
+            kl_weight=config.kl_weight, dt=step.dt, form=config.form, reduction=config.reduction,
+            implementation=config.implementation,
+        )  # fmt: skip

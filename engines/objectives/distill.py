@@ -1,0 +1,66 @@
+"""On-policy distillation: the student samples, a teacher says which step it would have taken."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core import distill
+from fluvial.core.checks import check_fields
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, given, recorded_step
+from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
+from fluvial.engines.rollout.items import Items
+from fluvial.kernels import velocity_error
+
+
+def _refuses_mean_kl(config: RunSettings) -> Iterator[str]:
+    if config.rollout.is_deterministic:
+        yield (
+            "objective.match is mean_kl, which compares the distributions of steps, and ode's steps have no noise: use "
+            "objective.match velocity_mse"
+        )
+
+
+@dataclass(frozen=True)
+class Distill:
+    """On-policy distillation: fit the teacher's step at the samples that the student reaches (arXiv 2306.13649).
+
+    Args:
+        teacher: Folder of the teacher's weights, as a run's export writes them.
+        match: What is matched: mean_kl (the KL between the two Gaussian steps, in nats per dimension) or velocity_mse (the
+            mean squared distance of the two predictions, which deterministic steps have too).
+    """
+
+    teacher: Path | None = None
+    match: Literal["mean_kl", "velocity_mse"] = "mean_kl"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective")
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """Matching predictions has a kernel and needs no density of a step; matching steps is the other way round."""
+        common = ObjectiveTraits(
+            trains_on="steps", compares_with=("teacher",), rewards="nothing", takes_kl=True, teacher=self.teacher
+        )
+        if self.match == "velocity_mse":
+            return replace(common, takes_implementation=True, recorded_form="unscaled")
+        return replace(common, refuses=_refuses_mean_kl)
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return 1: the student learns from all of its samples alike."""
+        return torch.ones_like(reward)
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
+        """Return the distance between the student's and the teacher's step."""
+        v_teacher = given(items.v_teacher)
+        if self.match == "velocity_mse":
+            error = velocity_error(v, v_teacher, implementation=config.implementation)
+        else:
+            error = distill.mean_kl(recorded_step(items, transition).transition, v, v_teacher)
+        loss, kl = add_velocity_kl(error, v, items, config)
+        return loss, ErrorInfo(error.detach(), kl)

@@ -1,0 +1,65 @@
+"""Direct preference optimisation: fit the preferred of two samples more than the other."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.dpo import DpoInfo, dpo_info, dpo_loss
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.losses import LossConfig, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
+from fluvial.engines.rollout.items import Items
+from fluvial.kernels import velocity_error
+
+
+def _refuses(config: RunSettings) -> Iterator[str]:
+    if config.kl.coef > 0:
+        yield (
+            f"kl.coef is {config.kl.coef:g}, and dpo has the reference in its loss already: use kl.coef 0, or another "
+            "objective.beta"
+        )
+
+
+@dataclass(frozen=True)
+class Dpo:
+    """Diffusion-DPO: fit the preferred of two samples more than the other (arXiv 2311.12908, 2501.13918).
+
+    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder.
+
+    Args:
+        beta: Inverse temperature of the preference, without a unit. It includes the number of steps of the bound, so that
+            thousands are usual.
+        preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images); without one
+            the pairs come from the rollout.
+    """
+
+    beta: float = 2000.0
+    preferences: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective", beta=(1e-12, math.inf))
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """A folder of preferences makes the objective offline."""
+        return ObjectiveTraits(
+            trains_on="preferences", compares_with=("ref",), rewards="order", takes_implementation=True,
+            offline=self.preferences is not None, preferences=self.preferences, refuses=_refuses,
+        )  # fmt: skip
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return 1: all pairs are fitted alike."""
+        return torch.ones_like(reward)
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, DpoInfo]:
+        """Return `dpo.dpo_loss`; an item holds the preferred sample and the other, `[P, 2, *event]`."""
+        target, v_ref = given(items.target), given(items.v_ref)
+        errors = [
+            velocity_error(of[:, i], target[:, i], implementation=config.implementation) for of in (v, v_ref) for i in (0, 1)
+        ]
+        return dpo_loss(*errors, beta=self.beta), dpo_info(*errors, beta=self.beta)

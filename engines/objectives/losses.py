@@ -1,0 +1,96 @@
+"""What the losses of objectives share: the settings of a run's loss, recorded steps, KL terms and diagnostics."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.transitions import Transition
+from fluvial.engines.rollout.items import Items
+from fluvial.kernels import Implementation, step_log_prob, velocity_error
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """The KL term that keeps the policy near the reference, which is the policy that training starts from.
+
+    Args:
+        coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.
+        weight: Weight of the KL of a recorded step: rate (times |dt|, as Flow-GRPO's code has it) or exact (times 1). For
+            samples with noise on them the term is mean |v - v_ref|^2, and this stays rate.
+    """
+
+    coef: float = 0.0
+    weight: Literal["rate", "exact"] = "rate"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "kl", coef=(0, math.inf))
+
+
+class LossConfig(NamedTuple):
+    """What every loss of a run is computed with."""
+
+    form: Form = "density"  # form of the log-probabilities
+    reduction: Reduction = "mean"  # their reduction over the event
+    kl_coef: float = 0.0  # weight of the KL to the reference; v_ref is there if it is above 0
+    kl_weight: Literal["rate", "exact"] = "rate"
+    implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
+
+
+class ErrorInfo(NamedTuple):
+    """Diagnostics of an objective that fits a prediction, one number per item, without gradient."""
+
+    error: Tensor  # mean squared error or KL that is fitted, before the item's weight
+    kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
+
+
+class Step(NamedTuple):
+    """The fields of recorded steps that are always there."""
+
+    x_next: Tensor
+    log_prob_old: Tensor
+    transition: Transition
+    dt: Tensor
+
+
+def recorded_step(items: Items, transition: Transition | None) -> Step:
+    """Return what the rollout recorded of each item's step."""
+    assert transition is not None
+    return Step(given(items.x_next), given(items.log_prob_old), transition, given(items.level_next) - items.level)
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """Return a field of the items that the objective's traits ask for, so that it is there."""
+    assert tensor is not None
+    return tensor
+
+
+def log_prob_and_kl(v: Tensor, items: Items, step: Step, config: LossConfig) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each recorded step, `[P]`, and its KL to the reference's, None without a reference."""
+    return step_log_prob(
+        v, items.x, step.x_next, step.transition, v_ref=items.v_ref, form=config.form, reduction=config.reduction,
+        implementation=config.implementation,
+    )  # fmt: skip
+
+
+def add_step_kl(
+    loss: Tensor, info: PolicyInfo, kl: Tensor | None, step: Step, config: LossConfig
+) -> tuple[Tensor, PolicyInfo]:
+    """Return a surrogate loss with the KL to the reference's step added, and its diagnostics with that KL."""
+    if kl is None:
+        return loss, info
+    scale = step.dt.abs() if config.kl_weight == "rate" else 1.0
+    return loss + config.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
+
+
+def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return a loss with kl_coef mean |v - v_ref|^2 added, and that mean without gradient, 0 without a reference."""
+    if items.v_ref is None:
+        return loss, torch.zeros_like(loss)
+    kl = velocity_error(v, items.v_ref, implementation=config.implementation)
+    return loss + config.kl_coef * kl, kl.detach()

@@ -1,0 +1,97 @@
+"""DiffusionNFT: towards good samples and away from bad ones, on clean samples with noise on them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from fluvial.core import nft
+from fluvial.core.checks import check_fields
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
+from fluvial.engines.rollout.items import Items
+from fluvial.kernels import nft_loss, velocity_error
+
+
+def _refuses(config: RunSettings) -> Iterator[str]:
+    if config.keeps_old and config.train == "full":
+        yield (
+            "train is full, and nft's old policy is kept as a second LoRA adapter: use train lora, or objective.old none, "
+            "where the old policy is the policy itself"
+        )
+
+
+# A target weight of 0 is a bad sample, so none is skipped.
+TRAITS = ObjectiveTraits(
+    trains_on="noised", compares_with=("old",), flows_only=True, takes_kl=True, takes_implementation=True, refuses=_refuses
+)
+
+
+class NftInfo(NamedTuple):
+    """Diagnostics of DiffusionNFT, one number per item, without gradient."""
+
+    drift: Tensor  # mean |v - v_old|^2
+    kl_ref: Tensor  # mean |v - v_ref|^2 where the loss has that term, else 0
+
+
+@dataclass(frozen=True)
+class Nft:
+    """The loss of DiffusionNFT: the policy moves from an old policy towards good samples and away from bad ones (2509.16117).
+
+    The old policy makes the samples, and follows the policy after each rollout: old <- d old + (1 - d) policy. After n
+    rollouts d is 0 (old is none), min(old_rise n, old_cap) (linear), or 0 for the first old_delay rollouts and then
+    min(old_rise (n - old_delay), old_cap) (delayed).
+
+    Args:
+        beta: Distance of the two implicit policies, the good and the bad one, from the old policy, without a unit.
+        mode: How an advantage becomes the probability of a good sample, see `core.nft.reward_prob`.
+        adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
+        old: How the old policy follows the policy: none (it is the policy), linear or delayed.
+        old_rise: Growth of the decay d per rollout.
+        old_cap: Largest decay d, below 1.
+        old_delay: Number of rollouts before d grows; with old delayed only.
+        weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
+    """
+
+    beta: float = 0.1
+    mode: nft.Mode = "all"
+    adv_clip: float = 5.0
+    old: Literal["none", "linear", "delayed"] = "linear"
+    old_rise: float = 0.001
+    old_cap: float = 0.5
+    old_delay: int = 0
+    weight_min: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective", old_cap=(0, 1), old_rise=(0, math.inf), old_delay=(0, math.inf))
+        nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
+        if self.old_cap == 1:
+            raise ValueError("objective.old_cap is 1, and an old policy with decay 1 never learns: use below 1")
+        if self.old != "delayed" and self.old_delay:
+            raise ValueError(f"objective.old_delay is {self.old_delay} and objective.old is {self.old}: only delayed waits")
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """The old policy lags behind unless `old` is none."""
+        return TRAITS if self.old == "none" else replace(TRAITS, old_decay=self.old_decay)
+
+    def old_decay(self, rollouts: int) -> float:
+        """Return d, the share of the old policy that stays after a number of rollouts."""
+        return min(self.old_rise * max(rollouts - self.old_delay, 0), self.old_cap)
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the probability that a sample is good, in [0, 1]."""
+        return nft.reward_prob(advantage, adv_clip=self.adv_clip, mode=self.mode)
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, NftInfo]:
+        """Return `kernels.nft_loss`."""
+        v_old = given(items.v_old)
+        loss = nft_loss(
+            v, v_old, given(items.x0), items.x, items.level, items.target_weight, beta=self.beta, adv_clip=self.adv_clip,
+            weight_min=self.weight_min, implementation=config.implementation,
+        )  # fmt: skip
+        loss, kl = add_velocity_kl(loss, v, items, config)
+        return loss, NftInfo(velocity_error(v.detach(), v_old, implementation=config.implementation), kl)

@@ -1,0 +1,155 @@
+"""What an objective is: a frozen dataclass of hyper-parameters with `traits`, `target_weight` and `loss`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.gaussian import Form
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.losses import KLConfig, LossConfig
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.kernels import Implementation
+
+TrainsOn = Literal["steps", "noised", "preferences"]
+OtherPolicy = Literal["old", "ref", "teacher"]
+RewardUse = Literal["advantages", "order", "nothing"]
+
+
+class RunSettings(Protocol):
+    """The settings of a run that rules about it read; `TrainConfig` has them, and explains them."""
+
+    @property
+    def objective(self) -> "Objective": ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def train(self) -> Literal["full", "lora"]: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def minibatches(self) -> int: ...
+    @property
+    def prompts(self) -> Path | None: ...
+    @property
+    def weights(self) -> Path | None: ...
+    @property
+    def rewards(self) -> tuple[Any, ...]: ...
+    @property
+    def implementation(self) -> Implementation: ...
+    @property
+    def max_log_ratio(self) -> float: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def advantage(self) -> AdvantageConfig: ...
+    @property
+    def noising(self) -> NoisingConfig: ...
+    @property
+    def kl(self) -> KLConfig: ...
+    @property
+    def correction(self) -> CorrectionConfig: ...
+    @property
+    def is_built_in(self) -> bool: ...
+    @property
+    def asks_of_pipeline(self) -> bool: ...
+    @property
+    def updates_per_rollout(self) -> int: ...
+    @property
+    def makes_samples(self) -> bool: ...
+    @property
+    def takes_ratios(self) -> bool: ...
+    @property
+    def keeps_old(self) -> bool: ...
+    @property
+    def recorded_form(self) -> Form: ...
+
+
+def nothing(config: RunSettings) -> Iterator[str]:
+    """Yield no problem."""
+    return iter(())
+
+
+@dataclass(frozen=True)
+class ObjectiveTraits:
+    """What the trainer must know of an objective besides its loss.
+
+    Args:
+        trains_on: items of an update: steps (the recorded steps of a rollout), noised (clean samples with noise on them) or
+            preferences (pairs of clean samples with the same noise, the preferred one first).
+        compares_with: other policies whose prediction at each item the loss reads: old (the policy that made the rollout,
+            `Items.v_old`), ref (the policy that training started from, `v_ref`), teacher (another model, `v_teacher`).
+        rewards: what `target_weight` reads: advantages, the order of the rewards in a group, or nothing.
+        has_ratio: the loss compares log-probabilities with the old policy's, so that steps need noise where it trains on
+            steps. The diagnostics have a field `log_ratio`, which is bounded in a first pass (`max_log_ratio`).
+        skips_zero: items of target weight 0 add nothing to the loss, so that they need not be computed.
+        mean_over_kept: the loss is averaged over the items whose target weight is not 0; the others get no KL either.
+        flows_only: the loss is defined for models that predict a velocity alone.
+        takes_kl: the loss adds a KL to the reference (`LossConfig.kl_coef`); otherwise kl.coef > 0 is an error.
+        takes_implementation: the loss calls a kernel (`LossConfig.implementation`); otherwise a choice is an error.
+        offline: samples are given, and there is no rollout.
+        recorded_form: form of the log-probabilities that the rollout records, if not `rollout.form`.
+        teacher: folder of the teacher's weights.
+        preferences: folder of given preferences.
+        old_decay: `rollouts -> d`; after each rollout the old policy becomes d old + (1 - d) policy. None: the old policy
+            is the policy before the rollout's first update.
+        refuses: `config -> problems`, one line per combination of settings that has no meaning with this objective.
+    """
+
+    trains_on: TrainsOn
+    compares_with: tuple[OtherPolicy, ...] = ()
+    rewards: RewardUse = "advantages"
+    has_ratio: bool = False
+    skips_zero: bool = False
+    mean_over_kept: bool = False
+    flows_only: bool = False
+    takes_kl: bool = False
+    takes_implementation: bool = False
+    offline: bool = False
+    recorded_form: Form | None = None
+    teacher: Path | None = None
+    preferences: Path | None = None
+    old_decay: Callable[[int], float] | None = None
+    refuses: Callable[[RunSettings], Iterator[str]] = nothing
+
+    def __post_init__(self) -> None:
+        check_fields(self, "traits")
+
+
+class Objective(Protocol):
+    """An objective: a frozen dataclass whose fields are its hyper-parameters."""
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What the trainer must know; a class attribute, or a property where it depends on the hyper-parameters."""
+        ...
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return what each sample's reward is to the loss, `[B]`; the loss finds it as `Items.target_weight`.
+
+        Args:
+            reward: weighted sum of the rewards, `[B]`.
+            advantage: `[B]`.
+            group: index of each sample's group, `[B]`.
+        """
+        ...
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, Any]:
+        """Return the loss of each item, `[P]`, and a NamedTuple of diagnostics `[P]` without gradient.
+
+        Args:
+            v: the policy's prediction at each item, `[P, *event]` (`[P, 2, *event]` for preferences).
+            items: P items.
+            transition: coefficients of the recorded steps; None where there are none.
+            config: settings of the run's loss.
+        """
+        ...

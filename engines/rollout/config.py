@@ -1,0 +1,135 @@
+"""How a rollout makes its samples."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.transitions import Sampler
+from fluvial.engines.rollout.generate import Guidance, deterministic_step
+from fluvial.engines.rollout.samplers import SamplerRule, sampler_name, sampler_rule
+from fluvial.engines.rollout.solvers import Solver
+from fluvial.models import Prediction
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are made, and which of their steps are recorded for objectives that train on steps.
+
+    Args:
+        prompts: Number of prompts per rollout.
+        group: Number of samples per prompt; each is compared with the others of its group.
+        shared_noise: The samples of a group start from the same noise (DanceGRPO, arXiv 2505.07818), so that only the noise
+            of their steps tells them apart.
+        steps: Number of steps of the schedule, in training and in evaluation.
+        sampler: Name of the sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps
+            (Flow-CPS, 2509.05952), ddim (DDPO, 2305.13301, for models that predict epsilon), ode (no noise; DDIM with eta
+            0 for models that predict epsilon), or a function of your own as module:name.
+        eta: Scale of the sampler's noise, without a unit; 0 with ode, else above 0.
+        solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
+        window: Number of contiguous stochastic steps, placed at random per rollout and trained on; the other steps are
+            ODE steps (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
+        window_low: Index of the first step that the window may cover.
+        window_high: Index after the last step that the window may cover; None is the end of the schedule.
+        fraction: Fraction of the recorded steps that is trained on, drawn per sample and rollout, as in DanceGRPO.
+        form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
+        reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
+            sum (nats).
+        guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
+        autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
+    """
+
+    prompts: int = 8
+    group: int = 16
+    shared_noise: bool = False
+    steps: int = 10
+    sampler: Any = "flow_sde"  # a name, a function or a SamplerRule: see `rollout.samplers`
+    eta: float = 0.8
+    solver: Solver = "euler"
+    window: int | None = None
+    window_low: int = 0
+    window_high: int | None = None
+    fraction: float = 1.0
+    form: Form = "density"
+    reduction: Reduction = "mean"
+    guidance: Guidance = field(default_factory=Guidance)
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        count = (1, 2**31)
+        check_fields(self, prompts=count, group=count, steps=count, eta=(0, math.inf), fraction=(1e-6, 1))
+        rule, name = self.rule, self.sampler_name
+        if self.is_deterministic and self.eta > 0:
+            raise ValueError(f"rollout.eta is {self.eta:g}, and {name} takes no noise: use eta 0, or another sampler")
+        if not self.is_deterministic and self.eta == 0:
+            raise ValueError(
+                f"rollout.eta is 0, so every step of {name} is deterministic and has no density: use eta > 0, or sampler "
+                "ode for an objective that needs no density"
+            )
+        if self.eta > rule.max_eta:
+            raise ValueError(f"rollout.eta is {self.eta}, expected at most {rule.max_eta:g} for {name}")
+        if self.solver != "euler" and self.sampler != "ode":
+            raise ValueError(
+                f"rollout.solver is {self.solver}, which solves the ODE, and rollout.sampler is {name}: use sampler ode"
+            )
+        if self.shared_noise and self.is_deterministic and self.group > 1:
+            raise ValueError(
+                f"rollout.shared_noise is set, and {name} takes no noise, so all samples of a group would be the same: use "
+                "another sampler"
+            )
+        low, high = self.window_range
+        if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:
+            raise ValueError(
+                f"rollout.window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
+                "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
+            )
+
+    @property
+    def rule(self) -> SamplerRule:
+        """What a run must know of the sampler."""
+        return sampler_rule(self.sampler)
+
+    @property
+    def sampler_name(self) -> str:
+        """The sampler's name, in messages and records."""
+        return sampler_name(self.sampler)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the sampler takes no noise."""
+        return self.rule.max_eta == 0
+
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """The first step that a window may cover, and the one after the last."""
+        return self.window_low, self.steps if self.window_high is None else self.window_high
+
+    @property
+    def window_size(self) -> int:
+        """Number of steps of a window."""
+        low, high = self.window_range
+        return high - low if self.window is None else self.window
+
+    @property
+    def may_be_last_alone(self) -> bool:
+        """Whether a window may be the last step of the schedule and nothing else."""
+        return self.window_size == 1 and self.window_range[1] == self.steps
+
+    @property
+    def batch(self) -> int:
+        """Number of samples per rollout."""
+        return self.prompts * self.group
+
+    def bound_sampler(self, levels: Tensor, prediction: Prediction = "velocity") -> Sampler:
+        """Return the sampler with its hyper-parameters bound.
+
+        Args:
+            levels: T+1 noise levels of the schedule.
+            prediction: what the model predicts.
+        """
+        if self.sampler == "ode":
+            return deterministic_step(prediction)
+        return self.rule.bind(self.eta, levels)

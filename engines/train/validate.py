@@ -1,0 +1,203 @@
+"""Combinations of settings that have no meaning in a run. Each problem is one line: which fields, why, what to use."""
+
+from collections.abc import Iterator
+
+from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.protocol import RunSettings
+from fluvial.engines.objectives.table import name_of
+from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.models import Prediction
+
+DEFAULT_MAX_LOG_RATIO = 1e-3
+
+
+def config_problems(config: RunSettings) -> Iterator[str]:
+    """Yield what has no meaning in a run."""
+    yield from config.objective.traits.refuses(config)  # the objective's own words come first
+    yield from _counts(config)
+    yield from _rewards(config)
+    yield from _ratios(config)
+    if config.objective.traits.trains_on == "steps":
+        yield from _recorded_steps(config)
+    else:
+        yield from _clean_samples(config)
+    if not config.makes_samples:
+        yield from _given_samples(config)
+    yield from _policies(config)
+    yield from _kl(config)
+    yield from _model(config)
+    yield from _implementation(config)
+
+
+def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool = False) -> None:
+    """Raise ValueError if a run does not fit its model.
+
+    Args:
+        config: the run.
+        prediction: what the model predicts.
+        recorded: whether the model is a pipeline without an adapter, which is replayed at the levels of its schedule.
+    """
+    rollout = config.rollout
+    if rollout.rule.prediction not in (prediction, None):
+        fitting = [name for name, other in SAMPLERS.items() if other.prediction in (prediction, None)]
+        raise ValueError(
+            f"rollout.sampler is {rollout.sampler_name}, which is for models that predict {rollout.rule.prediction}, and "
+            f"{config.model} predicts {prediction}: use {' or '.join(fitting)}"
+        )
+    if prediction == "epsilon" and config.objective.traits.flows_only:
+        raise ValueError(
+            f"objective {name_of(config.objective)} is defined for flows, and {config.model} predicts epsilon: use another "
+            "objective or model"
+        )
+    if (prediction == "epsilon" or recorded) and config.noising.levels != "schedule":
+        raise ValueError(
+            f"noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: use "
+            "schedule"
+        )
+
+
+def _counts(config: RunSettings) -> Iterator[str]:
+    """Yield numbers of samples and updates that do not divide."""
+    if config.rollout.batch % config.minibatches:
+        yield f"minibatches is {config.minibatches}, expected a divisor of the {config.rollout.batch} samples of a rollout"
+    if config.updates % config.updates_per_rollout:
+        yield (
+            f"updates is {config.updates}, expected a multiple of epochs x minibatches = {config.updates_per_rollout}, the "
+            "number of updates per rollout"
+        )
+
+
+def _rewards(config: RunSettings) -> Iterator[str]:
+    """Yield what does not fit what rewards are to the objective."""
+    objective, rollout, name = config.objective, config.rollout, name_of(config.objective)
+    if objective.traits.rewards != "nothing" and config.makes_samples and rollout.group < 2:
+        yield (
+            f"rollout.group is {rollout.group}, expected at least 2: {name} compares a sample with the others of its group, "
+            "and there is nothing to be learnt from a group of one"
+        )
+    if objective.traits.rewards != "advantages" and config.advantage != AdvantageConfig(combine=config.advantage.combine):
+        yield f"advantage is set, and {name} takes no advantages: leave it as it is"
+    if not config.makes_samples and config.rewards:
+        yield f"rewards is set, and {name} generates no samples that could be scored: leave it as it is"
+
+
+def _ratios(config: RunSettings) -> Iterator[str]:
+    """Yield what has no meaning with, or without, a ratio of log-probabilities."""
+    rollout, name = config.rollout, name_of(config.objective)
+    if config.takes_ratios and rollout.is_deterministic:
+        yield (
+            f"rollout.sampler is {rollout.sampler_name}, and {name} needs the log-probability of each step, which "
+            "deterministic steps have not: use flow_sde"
+        )
+    if not config.takes_ratios and config.correction.mode != "none":
+        yield (
+            f"correction.mode is {config.correction.mode}, which weights log-probabilities of recorded steps, and {name} "
+            "takes none: use correction.mode none"
+        )
+    if config.correction.mode != "none" and rollout.form == "unscaled":
+        yield "rollout.form is unscaled, which is no density, and correction takes a ratio of densities: use density or no_const"
+    if config.takes_ratios and rollout.autocast and config.correction.mode == "none":
+        yield (
+            "rollout.autocast makes the rollout compute other numbers than the update, so that ratios are wrong from the "
+            "start: use correction.mode truncate as well, or no autocast"
+        )
+    if not config.objective.traits.has_ratio and config.max_log_ratio != DEFAULT_MAX_LOG_RATIO:
+        yield f"max_log_ratio is {config.max_log_ratio:g}, and {name} has no ratio: leave it as it is"
+
+
+def _recorded_steps(config: RunSettings) -> Iterator[str]:
+    """Yield what has no meaning for an objective that trains on recorded steps."""
+    rollout, name = config.rollout, name_of(config.objective)
+    deterministic_end = rollout.rule.last_step_is_deterministic
+    if config.noising != NoisingConfig():
+        yield f"noising is set, and {name} trains on the steps of its rollouts: leave it as it is"
+    if rollout.solver != "euler":
+        yield f"rollout.solver is {rollout.solver}, whose steps are no transition, and {name} trains on steps: use euler"
+    if not config.takes_ratios and (rollout.form, rollout.reduction) != ("density", "mean"):
+        yield f"rollout.form or rollout.reduction is set, and {name} takes no log-probability: leave them as they are"
+    if deterministic_end and config.recorded_form != "unscaled" and rollout.may_be_last_alone:
+        yield (
+            f"the last step of {rollout.sampler_name} is deterministic and has no log-probability, and a window of 1 may be "
+            f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1}, or rollout.form unscaled"
+        )
+    to_the_end = rollout.window_range[1] == rollout.steps
+    if config.takes_ratios and config.kl.coef > 0 and deterministic_end and config.recorded_form == "unscaled" and to_the_end:
+        yield (
+            f"the last step of {rollout.sampler_name} is deterministic and has no KL, and rollout.form unscaled trains on it: "
+            f"use kl.coef 0, rollout.window_high <= {rollout.steps - 1} or another form"
+        )
+
+
+def _clean_samples(config: RunSettings) -> Iterator[str]:
+    """Yield what has no meaning for an objective that trains on clean samples."""
+    rollout, name = config.rollout, name_of(config.objective)
+    if (rollout.form, rollout.reduction) != ("density", "mean"):
+        yield f"rollout.form or rollout.reduction is set, and {name} takes no log-probability: leave them as they are"
+    if rollout.fraction != 1:
+        yield f"rollout.fraction is {rollout.fraction:g}, and {name} trains on no recorded steps: use noising.each"
+    if rollout.is_deterministic and (rollout.window is not None or rollout.window_low or rollout.window_high is not None):
+        yield (
+            f"rollout.window is set, and {rollout.sampler_name} has no stochastic steps: leave the window of {name} as it is"
+        )
+    if config.noising.levels == "schedule" and config.noising.each > rollout.steps:
+        yield (
+            f"noising.each is {config.noising.each}, expected at most the {rollout.steps} steps of the schedule: use fewer, "
+            "or noising.levels continuous"
+        )
+
+
+def _given_samples(config: RunSettings) -> Iterator[str]:
+    """Yield what has no meaning for an objective whose samples are given."""
+    rollout, name = config.rollout, name_of(config.objective)
+    if rollout.sampler != "ode" or rollout.solver != "euler" or rollout.shared_noise or rollout.autocast:
+        yield (
+            f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from given data without a rollout: "
+            "use sampler ode, and leave the others as they are"
+        )
+    if config.prompts is not None and config.objective.traits.preferences is not None:
+        yield "prompts is set, and a folder of preferences has its own: leave it as it is"
+
+
+def _policies(config: RunSettings) -> Iterator[str]:
+    """Yield which of the policies that the objective compares with cannot be had."""
+    traits, name = config.objective.traits, name_of(config.objective)
+    if "teacher" in traits.compares_with and traits.teacher is None:
+        yield f"objective.teacher is not set, and {name} compares with a teacher: use the folder of its weights"
+    if config.keeps_old and config.train == "full":
+        yield f"train is full, and the old policy of {name} is kept as a second LoRA adapter: use train lora"
+    if traits.offline and traits.trains_on == "preferences" and traits.preferences is None:
+        yield f"{name} is offline and trains on preferences, and its traits name no folder of them: expected traits.preferences"
+
+
+def _kl(config: RunSettings) -> Iterator[str]:
+    """Yield settings of the KL term that do nothing."""
+    traits, name = config.objective.traits, name_of(config.objective)
+    if config.kl.coef == 0 and config.kl.weight != "rate":
+        yield f"kl.weight is {config.kl.weight}, and kl.coef is 0, so that there is no KL: use kl.coef > 0"
+    elif config.kl.weight != "rate" and not config.takes_ratios:
+        yield f"kl.weight is {config.kl.weight}, and the KL term of {name} is mean |v - v_ref|^2: leave it as it is"
+    if config.kl.coef > 0 and not traits.takes_kl and "ref" not in traits.compares_with:
+        yield (
+            f"kl.coef is {config.kl.coef:g}, and the loss of {name} adds no KL: use kl.coef 0 (a loss that adds one says so "
+            "with traits.takes_kl)"
+        )
+
+
+def _model(config: RunSettings) -> Iterator[str]:
+    """Yield settings of another kind of model."""
+    if config.is_built_in and config.asks_of_pipeline:
+        yield f"pipeline is set, and {config.model} is built in: leave it as it is, or use another model"
+    if not config.is_built_in and config.weights is not None:
+        yield "weights is set, and a pipeline has its own: leave it as it is, or use another folder as model"
+
+
+def _implementation(config: RunSettings) -> Iterator[str]:
+    """Yield a choice of kernels where none runs."""
+    traits = config.objective.traits
+    runs_one = traits.takes_implementation or config.takes_ratios or (traits.takes_kl and config.kl.coef > 0)
+    if config.implementation != "auto" and not runs_one:
+        yield (
+            f"implementation is {config.implementation}, and no kernel takes part in {name_of(config.objective)} with these "
+            "settings: use auto"
+        )
