@@ -105,11 +105,11 @@ def _recorded(out: Path) -> Any:
     Raises:
         UsageError: there is none.
     """
-    from fluvial.engines.train import recipes
+    from fluvial.engines.train.record import recorded
 
     try:
         record = json.loads((out / "config.json").read_text())
-        return replace(recipes.recorded(record), out=out, resume=False, resume_from=None)
+        return replace(recorded(record), out=out, resume=False, resume_from=None)
     except FileNotFoundError:
         message = f"{out} holds no run to resume: start one without --resume, or name its folder with --out"
         raise UsageError(message) from None

@@ -9,9 +9,9 @@ from fluvial.core import awm
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl, given
+from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
 from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
 
 
@@ -38,9 +38,7 @@ class Awm:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), delta=(1e-12, math.inf), power=(1e-12, 1)
-        )
+        check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), delta=(1e-12, math.inf), power=(1e-12, 1))
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the advantage."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from fluvial.core import distill
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, given, recorded_step
+from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, recorded_step
 from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
 
 
@@ -41,7 +42,7 @@ class Distill:
     def __post_init__(self) -> None:
         check_fields(self, "objective")
 
-    @property
+    @cached_property
     def traits(self) -> ObjectiveTraits:
         """Matching predictions has a kernel and needs no density of a step; matching steps is the other way round."""
         common = ObjectiveTraits(

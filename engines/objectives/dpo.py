@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import DpoInfo, dpo_info, dpo_loss
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, given
+from fluvial.engines.objectives.losses import LossConfig
 from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
 
 
@@ -44,7 +45,7 @@ class Dpo:
     def __post_init__(self) -> None:
         check_fields(self, "objective", beta=(1e-12, math.inf))
 
-    @property
+    @cached_property
     def traits(self) -> ObjectiveTraits:
         """A folder of preferences makes the objective offline."""
         return ObjectiveTraits(

@@ -9,9 +9,9 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, dppo_surrogate
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_step_kl, given, log_prob_and_kl, recorded_step
+from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, recorded_step
 from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 
 
 def _refuses(config: RunSettings) -> Iterator[str]:

@@ -8,16 +8,16 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, guard_surrogate
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_step_kl, given, log_prob_and_kl, recorded_step
+from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, recorded_step
 from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 
 
 def _refuses(config: RunSettings) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.rule.std_is_a_rate and not rollout.is_deterministic:
         yield (
-            f"rollout.sampler is {rollout.sampler_name}, and guard needs a sampler whose std is a rate times sqrt(|dt|): use "
+            f"rollout.sampler is {rollout.sampler_name}, and guard needs one whose std is a rate times sqrt(|dt|): use "
             "flow_sde or dance_sde"
         )
     if rollout.form == "unscaled" or rollout.reduction != "mean":
@@ -29,7 +29,7 @@ def _refuses(config: RunSettings) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Guard:
-    """The surrogate of GRPO-Guard: a centred ratio, scaled so that every step's gradient has the same size (arXiv 2510.22319).
+    """GRPO-Guard's surrogate: a centred ratio, scaled so that every step's gradient has the same size (arXiv 2510.22319).
 
     Args:
         clip: Half-width of the clip: the normalised ratio is clipped to [1 - clip, 1 + clip].

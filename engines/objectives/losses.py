@@ -11,7 +11,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.transitions import Transition
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import Implementation, step_log_prob, velocity_error
 
 
@@ -64,16 +64,10 @@ def recorded_step(items: Items, transition: Transition | None) -> Step:
     return Step(given(items.x_next), given(items.log_prob_old), transition, given(items.level_next) - items.level)
 
 
-def given(tensor: Tensor | None) -> Tensor:
-    """Return a field of the items that the objective's traits ask for, so that it is there."""
-    assert tensor is not None
-    return tensor
-
-
 def log_prob_and_kl(v: Tensor, items: Items, step: Step, config: LossConfig) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each recorded step, `[P]`, and its KL to the reference's, None without a reference."""
     return step_log_prob(
-        v, items.x, step.x_next, step.transition, v_ref=items.v_ref, form=config.form, reduction=config.reduction,
+        step.transition, items.x, v, step.x_next, v_ref=items.v_ref, form=config.form, reduction=config.reduction,
         implementation=config.implementation,
     )  # fmt: skip
 

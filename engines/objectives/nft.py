@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from fluvial.core import nft
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl, given
+from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
 from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import nft_loss, velocity_error
 
 
@@ -39,7 +40,7 @@ class NftInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Nft:
-    """The loss of DiffusionNFT: the policy moves from an old policy towards good samples and away from bad ones (2509.16117).
+    """DiffusionNFT's loss: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
     The old policy makes the samples, and follows the policy after each rollout: old <- d old + (1 - d) policy. After n
     rollouts d is 0 (old is none), min(old_rise n, old_cap) (linear), or 0 for the first old_delay rollouts and then
@@ -73,7 +74,7 @@ class Nft:
         if self.old != "delayed" and self.old_delay:
             raise ValueError(f"objective.old_delay is {self.old_delay} and objective.old is {self.old}: only delayed waits")
 
-    @property
+    @cached_property
     def traits(self) -> ObjectiveTraits:
         """The old policy lags behind unless `old` is none."""
         return TRAITS if self.old == "none" else replace(TRAITS, old_decay=self.old_decay)

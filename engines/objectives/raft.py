@@ -6,9 +6,9 @@ from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, given
+from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
 from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
 
 

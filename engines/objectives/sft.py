@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, given
+from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
 from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
 
 
@@ -16,9 +16,7 @@ from fluvial.kernels import velocity_error
 class Sft:
     """Supervised fine-tuning: flow matching on the job's own data, without a rollout (arXiv 2210.02747)."""
 
-    traits = ObjectiveTraits(
-        trains_on="noised", rewards="nothing", offline=True, takes_kl=True, takes_implementation=True
-    )
+    traits = ObjectiveTraits(trains_on="noised", rewards="nothing", offline=True, takes_kl=True, takes_implementation=True)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return 1: all samples are fitted alike."""

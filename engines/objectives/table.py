@@ -2,7 +2,11 @@
 
 import dataclasses
 import inspect
+from functools import cached_property
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
@@ -56,9 +60,36 @@ def check_objective(objective: Any) -> None:
     if (problem := _problem(kind)) is not None:
         raise UsageError(f"objective {plugins.spec_of(kind)} {problem}")
     if not isinstance(objective.traits, ObjectiveTraits):
-        raise UsageError(
-            f"objective {plugins.spec_of(kind)} has traits of type {type(objective.traits).__name__}, expected ObjectiveTraits"
-        )
+        got = type(objective.traits).__name__
+        raise UsageError(f"objective {plugins.spec_of(kind)} has traits of type {got}, expected ObjectiveTraits")
+
+
+def check_loss(objective: Objective, loss: Any, info: Any, items: int) -> None:
+    """Raise UsageError unless an objective returned a number per item, and a NamedTuple of such diagnostics.
+
+    Other shapes would broadcast silently.
+    """
+    name = name_of(objective)
+    if not isinstance(loss, Tensor) or loss.shape != (items,):
+        shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
+        raise UsageError(f"objective {name} returned a loss {shape}, expected [{items}], one number per item")
+    if not isinstance(info, tuple) or not getattr(info, "_fields", ()):
+        got = type(info).__name__
+        raise UsageError(f"objective {name} returned diagnostics of type {got}, expected a NamedTuple of tensors [{items}]")
+    for field, value in zip(info._fields, info, strict=True):  # type: ignore[attr-defined]
+        if not isinstance(value, Tensor) or value.shape != (items,):
+            shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise UsageError(f"objective {name} returned a diagnostic {field} {shape}, expected [{items}]")
+
+
+def check_target_weight(objective: Objective, target_weight: Any, samples: int) -> None:
+    """Raise UsageError unless an objective returned a finite number per sample."""
+    name = name_of(objective)
+    if not isinstance(target_weight, Tensor) or target_weight.shape != (samples,):
+        got = list(target_weight.shape) if isinstance(target_weight, Tensor) else type(target_weight).__name__
+        raise UsageError(f"objective {name} returned a target_weight of {got}, expected [{samples}], a number per sample")
+    if not bool(torch.isfinite(target_weight).all()):
+        raise UsageError(f"objective {name} returned a target_weight that is not finite, expected finite numbers")
 
 
 def _problem(kind: Any) -> str | None:
@@ -67,7 +98,7 @@ def _problem(kind: Any) -> str | None:
         return f"is of type {type(kind).__name__}, expected a class"
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
-    if not isinstance(getattr(kind, "traits", None), ObjectiveTraits | property):
+    if not isinstance(getattr(kind, "traits", None), ObjectiveTraits | property | cached_property):
         return "has no traits: add `traits = ObjectiveTraits(trains_on=...)` to the class"
     for name, parameters in METHODS.items():
         method = getattr(kind, name, None)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -87,7 +88,7 @@ class RolloutConfig:
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
 
-    @property
+    @cached_property
     def rule(self) -> SamplerRule:
         """What a run must know of the sampler."""
         return sampler_rule(self.sampler)

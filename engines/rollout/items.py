@@ -17,7 +17,7 @@ from fluvial.models import Cond, Schedule
 
 
 class Items(NamedTuple):
-    """P (sample, noise level) pairs, each field `[P, ...]`: recorded steps of a rollout, or clean samples with noise on them.
+    """P (sample, noise level) pairs, each field `[P, ...]`: recorded steps, or clean samples with noise on them.
 
     An item of preferences is two samples with the same noise: what has a sample's shape is then `[P, 2, *event]`, the
     preferred sample first.
@@ -63,11 +63,30 @@ class Share(NamedTuple):
 
 
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Return trajectories with the same recorded steps, joined along the batch."""
-    steps = trajectories[0].steps
-    return optree.tree_map(lambda *parts: torch.cat(parts), *(t._replace(steps=t.steps[:0]) for t in trajectories))._replace(
-        steps=steps
+    """Return trajectories with the same recorded steps, joined along the batch, `[B, S, ...]`.
+
+    They are stored step by step, so that `flatten` needs no other copy of them.
+    """
+
+    def joined(*parts: Tensor) -> Tensor:
+        return torch.cat([part.transpose(0, 1) for part in parts], dim=1).transpose(0, 1)
+
+    first = trajectories[0]
+    return Trajectory(
+        x=joined(*(trajectory.x for trajectory in trajectories)),
+        x_next=joined(*(trajectory.x_next for trajectory in trajectories)),
+        steps=first.steps,
+        log_prob=joined(*(trajectory.log_prob for trajectory in trajectories)),
+        velocity=None if first.velocity is None else joined(*(given(trajectory.velocity) for trajectory in trajectories)),
+        final=torch.cat([trajectory.final for trajectory in trajectories]),
+        debug=None,
     )
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """Return a field that what was asked for has, so that it is not None."""
+    assert tensor is not None
+    return tensor
 
 
 def flatten(trajectory: Trajectory, schedule: Schedule, target_weight: Tensor, weight: Tensor) -> Items:

@@ -13,16 +13,17 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.table import Dpo, name_of
+from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import BUILT_IN, TrainConfig, check_model
+from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.policies import Policies
 from fluvial.engines.train.rollouts import RolloutSource
+from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.lora import add_lora
 
@@ -95,7 +96,7 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
         UsageError: there is no reward to learn from, or one of the rewards or evaluators is not a reward.
     """
     rewards = select(job.rewards, config.rewards) if config.makes_samples else {}
-    if config.makes_samples and not rewards and config.objective.rewards != "nothing":
+    if config.makes_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or set "
             "rewards to module:name"
@@ -112,7 +113,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
     Raises:
         UsageError: they cannot be read, or the run learns from data and the job has none.
     """
-    folder = config.objective.preferences if isinstance(config.objective, Dpo) else None
+    folder = config.objective.traits.preferences
     if folder is not None:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
         split_off = config.model not in BUILT_IN and config.prompts is None and config.pipeline.heldout is None

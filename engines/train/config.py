@@ -187,7 +187,7 @@ class TrainConfig:
 
     @property
     def keeps_old(self) -> bool:
-        """Whether there is an old policy that lags behind the policy. It is an adapter of its own, and makes the rollouts."""
+        """Whether an old policy lags behind the policy. It is an adapter of its own, and makes the rollouts."""
         return self.objective.traits.old_decay is not None
 
     @property

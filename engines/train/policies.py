@@ -139,6 +139,8 @@ def _frozen(
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
-                raise UsageError(f"{folder} holds no model: config.json is missing (objective.teacher names a teacher's folder)")
+                raise UsageError(
+                    f"{folder} holds no model, config.json is missing: set objective.teacher to a folder of weights"
+                )
         module = build(job).requires_grad_(False)
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)

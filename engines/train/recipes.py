@@ -1,39 +1,19 @@
 """Recipes: a run is a frozen dataclass, built by a function here. The command line is generated from it."""
 
-import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
-from fluvial.engines.objectives.table import (
-    OBJECTIVES,
-    AnyObjective,
-    Awm,
-    Clipped,
-    Distill,
-    Dpo,
-    Dppo,
-    Guard,
-    Nft,
-    Raft,
-    Sft,
-    name_of,
-)
+from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.losses import KLConfig
+from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.objectives.table import Awm, Clipped, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft
+from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.train.config import (
-    BUILT_IN,
-    AdvantageConfig,
-    CorrectionConfig,
-    KLConfig,
-    NoisingConfig,
-    PipelineConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.models import LoraConfig
 
 HANDWRITING, UNET = BUILT_IN
@@ -319,7 +299,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 
 def _recipe(
     model: str,
-    objective: AnyObjective,
+    objective: Objective,
     rollout: RolloutConfig,
     *,
     tuned: dict[str, Any] | None = None,
@@ -348,41 +328,3 @@ def _recipe(
         "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
     }  # fmt: skip
     return replace(config, **{**found, **(tuned or {})})
-
-
-def as_record(config: TrainConfig) -> dict[str, Any]:
-    """Return a run as JSON holds it: paths as text, tuples as lists, the objective with its name."""
-    record = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    record["objective"] = {"name": name_of(config.objective), **record["objective"]}
-    return record
-
-
-def recorded(record: dict[str, Any]) -> TrainConfig:
-    """Return the run that a run folder's config.json records."""
-    parts = {
-        "rollout": RolloutConfig, "advantage": AdvantageConfig, "noising": NoisingConfig, "kl": KLConfig,
-        "correction": CorrectionConfig, "pipeline": PipelineConfig, "optimizer": OptimizerConfig, "lora": LoraConfig,
-        "engine": EngineConfig,
-    }  # fmt: skip
-    rollout, objective = record["rollout"], dict(record["objective"])
-    kind = OBJECTIVES[objective.pop("name")]
-    for name in ("teacher", "preferences"):
-        if objective.get(name) is not None:
-            objective[name] = Path(objective[name])
-    record = {**record, "rollout": {**rollout, "guidance": Guidance(**rollout["guidance"])}}
-    values = {name: parts[name](**value) if name in parts else value for name, value in record.items()}
-    paths = {name: Path(values[name]) for name in ("out", "weights", "prompts") if values[name] is not None}
-    pipeline = values["pipeline"]
-    pipeline = replace(pipeline, call=tuple(pipeline.call))
-    for name in ("heldout", "text_cache"):
-        if getattr(pipeline, name) is not None:
-            pipeline = replace(pipeline, **{name: Path(getattr(pipeline, name))})
-    config = TrainConfig(
-        **{**values, **paths, "pipeline": pipeline, "objective": kind(**objective), "rewards": tuple(values["rewards"])}
-    )
-    (low, high), targets = config.optimizer.betas, config.lora.targets
-    return replace(
-        config,
-        optimizer=replace(config.optimizer, betas=(low, high)),
-        lora=replace(config.lora, targets=None if targets is None else tuple(targets)),
-    )

@@ -27,6 +27,8 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
     Raises:
         UsageError: a field is unknown or missing, or a value is not accepted, in one line.
     """
+    if not isinstance(record, dict):
+        raise UsageError(f"run is a {type(record).__name__}, expected an object of fields")
     try:
         return CONVERTER.structure(record, TrainConfig)
     except cattrs.BaseValidationError as error:
@@ -39,6 +41,8 @@ def _line(error: BaseException, kind: type | None) -> str:
         return f"has unknown fields {', '.join(sorted(error.extra_fields))}"
     if isinstance(error, KeyError):
         return f"misses the field {error}"
+    if isinstance(error, AttributeError):
+        return "is no object of fields"
     return " ".join(str(error).split())
 
 

@@ -89,16 +89,16 @@ class RolloutSource:
 
     def _sampling(self, root: Key) -> Sampling:
         """Return how the samples of a rollout are made; the place of the stochastic window is drawn per rollout."""
-        config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.trains_on == "steps"
+        config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic = None
-        if on_steps or rollout.sampler != "ode":
+        if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
                 self.sampler,
                 sde_window(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range),
                 record=on_steps,
                 form=config.recorded_form,
                 reduction=rollout.reduction,
-                keep_velocity=on_steps and "old" in config.objective.compares_with,
+                keep_velocity=on_steps and "old" in config.objective.traits.compares_with,
                 implementation=config.implementation,
             )
         return Sampling(

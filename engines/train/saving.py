@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
-from fluvial.engines.train.recipes import as_record
+from fluvial.engines.train.record import as_record
 
 # Settings that may change between the start of a run and its resumption.
 FREE = {

@@ -31,8 +31,8 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.diagnostics import Probe, diversity
 from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
-from fluvial.engines.train.learner import Learnt, old_decay
-from fluvial.engines.train.recipes import as_record
+from fluvial.engines.train.learner import Learnt
+from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
 
 
@@ -107,9 +107,9 @@ class Trainer:
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
         learnt, rewards, spread = self._learn(root, seconds)
-        if (decay := old_decay(self.config, rollouts + 1)) is not None:
+        if (old_decay := self.config.objective.traits.old_decay) is not None:
             with metrics.timed(seconds, "update"):
-                self.policies.follow(self.engine, decay)
+                self.policies.follow(self.engine, old_decay(rollouts + 1))
         self.progress.samples += 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent

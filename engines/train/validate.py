@@ -96,7 +96,7 @@ def _ratios(config: RunSettings) -> Iterator[str]:
             "takes none: use correction.mode none"
         )
     if config.correction.mode != "none" and rollout.form == "unscaled":
-        yield "rollout.form is unscaled, which is no density, and correction takes a ratio of densities: use density or no_const"
+        yield "rollout.form is unscaled, and correction takes a ratio of densities, which it is not: use density or no_const"
     if config.takes_ratios and rollout.autocast and config.correction.mode == "none":
         yield (
             "rollout.autocast makes the rollout compute other numbers than the update, so that ratios are wrong from the "
@@ -119,12 +119,12 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
     if deterministic_end and config.recorded_form != "unscaled" and rollout.may_be_last_alone:
         yield (
             f"the last step of {rollout.sampler_name} is deterministic and has no log-probability, and a window of 1 may be "
-            f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1}, or rollout.form unscaled"
+            f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1} or form unscaled"
         )
-    to_the_end = rollout.window_range[1] == rollout.steps
-    if config.takes_ratios and config.kl.coef > 0 and deterministic_end and config.recorded_form == "unscaled" and to_the_end:
+    trains_on_end = deterministic_end and config.recorded_form == "unscaled" and rollout.window_range[1] == rollout.steps
+    if config.takes_ratios and config.kl.coef > 0 and trains_on_end:
         yield (
-            f"the last step of {rollout.sampler_name} is deterministic and has no KL, and rollout.form unscaled trains on it: "
+            f"the last step of {rollout.sampler_name} is deterministic and has no KL, and form unscaled trains on it: "
             f"use kl.coef 0, rollout.window_high <= {rollout.steps - 1} or another form"
         )
 
@@ -152,7 +152,7 @@ def _given_samples(config: RunSettings) -> Iterator[str]:
     rollout, name = config.rollout, name_of(config.objective)
     if rollout.sampler != "ode" or rollout.solver != "euler" or rollout.shared_noise or rollout.autocast:
         yield (
-            f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from given data without a rollout: "
+            f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from data without a rollout: "
             "use sampler ode, and leave the others as they are"
         )
     if config.prompts is not None and config.objective.traits.preferences is not None:
@@ -167,7 +167,7 @@ def _policies(config: RunSettings) -> Iterator[str]:
     if config.keeps_old and config.train == "full":
         yield f"train is full, and the old policy of {name} is kept as a second LoRA adapter: use train lora"
     if traits.offline and traits.trains_on == "preferences" and traits.preferences is None:
-        yield f"{name} is offline and trains on preferences, and its traits name no folder of them: expected traits.preferences"
+        yield f"{name} is offline and trains on preferences, and traits.preferences is None: expected a folder"
 
 
 def _kl(config: RunSettings) -> Iterator[str]:

@@ -111,6 +111,7 @@ WRONG: list[tuple[str, str]] = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompt files, a folder that holds a run, weights of another model and weights cut short."""
     from fluvial.engines.train import recipes
+    from fluvial.engines.train.record import as_record
     from fluvial.models.handwriting import BASE, codes
 
     tmp = tmp_path_factory.mktemp("wrong")
@@ -132,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, tmp / "incomplete" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
     (tmp / "heldout.txt").write_text(f"{codes('train')[0]}\n{codes('heldout')[7]}\n")
     (tmp / "run").mkdir()
-    record = recipes.as_record(replace(recipes.grpo(), out=tmp / "run"))
+    record = as_record(replace(recipes.grpo(), out=tmp / "run"))
     (tmp / "run" / "config.json").write_text(json.dumps(record))
     return tmp
 
@@ -235,11 +236,12 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
 ) -> None:
     """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
     from fluvial.engines.train import recipes, trainer
+    from fluvial.engines.train.record import as_record
 
     out = tmp_path / "run"
     begun = replace(recipes.grpo(), out=out, updates=1, minibatches=1, seed=5)
     out.mkdir()
-    (out / "config.json").write_text(json.dumps(recipes.as_record(begun)))
+    (out / "config.json").write_text(json.dumps(as_record(begun)))
     seen: list[Any] = []
     monkeypatch.setattr(trainer, "train", lambda config, console: seen.append(config))
     assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.parse import parsed
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
@@ -22,9 +24,10 @@ from fluvial.engines.train.config import (
     PipelineConfig,
     RolloutConfig,
     TrainConfig,
-    check_model,
 )
-from fluvial.engines.train.recipes import HANDWRITING, RECIPES, UNET, as_record, recorded
+from fluvial.engines.train.recipes import HANDWRITING, RECIPES, UNET
+from fluvial.engines.train.record import as_record, recorded
+from fluvial.engines.train.validate import check_model
 from fluvial.models import LoraConfig, Prediction
 
 OTHER = "someone/a-model"
@@ -150,14 +153,20 @@ def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
 def test_a_record_of_another_version() -> None:
     """A field that there is not is said, never passed over."""
     record = as_record(RECIPES["grpo"]())
-    for changed in (
-        {**record, "novel": 1}, {**record, "rollout": {**record["rollout"], "novel": 1}},
-        {**record, "objective": {**record["objective"], "novel": 1}},
+    for changed, words in (
+        ({**record, "novel": 1}, "unknown fields novel @ run"),
+        ({**record, "rollout": {**record["rollout"], "novel": 1}}, "unknown fields novel @ run.rollout"),
+        ({**record, "objective": {**record["objective"], "novel": 1}}, "unknown fields novel @ run.objective"),
+        ({**record, "objective": {"name": "dppoo"}}, "objective is 'dppoo', expected one of .*; did you mean 'dppo'"),
+        ({**record, "objective": {}}, "misses the field 'name' @ run.objective"),
+        ({**record, "updates": "3"}, "updates is a str, expected an integer"),
+        ({**record, "kl": {"weight": "exat"}}, "kl.weight is 'exat', expected .*did you mean 'exact'"),
+        ({**record, "max_log_ratio": float("inf")}, "max_log_ratio is inf, expected a finite number"),
+        ([], "run"),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match="novel"):
+        with pytest.raises(UsageError, match=words) as refused:
             recorded(changed)
-    with pytest.raises(KeyError, match="ppo2"):
-        recorded({**record, "objective": {"name": "ppo2"}})
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -200,7 +209,7 @@ def test_its_fields_are_flags(name: str) -> None:
     """The command line knows those of the recipe's objective, and changes nothing else."""
     flag, text, expected = OWN[name]
     default = RECIPES[name]()
-    config = cli.parsed(TrainConfig, lambda: default, "fluvial", [flag, text])
+    config = parsed(TrainConfig, lambda: default, "fluvial", [flag, text])
     field = flag.removeprefix("--").replace("-", "_")
     assert value(config, field) == expected != value(default, field)
     part, _, rest = field.partition(".")
