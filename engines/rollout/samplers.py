@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.core import transitions
-from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.transitions import Sampler
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
 from fluvial.models import Prediction
@@ -39,16 +39,16 @@ class SamplerRule:
     prediction: Prediction | None = "velocity"
 
 
+def _built_in(name: transitions.SamplerName, **options: Any) -> SamplerRule:
+    return SamplerRule(partial(transitions.bind, name), transitions.MAX_ETA[name], **options)
+
+
 SAMPLERS: dict[str, SamplerRule] = {
-    "flow_sde": SamplerRule(
-        lambda eta, levels: partial(transitions.flow_sde, eta=eta, sigma_max=levels[1]), std_is_a_rate=True
-    ),
-    "dance_sde": SamplerRule(lambda eta, levels: partial(transitions.dance_sde, eta=eta), std_is_a_rate=True),
-    "cps": SamplerRule(lambda eta, levels: partial(transitions.cps, eta=eta), 1.0, last_step_is_deterministic=True),
-    "ddim": SamplerRule(
-        lambda eta, levels: partial(transitions.ddim, eta=eta), 1.0, last_step_is_deterministic=True, prediction="epsilon"
-    ),
-    "ode": SamplerRule(lambda eta, levels: transitions.ode, 0.0, last_step_is_deterministic=True, prediction=None),
+    "flow_sde": _built_in("flow_sde", std_is_a_rate=True),
+    "dance_sde": _built_in("dance_sde", std_is_a_rate=True),
+    "cps": _built_in("cps", last_step_is_deterministic=True),
+    "ddim": _built_in("ddim", last_step_is_deterministic=True, prediction="epsilon"),
+    "ode": _built_in("ode", last_step_is_deterministic=True, prediction=None),
 }
 
 
@@ -67,7 +67,14 @@ def sampler_rule(sampler: Any) -> SamplerRule:
     if isinstance(found, SamplerRule):
         return found
     name = sampler_name(sampler)
-    return SamplerRule(lambda eta, levels: _watched(partial(found, eta=eta), name))
+
+    def bind(eta: float, levels: Tensor) -> Sampler:
+        try:
+            return transitions.bind(partial(found, eta=eta), eta, levels)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"rollout.sampler {name!r} cannot be used: {error}") from error
+
+    return SamplerRule(bind)
 
 
 def sampler_name(sampler: Any) -> str:
@@ -90,22 +97,3 @@ def _problem(found: Any) -> str | None:
     except TypeError as error:
         return f"has the signature {inspect.signature(found)}, expected {expected}: {error}"
     return None
-
-
-def _watched(sampler: Sampler, name: str) -> Sampler:
-    """Return a sampler whose results are checked: a wrong shape would broadcast silently."""
-
-    def step(level: Tensor, level_next: Tensor) -> Transition:
-        found = sampler(level, level_next)
-        if not isinstance(found, tuple) or len(found) != 3:
-            raise UsageError(f"rollout.sampler {name} returned a {type(found).__name__}, expected Transition(a, b, std)")
-        for part, tensor in zip(Transition._fields, found, strict=True):
-            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            if shape not in ([], list(level.shape)):
-                raise UsageError(
-                    f"rollout.sampler {name} returned {part} of shape {shape}, expected a tensor {list(level.shape)} or []"
-                )
-        return Transition(*found)
-
-    step.__name__ = name
-    return step
