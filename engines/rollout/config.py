@@ -84,7 +84,7 @@ class RolloutConfig:
         low, high = self.window_range
         if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:
             raise ValueError(
-                f"rollout.window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
+                f"rollout.window: a window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
 

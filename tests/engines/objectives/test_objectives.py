@@ -232,7 +232,7 @@ GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "eta": 
         ({"sampler": "cps", "eta": 1.5}, {}, "eta is 1.5, expected at most 1 for cps"),
         ({"solver": "dpmpp_2m"}, {}, "rollout.solver is dpmpp_2m, .* rollout.sampler is flow_sde: use sampler ode"),
         (ODE | {"shared_noise": True}, {"objective": Nft(old="none")}, "all samples of a group would be the same"),
-        ({"window": 5}, {}, "rollout.window of 5 steps does not fit steps 0 to 4 of 4"),
+        ({"window": 5}, {}, "rollout.window: a window of 5 steps does not fit steps 0 to 4 of 4"),
         ({"group": 1}, {"objective": Clipped()}, "rollout.group is 1, expected at least 2: clipped .* nothing to be learnt"),
         (ODE | {"group": 1}, {"objective": Dpo()}, "group is 1, expected at least 2: dpo"),
         (ODE | {"group": 1}, {"objective": Raft()}, "group is 1, expected at least 2: raft"),
