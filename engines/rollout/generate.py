@@ -168,16 +168,6 @@ def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
     )
 
 
-def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Return chunks joined along the batch."""
-    return Chunk(
-        [prompt for chunk in chunks for prompt in chunk.prompts],
-        optree.tree_map(lambda *parts: torch.cat(parts), *(chunk.cond for chunk in chunks)),
-        concatenate([chunk.trajectory for chunk in chunks]),
-        torch.cat([chunk.images for chunk in chunks]),
-    )
-
-
 def on_device(schedule: Schedule, device: torch.device) -> Schedule:
     """Return a schedule with its timesteps on a device; the levels stay on the host."""
     return Schedule(schedule.levels.cpu(), schedule.timesteps.to(device))
