@@ -314,12 +314,12 @@ def test_what_does_not_fit_the_model(
     ("objective", "lacks", "words"),
     [
         (Sft(), "data", "sft learns from data, and this job has none"),
-        (Dpo(preferences=GIVEN), "encode", "this job's model has no way from images to samples"),
+        (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
         (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
         (
             Distill(teacher=TEACHER, match="velocity_mse"),
             "load",
-            "teacher cannot be loaded: this job's model has no weights",
+            "teacher cannot be loaded: this job has no function from a folder",
         ),
     ],
 )
