@@ -1,5 +1,6 @@
 """LoRA through PEFT: add low-rank adapters to the linear layers of any module, choose the active one, copy and merge."""
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fluvial.core import ema
+from fluvial.core.checks import check_fields
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,7 @@ class LoraConfig:
     targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank is {self.rank}, expected at least 1")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha is {self.alpha}, expected above 0")
+        check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))
         if self.targets == ():
             raise ValueError("lora.targets is empty, expected at least one name")
 

@@ -1,7 +1,10 @@
 """The engine against plain PyTorch, its collectives counted, and what it does when a gradient is not finite."""
 
+import contextvars
+import math
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.errors import RunError
+from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.handwriting import Handwriting
@@ -116,27 +120,148 @@ def test_too_many_skips_in_a_row_end_the_run(one: World) -> None:
         trained.update(items, squared(trained.module), weight, count=2, micro_batch=2, pad_to=2)
 
 
-def test_a_restored_engine_goes_on_to_the_bit(one: World) -> None:
-    """Weights, moments, average, learning rate and counters are all there is."""
+# Before each update of eight: a warm-up of three updates, and the half cosine from the third on.
+RATES = [1 / 3, 2 / 3, 1.0, *((1 + math.cos(math.pi * n / 6)) / 2 for n in range(1, 6))]
+
+
+def plain_run(items: dict[str, Tensor], weight: Tensor, updates: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a net and its moving average after updates written with torch alone, at `RATES`."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    average = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    for n in range(updates):
+        optimizer.param_groups[0]["lr"] = 0.01 * RATES[n]
+        ((squared(net)(items)[0] * weight).sum() / 5).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = min(0.9, (1 + n) / (10 + n))
+        average = {name: decay * average[name] + (1 - decay) * tensor for name, tensor in net.state_dict().items()}
+    return net, average
+
+
+def test_a_restored_engine_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
+    """From a checkpoint into an engine over other weights; and both are what plain torch makes of the same updates."""
     config: dict[str, Any] = {"ema_decay": 0.9, "schedule": "cosine", "warmup": 3}
     items, weight = data(5)
 
-    def steps(trained: Engine, count: int) -> None:
-        for _ in range(count):
-            trained.update(items, squared(trained.module), weight, count=5, micro_batch=2, pad_to=5)
+    def built(seed: int) -> Engine:
+        net = Net()
+        with torch.no_grad():
+            for number, parameter in enumerate(net.parameters()):
+                parameter.add_(seed * (number + 1))
+        return Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, **config), one, updates=8)
 
-    straight = engine(one, **config)
-    steps(straight, 5)
-    first = engine(one, **config)
+    def steps(trained: Engine, count: int) -> list[float]:
+        return [trained.update(items, squared(trained.module), weight, micro_batch=2).lr for _ in range(count)]
+
+    straight = built(0)
+    assert steps(straight, 8) == pytest.approx([0.01 * rate for rate in RATES])
+    first, told = built(0), {"fingerprint": {}, "world": one}
     steps(first, 3)
-    saved = {name: tensor.clone() for name, tensor in first.state().items()}
-    second = engine(one, **config)
-    second.restore(saved, first.counters())
-    steps(second, 2)
+    path = checkpoint.save(tmp_path, first.state(), {"counters": first.counters()}, update=3, keep=1, **told)
+    second = built(1)
+    state = second.state()
+    second.restore(state, checkpoint.load(path, state, **told)["counters"])
+    assert steps(second, 5) == pytest.approx([0.01 * rate for rate in RATES[3:]])
     one_go, two_goes = gathered(straight), gathered(second)
     assert set(one_go) == set(two_goes)
     for name, tensor in one_go.items():
         assert torch.equal(tensor, two_goes[name]), name
+    net, average = plain_run(items, weight, 8)
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(two_goes[f"weight.{name}"], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(two_goes[f"average.{name}"], average[name], rtol=1e-4, atol=1e-6)
+
+
+def test_each_update_moves_the_weights_at_its_own_rate(one: World) -> None:
+    """SGD without momentum moves a weight by the rate of the schedule times its gradient; every update has its own."""
+    net = nn.Linear(1, 1, bias=False)
+    config = OptimizerConfig("sgd", lr=0.5, betas=(0.0, 0.999), schedule="cosine", warmup=3, max_grad_norm=1e9)
+    trained = Engine(net, config=config, world=one, updates=8)
+    x, moves = torch.ones(4, 1), []
+    for _ in range(8):
+        before = float(next(trained.weights())[1])
+        trained.update(x, lambda x: net(x)[:, 0])  # the gradient is 1
+        moves.append((before - float(next(trained.weights())[1])) / 0.5)
+    assert moves == pytest.approx(RATES, abs=1e-5)
+
+
+def test_a_skipped_update_is_no_step_of_the_restored_optimizer(one: World) -> None:
+    """Adam's bias correction counts steps: with one skipped of three, a restored engine goes on to the bit."""
+    items, weight = data(4)
+    poisoned = {**items, "y": torch.full((4,), torch.nan)}
+    first = engine(one)
+    for batch in (items, poisoned, items):
+        first.update(batch, squared(first.module), weight)
+    second = engine(one)
+    second.restore({name: tensor.clone() for name, tensor in first.state().items()}, first.counters())
+    assert {float(state["step"]) for state in second.optimizer.state.values()} == {2.0}
+    for trained in (first, second):
+        trained.update(items, squared(trained.module), weight)
+    for name, tensor in gathered(first).items():
+        assert torch.equal(tensor, gathered(second)[name]), name
+
+
+def test_skips_in_a_row_go_on_counting_after_a_restoration(one: World) -> None:
+    """Two before it and one after are three."""
+    items, weight = data(2)
+    items["y"][0] = torch.nan
+    first, second = engine(one, max_skipped=3), engine(one, max_skipped=3)
+    for _ in range(2):
+        first.update(items, squared(first.module), weight)
+    second.restore(first.state(), first.counters())
+    with pytest.raises(RunError, match=r"3 updates in a row \(up to update 3\)"):
+        second.update(items, squared(second.module), weight)
+
+
+def test_an_update_needs_no_more_than_items_and_a_loss(one: World) -> None:
+    """The defaults are weights of 1, the number of items, and one micro-batch; a loss alone has no diagnostics."""
+    items, _ = data(5)
+    short, long = engine(one), engine(one)
+    info = short.update(items, lambda batch: squared(short.module)(batch)[0])
+    told = long.update(items, squared(long.module), torch.ones(5), count=5, micro_batch=5, pad_to=5)
+    assert (info.mean, info.max_abs) == ({}, {})
+    assert info == told._replace(mean={}, max_abs={})
+    for name, tensor in full(short).items():
+        assert torch.equal(tensor, full(long)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"items": {"x": torch.zeros(4, 3), "y": torch.zeros(3)}},
+            r"items have shapes \[\[4, 3\], \[3\]\], expected",
+        ),
+        ({"items": {"x": torch.zeros(0, 3), "y": torch.zeros(0)}}, r"P >= 1"),
+        ({"items": {}}, r"P >= 1"),
+        ({"weight": torch.ones(3)}, r"weight has shape \[3\], expected \[4\]"),
+        ({"weight": torch.ones(4, 1)}, r"weight has shape \[4, 1\], expected \[4\]"),
+        ({"micro_batch": 0}, "micro_batch is 0, expected at least 1"),
+        ({"pad_to": 3}, "pad_to is 3, expected at least the 4 items of this rank"),
+        ({"loss_fn": lambda batch: batch["x"].sum()}, r"loss_fn returned shape \[\], expected \[4\], one loss per item"),
+    ],
+)
+def test_arguments_of_the_wrong_shape_are_refused(one: World, changes: dict[str, Any], says: str) -> None:
+    """In one line that has what was given and what was expected."""
+    trained = engine(one)
+    arguments = {"items": data(4)[0], "loss_fn": squared(trained.module), **changes}
+    with pytest.raises(ValueError, match=says) as error:
+        trained.update(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_needs_no_more_than_a_module(one: World) -> None:
+    """Its blocks are found, and its world is that of the enclosing context; without one the message says so."""
+    net = Net()
+    trained = Engine(net)
+    assert trained.world == one
+    assert trained.sharded.units == [net, *net.blocks]
+    with pytest.raises(ValueError, match=r"optimizer\.schedule is cosine, which depends on the number of updates"):
+        Engine(Net(), config=OptimizerConfig(schedule="cosine"))
+    with pytest.raises(UsageError, match="create the engine within `with init_world"):
+        contextvars.Context().run(Engine, Net())
 
 
 def test_frozen_adapters_are_in_the_state(one: World) -> None:

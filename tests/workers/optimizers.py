@@ -1,0 +1,24 @@
+"""Updates with an optimizer on several ranks, for test_optimizers.py."""
+
+from typing import Any
+
+import torch
+from tiny_models import Wide, data, squared
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World
+
+
+def updates(world: World, name: Any) -> dict[str, Any]:
+    """Return the state after three updates of items that are shared out unevenly."""
+    config = OptimizerConfig(name=name, lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2)
+    engine = Engine(Wide(), config=config, world=world, updates=8)
+    items, weight = data(12)
+    mine = slice(0, 12 - world.size + 1) if world.rank == 0 else slice(12 - world.rank, 13 - world.rank)
+    share = {key: tensor[mine] for key, tensor in items.items()}
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile the step of each shape
+        for _ in range(3):
+            engine.update(share, squared(engine.module), weight[mine], micro_batch=5)
+    return {key: t.full_tensor().tolist() for key, t in engine.state().items() if isinstance(t, DTensor)}
