@@ -32,7 +32,7 @@ class ShardedModule:
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks, or the weights do not fit the module.
-        ValueError: there are parameters on the meta device, and `weights` is not given.
+        ValueError: the module is sharded already, or has parameters on the meta device and `weights` is not given.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class ShardedModule:
         *,
         weights: Weights | None = None,
     ) -> None:
+        if any(isinstance(unit, FSDPModule) for unit in module.modules()):
+            raise ValueError("the module is sharded already: give each engine a module of its own")
         blocks = find_blocks(module) if blocks is None else blocks
         world = world or current_world()
         config = config or EngineConfig()

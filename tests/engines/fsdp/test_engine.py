@@ -258,6 +258,8 @@ def test_an_engine_needs_no_more_than_a_module(one: World) -> None:
     trained = Engine(net)
     assert trained.world == one
     assert trained.sharded.units == [net, *net.blocks]
+    with pytest.raises(ValueError, match="sharded already: give each engine a module of its own"):
+        Engine(net)
     with pytest.raises(ValueError, match=r"optimizer\.schedule is cosine, which depends on the number of updates"):
         Engine(Net(), config=OptimizerConfig(schedule="cosine"))
     with pytest.raises(UsageError, match="create the engine within `with init_world"):
