@@ -16,7 +16,6 @@ from fluvial.engines.data.preferences import Preference, preferred_prompts
 from fluvial.engines.data.prompts import read_prompts, split_off
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
@@ -306,9 +305,9 @@ def of_run(config: TrainConfig) -> Job:
     elsewhere = "/" in config.model or Path(config.model).is_dir() or _is_adapter(config.model)
     if config.model in BUILT_IN or not elsewhere:
         return named(config.model, weights=config.weights, prompts=config.prompts)
-    if isinstance(config.objective, Dpo) and config.objective.preferences is not None:
+    if (folder := config.objective.traits.preferences) is not None:
         raise UsageError(
-            f"objective.preferences is {config.objective.preferences}, and images cannot be encoded into samples of "
+            f"objective.preferences is {folder}, and images cannot be encoded into samples of "
             f"{config.model} yet: train {' or '.join(BUILT_IN)} on them, or leave objective.preferences out and set prompts "
             "to a text file, to learn from pairs of samples of each rollout"
         )
