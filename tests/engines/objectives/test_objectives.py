@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import tiny_jobs as tiny
 import torch
+from torch import Tensor
 
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.engine import UpdateInfo
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
@@ -178,11 +181,48 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Direction(NamedTuple):
+    """How an update moved the policy, on its own items."""
+
+    before: float  # loss
+    after: float
+    towards: float | None  # mean of target weight times (ratio - 1); None for objectives without a ratio
+
+
+def measure(trained: tiny.Run) -> list[Direction]:
+    """Return the list that the directions of a run's updates will be added to."""
+    update, found = trained.trainer.engine.update, []
+
+    def measured(items: Any, loss_fn: Any, weight: Tensor, *, count: float, **options: Any) -> UpdateInfo:
+        def now() -> tuple[float, Any]:
+            with torch.no_grad():
+                losses, info = loss_fn(items)
+            return float((weight * losses).sum() / count), info
+
+        before, _ = now()
+        result = update(items, loss_fn, weight, count=count, **options)
+        after, info = now()
+        ratio = getattr(info, "ratio", None)
+        towards = None if ratio is None else float((weight * items.target_weight * (ratio - 1)).sum() / count)
+        found.append(Direction(before, after, towards))
+        return result
+
+    trained.trainer.engine.update = measured  # type: ignore[assignment]
+    return found
+
+
+# The step is short enough for the loss to follow its gradient.
+DESCENT = OptimizerConfig(lr=1e-4, weight_decay=0.0, warmup=0)
+
+
 @pytest.mark.slow
 def test_what_is_built_trains(
     built: tuple[dict[Options, TrainConfig], set[str]], one: World, given: Path, tmp_path: Path
 ) -> None:
-    """Each pair of options' values that any run has, on a model of each kind: finite losses, and a gradient."""
+    """Each pair of values of two options that any run has, on a model of each kind.
+
+    Losses are finite, the first update lowers the loss of its own items, and rewarded steps become more likely.
+    """
     runs, predictions = built[0], get_args(Prediction)
     candidates: list[Options] = []
     for (options, run), prediction in product(runs.items(), predictions):
@@ -195,11 +235,12 @@ def test_what_is_built_trains(
     assert len(chosen) < 200
     for *values, prediction in chosen:
         options = tuple(values)
-        run = replace(runs[options], out=tmp_path)
+        run = replace(runs[options], out=tmp_path, optimizer=DESCENT)
         if isinstance(run.objective, Dpo) and run.objective.preferences is not None:
             run = replace(run, objective=replace(run.objective, preferences=given))
         try:
             trained = tiny.Run(run, one, tiny.job(prediction))
+            directions = measure(trained)
             record = trained.rollout()
         except Exception as error:
             error.add_note(f"in {options}, {prediction}")
@@ -212,6 +253,12 @@ def test_what_is_built_trains(
         assert record["pairs"] > 0, options
         if "log_ratio" in infos[0].max_abs and run.correction.mode == "none":
             assert infos[0].max_abs["log_ratio"] == 0.0, options
+        first = directions[0]
+        # Without an old policy of its own, NFT and AWM with one update compare the policy with itself, before and after.
+        if run.minibatches > 1 or "old" not in run.objective.compares_with or trained.trainer.policies.keeps_old:
+            assert first.after < first.before, (options, prediction, first)
+            if first.towards is not None:
+                assert first.towards > 0, (options, prediction, first)
 
 
 ODE: dict[str, Any] = {"sampler": "ode", "eta": 0.0}
