@@ -1,6 +1,6 @@
-"""The mathematics: pure functions over tensors, one concept a file.
+"""The mathematics: pure functions over tensors, one concept per file.
 
-The modules are the public surface; the few names that research code types most stand here too.
+The modules are the public surface. The names that research code types most are re-exported here.
 """
 
 from fluvial.core import (

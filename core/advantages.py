@@ -1,4 +1,4 @@
-"""Advantages: rewards, centred in their group and scaled; no Python loop over samples, no host read on a device."""
+"""Advantages: rewards centred in their group and scaled, without a Python loop over samples or a read from a device."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ SCALES: tuple[Scale, ...] = ("group", "batch", "none")
 
 
 def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", eps: float = 1e-4) -> PerSample:
-    """Return the advantages of GRPO, `[B]`: rewards less their group's mean, divided as `scale` says.
+    """Return the advantages of GRPO, `[B]`: rewards minus their group's mean, divided by the standard deviation of `scale`.
 
         group   A = (r - mean_g) / (std_g + eps)       GRPO, arXiv 2402.03300
         batch   A = (r - mean_g) / (std_batch + eps)   Flow-GRPO's global std, arXiv 2505.05470
@@ -23,11 +23,12 @@ def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", e
 
     Args:
         reward: `[B]`.
-        group: `[B]` integers; samples of one prompt share one. Any values, in any order.
-        eps: added to the standard deviation, > 0.
+        group: group of each sample, `[B]` integers of any value and in any order; the samples of a prompt share one.
+        scale: standard deviation that the centred reward is divided by, see above.
+        eps: added to the standard deviation, in the reward's unit, > 0.
 
     Raises:
-        ValueError: shapes differ, or a reward is not finite (looked at only where that is free: CPU tensors).
+        ValueError: shapes differ, or a reward is not finite (values are checked only on the CPU).
     """
     check_choice("group_advantages", "scale", scale, SCALES)
     check_number("group_advantages", "eps", eps, low=1e-12)
@@ -46,17 +47,20 @@ def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", e
 def multi_reward_advantages(
     rewards: Tensor, weights: Tensor, group: Ids, *, scale: Scale = "group", eps: float = 1e-4
 ) -> PerSample:
-    """Return the advantages of several rewards, `[B]`: each normalised in its group, weighted, normalised over the batch.
+    """Return the advantages of several rewards, `[B]`: each normalised in its group, their sum over the batch.
 
         A = (S - mean(S)) / (std(S) + eps),  S = sum_k w_k A_k,  A_k = group_advantages(r_k)
 
-    Normalising each reward before the sum keeps one of large spread from drowning the others (GDPO, arXiv 2601.05242).
+    Normalising each reward before the sum keeps one of large spread from dominating the others (GDPO, arXiv 2601.05242).
 
     Args:
         rewards: `[B, K]`.
-        weights: `[K]`.
-        group: `[B]` integers.
-        scale, eps: of each reward's own advantages, as in `group_advantages`.
+        weights: weight of each reward, `[K]`.
+        group: group of each sample, `[B]` integers.
+        scale, eps: as in `group_advantages`, for each reward.
+
+    Raises:
+        ValueError: as in `group_advantages`.
     """
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
         raise ValueError(
@@ -70,7 +74,7 @@ def multi_reward_advantages(
 
 
 def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
-    """Return the dtype that rewards are computed in; raise in one line unless they are finite and have a group each."""
+    """Return the dtype of the computation; raise unless the rewards are finite and each has a group."""
     dtype = compute_dtype(function, reward=reward)
     if group.shape != reward.shape[:1]:
         raise ValueError(f"{function}: group has shape {list(group.shape)}, expected {list(reward.shape[:1])}")
@@ -83,8 +87,8 @@ def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
 
 
 def _group_moments(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's distance to its group's mean, and its group's standard deviation, both `[B]`."""
-    # A group's first place in sorted order names it: an id below B, found without counting the groups on the host.
+    """Return each sample's reward minus its group's mean, and its group's standard deviation, both `[B]`."""
+    # A group's id is its first index in sorted order: below B, and found without counting the groups on the host.
     ids = torch.searchsorted(torch.sort(group).values, group.contiguous())
     zeros = torch.zeros_like(reward)
     count = zeros.index_add(0, ids, torch.ones_like(reward))[ids]

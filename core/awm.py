@@ -15,7 +15,7 @@ WEIGHTINGS: tuple[Weighting, ...] = ("uniform", "t", "t2", "huber", "ghuber")
 def awm_log_prob(
     error: PerSample, t: Scalar, *, weighting: Weighting, delta: float = 1e-5, power: float = 0.25
 ) -> PerSample:
-    """Return what stands for the log-probability of a clean sample, `[B]`: its matching error, weighted, with a minus.
+    """Return the surrogate log-probability of a clean sample, `[B]`: its negative weighted matching error.
 
         uniform   -error
         t         -t error
@@ -23,20 +23,20 @@ def awm_log_prob(
         huber     -t ((error + delta^2)^(1/2) - delta)
         ghuber    -t ((error + delta^2)^power - delta^(2 power)) / power
 
-    Hand it, and the old policy's at the same noise and time, to `policy.clipped_surrogate`; on policy the old one is
-    this without gradient. No sampler takes part, so samples may come from any. The two Huber forms grow slower than the
-    error, which keeps one bad sample from ruling a batch; delta rounds their corner at 0. ghuber is t at power = 1, and
-    twice huber at power = 1/2.
+    Pass it to `policy.clipped_surrogate`, with the old policy's value at the same noise and time; on policy, the old value
+    is this one without gradient. It involves no sampler, so samples may come from any. The two Huber forms grow slower
+    than the error, which keeps one bad sample from dominating a batch; delta rounds their corner at 0. ghuber equals t at
+    power = 1, and twice huber at power = 1/2.
 
     Args:
         error: `flow_matching.velocity_error` at (x_t, t), `[B]`, >= 0.
         t: noise level in [0, 1], `[B]`, 0-d or float (not the timestep 0 to 1000 that models are given).
         weighting: see above.
-        delta: > 0, of the two Huber forms.
-        power: in (0, 1], of ghuber.
+        delta: width of the corner of the two Huber forms, > 0.
+        power: exponent of ghuber, in (0, 1].
 
     Source: AWM, arXiv 2509.25050. The five formulas and the two defaults are those of its published code, whose default
-    is ghuber; that the two Huber forms are in the paper too has not been checked.
+    weighting is ghuber.
     """
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
     check_number("awm_log_prob", "delta", delta, low=1e-12)
@@ -58,5 +58,5 @@ def awm_log_prob(
 
 
 def _root(error: Tensor, delta: float, power: float) -> Tensor:
-    # Both powers are taken of tensors, so that they round alike and an error of 0 gives exactly 0.
+    # Both powers are of tensors, so that they round alike and an error of 0 gives exactly 0.
     return (error + delta**2) ** power - torch.full_like(error, delta**2) ** power

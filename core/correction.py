@@ -1,4 +1,4 @@
-"""Rollout correction: weights for samples that came from another program, or other weights, than the one that trains."""
+"""Rollout correction: importance weights for samples of a program, or of weights, that differ from the trainer's."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,13 +16,13 @@ LEVELS: tuple[Level, ...] = ("step", "trajectory")
 
 
 class CorrectionInfo(NamedTuple):
-    """Diagnostics of a rollout against the trainer, 0-d each: four of single steps' d log p, then two of the weights."""
+    """Diagnostics of a rollout, 0-d each: four of the steps' difference in log-prob d, and two of the weights."""
 
-    gap_mean: Tensor  # mean |d log p|, 0 for two programs that agree
+    gap_mean: Tensor  # mean |d|, 0 for two programs that agree
     gap_p99: Tensor  # its 99th percentile
     kl: Tensor  # mean rho - 1 - log rho >= 0 (k3), which estimates KL(rollout || old)
     chi2: Tensor  # mean rho^2 - 1, which estimates chi^2(old || rollout)
-    effective: Tensor  # effective sample size over the number of weights, (sum w)^2 / (n sum w^2), in [0, 1]
+    effective: Tensor  # effective sample size divided by the number of weights, (sum w)^2 / (n sum w^2), in [0, 1]
     limited: Tensor  # share of weights that were truncated or rejected
 
 
@@ -41,27 +41,27 @@ def rollout_weights(
         reject     rho where 1/threshold <= rho <= threshold, else 0
         mask       1 where 1/threshold <= rho <= threshold, else 0
 
-    Where the rollout runs in another engine, precision or version of the weights, its log-probs are not those that the
-    trainer computes for the same steps; rho makes up for it, and the bound keeps its variance finite. Weights carry no
-    gradient. The unit is that of the log-probs: with reduction="sum" rho is a ratio of joint densities; with "mean", the
-    field's habit, it is the N-th root of that for N elements, and it takes a threshold near 1 (1.001, say) to bite.
+    A rollout in another engine, precision or version of the weights has other log-probs than the trainer computes for the
+    same steps. The ratio rho corrects for that, and its bound keeps the variance finite. Weights carry no gradient. The
+    unit is that of the log-probs: with reduction="sum" rho is a ratio of joint densities. With "mean", the field's habit,
+    it is the N-th root of that ratio for N elements, and only a threshold near 1 (for example 1.001) has an effect.
 
-    A d of +inf gives the threshold (truncate) or 0, one of -inf gives 0: neither reaches the loss. Diagnostics are then
-    infinite, never NaN. An empty batch has diagnostics of 0.
+    If d is +inf, the weight is the threshold (truncate) or 0; if it is -inf, the weight is 0. The loss stays finite. The
+    diagnostics are then infinite, never NaN. An empty batch has diagnostics of 0.
 
     Args:
-        log_prob_old: under the policy before the update, computed by the trainer, `[B, S]`.
-        log_prob_rollout: as the rollout recorded them, `[B, S]`.
+        log_prob_old: log-probs under the policy before the update, computed by the trainer, `[B, S]`.
+        log_prob_rollout: log-probs that the rollout recorded, `[B, S]`.
         mode: see above.
-        threshold: in [1, 1e30].
-        level: "step", or "trajectory": all steps of a sample share one weight, that of their sum.
+        threshold: largest ratio, in [1, 1e30].
+        level: "step", or "trajectory": all steps of a sample share the weight of their sum.
 
     Raises:
-        ValueError: d is NaN, with its places (looked at only where that is free: CPU tensors, outside compilation and
-            torch.func transforms); elsewhere the weight is NaN, and the loss with it, rather than a silent 0.
+        ValueError: d is NaN; the message has the indices. Values are checked only on the CPU, outside compilation and
+            torch.func transforms; elsewhere the weight and the loss are NaN rather than a silent 0.
 
-    Source: truncated importance weights as in IMPALA, arXiv 1802.01561; the modes and levels are those that trainers of
-    language models (verl) offer.
+    Source: truncated importance weights, IMPALA, arXiv 1802.01561; the modes and levels are those of trainers of language
+    models (verl).
     """
     check_choice("rollout_weights", "mode", mode, MODES)
     check_choice("rollout_weights", "level", level, LEVELS)
@@ -90,14 +90,14 @@ def _info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
     if gap.numel() == 0:
         return CorrectionInfo(*[gap.new_zeros(())] * len(CorrectionInfo._fields))
     size = gap.abs()
-    # Over the largest, so that squares cannot overflow; weights that are all 0 are worth no sample, not 0 / 0.
+    # Divided by the largest, so that squares cannot overflow; if all weights are 0, the size is 0, not 0 / 0.
     scaled = weight / weight.max().clamp(min=torch.finfo(weight.dtype).tiny)
     effective = scaled.sum() ** 2 / (scaled.numel() * (scaled**2).sum().clamp(min=1))
     return CorrectionInfo(
         gap_mean=size.mean(),
-        # An entry itself: a mixture of two, one of which is infinite, may be NaN.
+        # One of the entries: an interpolation between two, one of them infinite, may be NaN.
         gap_p99=torch.sort(size.flatten()).values[math.ceil(0.99 * (size.numel() - 1))],
-        kl=(torch.expm1(gap) - gap.clamp(max=80)).mean(),  # clamped, or at +inf it would be inf - inf
+        kl=(torch.expm1(gap) - gap.clamp(max=80)).mean(),  # clamped, because it would be inf - inf at +inf
         chi2=torch.expm1(2 * gap).mean(),
         effective=effective,
         limited=limited.to(weight.dtype).mean(),

@@ -1,4 +1,4 @@
-"""Direct preference optimisation of flow and diffusion models: pairs of samples, one of which is preferred."""
+"""Direct preference optimisation (DPO) of flow and diffusion models, on pairs of a preferred and another sample."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from fluvial.core.types import Ids, PerSample
 
 
 class DpoInfo(NamedTuple):
-    """Diagnostics of the preference loss, one number a pair, without gradient."""
+    """Diagnostics of the preference loss, one number per pair, without gradient."""
 
-    reward_win: Tensor  # -beta/2 (err_win - err_win_ref), what the policy has learnt to give the preferred sample
-    reward_lose: Tensor  # the same of the other; both falling means that the model is getting worse at both
+    reward_win: Tensor  # -beta/2 (err_win - err_win_ref), the implicit reward of the preferred sample
+    reward_lose: Tensor  # that of the other sample; if both fall, the model is getting worse at both
     margin: Tensor  # reward_win - reward_lose
     accuracy: Tensor  # 1 where the margin is above 0, else 0
 
@@ -23,25 +23,26 @@ class DpoInfo(NamedTuple):
 class BestWorst(NamedTuple):
     """The best and the worst sample of each sample's group, `[B]`; `win[valid]` and `lose[valid]` are the pairs."""
 
-    win: Tensor  # [B] int64, place in the batch of the best of the group
-    lose: Tensor  # [B] int64, place of the worst
-    valid: Tensor  # [B] bool, true at the best itself where it is better than the worst: once a group at most
+    win: Tensor  # [B] int64, index in the batch of the best of the group
+    lose: Tensor  # [B] int64, index of the worst
+    valid: Tensor  # [B] bool, true at the best sample itself if it is better than the worst: at most once per group
 
 
 def dpo_loss(
     err_win: PerSample, err_lose: PerSample, err_win_ref: PerSample, err_lose_ref: PerSample, *, beta: float
 ) -> PerSample:
-    """Return the preference loss of each pair, `[P]`: the policy fits the preferred sample better than the other.
+    """Return the preference loss of each pair, `[P]`; it falls as the policy comes to fit the preferred sample better.
 
         loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - (err_lose - err_lose_ref)))
 
-    It is log 2 where the policy is the reference. Gradients flow to err_win and err_lose; the reference is data.
+    It is log 2 if the policy equals the reference policy. Gradients flow to err_win and err_lose only.
 
     Args:
-        err_win, err_lose: `flow_matching.velocity_error` of the policy on the preferred and on the other sample, `[P]`;
-            noise and time are shared in a pair (for epsilon-prediction models: the error of the noise).
-        err_win_ref, err_lose_ref: the same of the reference model, `[P]`.
-        beta: > 0; it takes in the number of steps that the bound sums over, thousands are usual.
+        err_win, err_lose: `flow_matching.velocity_error` of the policy on the preferred and on the other sample, `[P]`,
+            with the same noise and time within a pair (for epsilon-prediction models: the error of epsilon).
+        err_win_ref, err_lose_ref: the same errors of the reference policy, `[P]`.
+        beta: strength of the implicit KL, > 0. It includes the number of steps that the bound sums over, so values in
+            the thousands are usual.
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
@@ -59,16 +60,16 @@ def dpo_info(
 def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
     """Return the best and the worst sample of each group, for pairs made of a policy's own samples.
 
-    Of equal rewards the first in the batch counts; a group whose rewards are all equal, or a group of one, gives no pair.
-    The result is as long as the batch, so no number of groups is read from a device.
+    Among equal rewards, the first in the batch is taken. A group whose rewards are all equal, or a group of one, gives no
+    pair. The result has the length of the batch, so the number of groups is not read from a device.
 
     Args:
         reward: `[B]`.
-        group: `[B]` integers; samples of one prompt share one. Any values, in any order.
+        group: group of each sample, `[B]` integers of any value and in any order; the samples of a prompt share one.
 
     Raises:
-        ValueError: shapes differ, or a reward is not finite (looked at only where that is free: CPU tensors; elsewhere
-            a group that holds a NaN gives no pair).
+        ValueError: shapes differ, or a reward is not finite. Values are checked only on the CPU; elsewhere a group with a
+            NaN gives no pair.
     """
     if reward.ndim != 1:
         raise ValueError(f"best_and_worst: reward has shape {list(reward.shape)}, expected [B]")
@@ -82,7 +83,7 @@ def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
 def _rewards(
     function: str, err_win: Tensor, err_lose: Tensor, err_win_ref: Tensor, err_lose_ref: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments and return the implicit reward of the preferred sample and its margin over the other's."""
+    """Check the arguments; return the implicit reward of the preferred sample, and its margin over that of the other."""
     check_number(function, "beta", beta, low=1e-12)
     errors = {"err_win": err_win, "err_lose": err_lose, "err_win_ref": err_win_ref, "err_lose_ref": err_lose_ref}
     dtype = compute_dtype(function, **errors)
@@ -93,7 +94,7 @@ def _rewards(
 
 
 def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tensor:
-    """Return the place of the sample that sorting by reward puts first in each sample's group, `[B]`."""
+    """Return the index of the sample that comes first when each sample's group is sorted by reward, `[B]`."""
     order = torch.argsort(reward, stable=True, descending=descending)
     order = order[torch.argsort(group[order], stable=True)]
     return order[torch.searchsorted(group[order], group)]

@@ -1,4 +1,4 @@
-"""Flow matching: the supervised loss, and the noising that it, AWM, DPO and NFT share."""
+"""Flow matching: the supervised loss, and the noising that SFT, AWM, DPO and NFT share."""
 
 import torch
 from einops import reduce
@@ -8,7 +8,12 @@ from fluvial.core.types import PerSample, Samples, Scalar
 
 
 def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
-    """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`."""
+    """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`.
+
+    Args:
+        x0, noise: clean samples and standard-normal noise, `[B, *event]`.
+        sigma: noise level in [0, 1], `[B]`, 0-d or float.
+    """
     dtype = compute_dtype("interpolate", x0=x0, noise=noise)
     check_same_shape("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=dtype, device=x0.device)

@@ -1,7 +1,7 @@
 """The Gaussian of every sampler, x_next ~ N(a x + b v, std^2 I): its mean, a draw, its log-density, its KL.
 
-All functions upcast first (float16 and bfloat16 to float32; float64 in gives float64 out), take samples as
-`[B, *event]` and coefficients as `[B]` or 0-d, and raise TypeError or ValueError in one line on any other dtype or shape.
+Samples are `[B, *event]`, coefficients `[B]` or 0-d. All functions compute in float32, or in float64 if an argument is
+float64, and raise a TypeError or ValueError of one line for any other dtype or shape.
 """
 
 import math
@@ -29,7 +29,7 @@ def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
 
 
 def sample(transition: Transition, x: Samples, v: Samples, noise: Samples) -> Samples:
-    """Return the step taken with the given standard-normal noise, a x + b v + std noise, `[B, *event]`."""
+    """Return the next sample for given standard-normal noise, a x + b v + std noise, `[B, *event]`."""
     transition, x, v, noise = _prepare("sample", transition, x=x, v=v, noise=noise)
     return _mean(transition, x, v) + per_sample(transition.std, x) * noise
 
@@ -49,6 +49,8 @@ def log_prob(
         no_const   -(x_next - a x - b v)^2 / (2 std^2)
         unscaled   -(x_next - a x - b v)^2             (published with Flow-CPS; not a density)
 
+    sglang's "no_const" is `form="unscaled"`; `form="no_const"` here is the density without its constants.
+
     Its gradient in v is (x_next - a x - b v) b / std^2, over N with reduction="mean".
 
     Args:
@@ -58,8 +60,8 @@ def log_prob(
         reduction: "mean" over the event's N elements (the field's habit: nats per dimension) or "sum" (the joint density).
 
     Raises:
-        ValueError: std is 0 and the form divides by it. Values are looked at only where that is free (CPU tensors,
-            outside compilation and torch.func transforms); elsewhere the answer is NaN.
+        ValueError: std is 0 and the form divides by it. Values are checked only where reading them is free (CPU tensors,
+            outside compilation and torch.func transforms); elsewhere the result is NaN.
     """
     check_choice("log_prob", "form", form, FORMS)
     check_choice("log_prob", "reduction", reduction, REDUCTIONS)
@@ -78,8 +80,8 @@ def log_prob(
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
     """Return KL(N(a x + b v, std^2) || N(a x + b v_ref, std^2)) = b^2 |v - v_ref|^2 / (2 std^2), in nats, `[B]`.
 
-    The two means share a x, so two velocities are all it needs. Flow-GRPO's published KL divides by a rate where
-    this divides by a step's std: it is this times |dt|.
+    The two means share a x, so the two velocities are all that it needs. Flow-GRPO's published KL has a rate in place of
+    the step's std; it equals this KL times |dt|.
 
     Args:
         transition: coefficients `[B]` or 0-d.
@@ -87,7 +89,7 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
         reduction: "mean" over the event's elements or "sum".
 
     Raises:
-        ValueError: std is 0 (looked at only where that is free, as in `log_prob`; elsewhere the answer is NaN).
+        ValueError: std is 0 (checked as in `log_prob`; where it is not, the result is NaN).
     """
     check_choice("kl", "reduction", reduction, REDUCTIONS)
     transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
@@ -110,13 +112,13 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
 
 
 def check_stochastic(function: str, std: Tensor, *, way_out: str = WAY_OUT) -> None:
-    """Raise ValueError if a std is not positive, where looking costs nothing (see `checks.can_look`)."""
+    """Raise ValueError if a std is not positive, where reading it is free (see `checks.can_look`)."""
     if can_look(std) and not (std > 0).all():
         where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~(std > 0)).flatten().tolist()}"
         raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
 
 
 def _positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
-    """Return std with NaN where it is not positive, and say so where looking costs nothing."""
+    """Return std with NaN where it is not positive, after raising where reading it is free."""
     check_stochastic(function, std, way_out=way_out)
     return torch.where(std > 0, std, torch.nan)

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: the velocity that a step is taken with, of a conditional and an unconditional one."""
+"""Classifier-free guidance: one prediction from a conditional and an unconditional one."""
 
 import torch
 
@@ -7,13 +7,13 @@ from fluvial.core.types import Samples, Scalar
 
 
 def classifier_free(v: Samples, v_uncond: Samples, guidance: Scalar) -> Samples:
-    """Return the guided velocity v_uncond + g (v - v_uncond), `[B, *event]`, in float32 (float64 if given).
+    """Return the guided velocity v_uncond + g (v - v_uncond), `[B, *event]`, in float32 (float64 if an argument is).
 
     Args:
-        v, v_uncond: model outputs with the prompt and without it (or with a negative one).
-        guidance: g, a number a sample or one for all; 1 is v itself.
+        v, v_uncond: model outputs with the prompt and without it (or with a negative prompt), `[B, *event]`.
+        guidance: scale g, `[B]`, 0-d or float; 1 gives v.
 
-    Source: arXiv 2207.12598, with the scale as diffusers counts it.
+    Source: arXiv 2207.12598, with diffusers' definition of the scale.
     """
     dtype = compute_dtype("classifier_free", v=v, v_uncond=v_uncond)
     check_same_shape("classifier_free", v=v, v_uncond=v_uncond)

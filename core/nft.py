@@ -1,4 +1,4 @@
-"""DiffusionNFT: learn from rewards on re-noised clean samples, by contrast with the old policy (arXiv 2509.16117)."""
+"""DiffusionNFT: learning from rewards on re-noised clean samples, by contrast with the old policy (arXiv 2509.16117)."""
 
 from typing import Literal
 
@@ -25,22 +25,22 @@ def nft_loss(
     adv_clip: float,
     weight_min: float = 1e-5,
 ) -> PerSample:
-    """Return the loss of negative-aware fine-tuning, `[B]`: the policy goes towards good samples and away from bad ones.
+    """Return the loss of negative-aware fine-tuning, `[B]`: it draws the policy to good samples and away from bad ones.
 
         v+ = beta v + (1 - beta) v_old,  v- = (1 + beta) v_old - beta v,  x0+- = xt - t v+-
         w+- = max(mean |x0+- - x0|, weight_min), without gradient
         loss = adv_clip / beta (r mean (x0+ - x0)^2 / w+  +  (1 - r) mean (x0- - x0)^2 / w-)
 
-    Gradients flow to v; v_old is data. At v = v_old and r = 1/2 the gradient is zero.
+    Gradients flow to v only. At v = v_old and r = 1/2 the gradient is zero.
 
     Args:
         v, v_old: velocities of the policy and of the old policy at (xt, t), `[B, *event]`.
         x0, xt: clean sample and its noised version, `[B, *event]`.
-        t: noise level, `[B]`, 0-d or float.
-        reward_prob: r in [0, 1], `[B]`; see `reward_prob`.
-        beta: > 0, how far the implicit policies lie from the old one.
-        adv_clip: > 0, the bound that advantages were clipped to, which scales the loss back.
-        weight_min: > 0, least self-normalising weight.
+        t: noise level in [0, 1], `[B]`, 0-d or float.
+        reward_prob: probability r that a sample is good, in [0, 1], `[B]`; see `reward_prob`.
+        beta: distance of the implicit policies from the old one, > 0.
+        adv_clip: bound that advantages were clipped to, > 0; it restores their scale in the loss.
+        weight_min: lower bound of the self-normalising weights, > 0.
     """
     check_nft_numbers(beta=beta, adv_clip=adv_clip, weight_min=weight_min)
     samples = {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
@@ -56,14 +56,17 @@ def nft_loss(
 
 
 def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") -> PerSample:
-    """Return the probability in [0, 1] that a sample is a good one, r = (A' / c + 1) / 2, c = adv_clip, `[B]`.
+    """Return the probability that a sample is a good one, r = (A' / c + 1) / 2 clipped to [0, 1], with c = adv_clip, `[B]`.
 
-    A' is the advantage clipped to [-c, c] (all), to [0, c] (positive_only) or to [-c, 0] (negative_only), 1 where it is
-    above 0 and 0 elsewhere (one_only), or its sign (binary); r is kept in [0, 1].
+        all             A' = A clipped to [-c, c]
+        positive_only   A' = A clipped to [0, c]
+        negative_only   A' = A clipped to [-c, 0]
+        one_only        A' = 1 if A > 0, else 0
+        binary          A' = sign(A)
 
     Args:
-        advantage: `[B]`.
-        adv_clip: c > 0.
+        advantage: advantage A, `[B]`.
+        adv_clip: bound c of the advantages, > 0.
         mode: see above.
 
     Source: DiffusionNFT, arXiv 2509.16117; the modes are its published code's.
@@ -84,7 +87,7 @@ def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") ->
 
 
 def check_nft_numbers(*, beta: float, adv_clip: float, weight_min: float) -> None:
-    """Raise unless the loss's numbers are finite and positive."""
+    """Raise unless the hyper-parameters of `nft_loss` are finite and positive."""
     for name, value in (("beta", beta), ("adv_clip", adv_clip), ("weight_min", weight_min)):
         check_number("nft_loss", name, value, low=1e-12)
 

@@ -1,4 +1,4 @@
-"""Policy-gradient objectives over stored (sample, step) pairs: a loss a pair, and diagnostics; the caller reduces."""
+"""Policy-gradient objectives over stored (sample, step) pairs: one loss per pair and diagnostics; the caller reduces."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ from fluvial.core.types import PerSample, Samples
 
 
 class PolicyInfo(NamedTuple):
-    """Diagnostics of a surrogate, one number a pair, without gradient."""
+    """Diagnostics of a surrogate, one number per pair, without gradient."""
 
     ratio: Tensor
     log_ratio: Tensor
-    clipped: Tensor  # 1 where the clip holds the gradient back, else 0
+    clipped: Tensor  # 1 where the clip (or the KL threshold) sets the gradient to 0, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, whose mean estimates KL(old || current)
-    kl_ref: Tensor  # KL to the reference policy's step where the loss has that term, else 0
+    kl_ref: Tensor  # KL to the reference policy's step if the loss has that term, else 0
 
 
 def clipped_surrogate(
@@ -30,9 +30,9 @@ def clipped_surrogate(
         loss = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)),  rho = exp(log_prob - log_prob_old)
 
     Args:
-        log_prob, log_prob_old: of each pair under the current and the old policy, in nats (per dimension when the
-            reduction is "mean"; the clip range is in the same unit).
-        advantage: of each pair.
+        log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats (per dimension
+            if the reduction is "mean"; the clip range is in the same unit).
+        advantage: advantage of each pair, `[B]`.
         clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high].
 
     Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2505.05470 (Flow-GRPO); unequal ranges, 2503.14476 (DAPO).
@@ -43,7 +43,7 @@ def clipped_surrogate(
     check_same_shape("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
     advantage = advantage.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
-    # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside of any clip.
+    # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside any clip range.
     ratio = torch.exp(log_ratio.clamp(max=80))
     free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
@@ -60,19 +60,19 @@ def guard_surrogate(
     *,
     clip: float,
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return GRPO-Guard's surrogate loss, whose gradient is of one size at every step, and its diagnostics, each `[B]`.
+    """Return GRPO-Guard's surrogate loss, whose gradient has the same size at every step, and its diagnostics, each `[B]`.
 
         rho = exp((log_prob - log_prob_old + mean |b (v - v_old)|^2 / (2 std^2)) std)
         loss = max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) / |dt|
 
-    The plain surrogate's gradient in v is |b| / std to a standard-normal draw: with Flow-SDE sqrt(|dt|) / r, twenty times
-    larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which Flow-SDE keeps constant. The
-    added mean centres the log-ratio, whose expectation under the old policy is minus that.
+    The gradient of the plain surrogate in v is |b| / std times a standard-normal draw. With Flow-SDE that is sqrt(|dt|) / r,
+    twenty times larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which is constant with
+    Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that mean.
 
     Args:
-        log_prob, log_prob_old: mean log-prob of each pair under the current and the old policy, form "density" or
-            "no_const", nats a dimension.
-        advantage: of each pair.
+        log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats per dimension,
+            of form "density" or "no_const".
+        advantage: advantage of each pair, `[B]`.
         transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
         v, v_old: velocities under the two policies, `[B, *event]`.
         dt: sigma_next - sigma of each pair's step, `[B]` or 0-d.
@@ -104,24 +104,25 @@ def dppo_surrogate(
     *,
     kl_threshold: float,
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return Flow-DPPO's surrogate loss, held back by the step's exact KL in place of a clip, and diagnostics, each `[B]`.
+    """Return Flow-DPPO's surrogate loss, bounded by the step's exact KL instead of a clip, and its diagnostics, each `[B]`.
 
         loss = 0 where KL >= kl_threshold and (A > 0 and rho > 1, or A < 0 and rho < 1), else -A rho
         rho = exp(log_prob - log_prob_old),  KL = mean b^2 |v - v_old|^2 / (2 std^2)
 
-    A ratio is one noisy draw of how far two policies lie apart; the KL of two Gaussians of one std is known. A pair
-    beyond the threshold still learns where its ratio moves against its advantage: that leads back. No gradient flows
-    through the KL, and advantages are not clamped. `PolicyInfo.clipped` marks the pairs whose loss is 0.
+    A ratio is a noisy estimate of the distance between two policies, whereas the KL of two Gaussians with the same std is
+    known exactly. A pair beyond the threshold is still trained on if its ratio has moved against its advantage, because
+    that leads back. No gradient flows through the KL, and advantages are not clamped. `PolicyInfo.clipped` marks the pairs
+    whose loss is 0.
 
     Args:
-        log_prob, log_prob_old: of each pair under the current and the old policy, in nats.
-        advantage: of each pair.
+        log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats.
+        advantage: advantage of each pair, `[B]`.
         transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
         v, v_old: velocities under the two policies, `[B, *event]`.
-        kl_threshold: >= 0, in nats a dimension; 1e-5 is published.
+        kl_threshold: largest KL, >= 0, in nats per dimension; the published value is 1e-5.
 
     Raises:
-        ValueError: std is 0 (looked at only where that is free, as in `gaussian.kl`; elsewhere loss and gradient are NaN).
+        ValueError: std is 0 (checked as in `gaussian.kl`; where it is not, loss and gradient are NaN).
 
     Source: Flow-DPPO, arXiv 2606.11025; for language models, 2602.04879.
     """
@@ -137,7 +138,7 @@ def dppo_surrogate(
     ratio = torch.exp(log_ratio.clamp(max=80))
     moved = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     held = moved & (kl >= kl_threshold)
-    # No comparison with a NaN is true: without this a step that has no density would pass as one within the threshold.
+    # A comparison with NaN is false: without this line a step without a density would count as within the threshold.
     known = torch.where(kl.isnan(), torch.nan, 1.0)
     return torch.where(held, 0.0, -advantage * ratio * known), _info(ratio, log_ratio, clipped=held)
 

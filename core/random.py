@@ -1,9 +1,9 @@
 """Explicit random keys, as in JAX, over the counter-based generator Philox4x32-10.
 
-A draw depends on the key and on the element's index within its sample, and on nothing else: not on the batch, the
-rank, the number of ranks or the device. Fold in what should make a difference:
+A draw depends on the key and on the element's index within its sample only. It does not depend on the batch, the rank,
+the number of ranks or the device. Fold in everything that should make a difference:
 
-    keys = fold_in(fold_in(key(seed), epoch), sample_ids)    # one key a sample
+    keys = fold_in(fold_in(key(seed), epoch), sample_ids)    # one key per sample
     noise = normal(fold_in(keys, step), x.shape)             # [B, *event]
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123).
@@ -27,7 +27,7 @@ DRAW, FOLD = 0, 1
 
 
 class Key(NamedTuple):
-    """Two 32-bit words: Python integers for one key on the host, int64 tensors `[B]` for a key a sample."""
+    """Two 32-bit words: Python integers for one key on the host, int64 tensors `[B]` for one key per sample."""
 
     low: Word
     high: Word
@@ -43,11 +43,11 @@ def key(seed: int) -> Key:
 
 
 def fold_in(key: Key, data: int | Ids) -> Key:
-    """Return a new key from a key and data, statistically independent for every pair of the two.
+    """Return a new key, statistically independent for every pair of key and data.
 
     Args:
-        key: one key, or a key a sample `[B]`.
-        data: a non-negative integer below 2^63, or an integer tensor `[B]`, which makes a key a sample.
+        key: one key, or one key per sample, `[B]`.
+        data: non-negative integer below 2^63, or an integer tensor `[B]`, which gives one key per sample.
     """
     if isinstance(data, Tensor):
         if data.dtype.is_floating_point or data.dtype == torch.bool:
@@ -80,9 +80,9 @@ def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None 
     """Return uniform 32-bit words as int64 in [0, 2^32): element 4 i + j of a sample is word j of counter i.
 
     Args:
-        key: one key for the whole draw, or a key a sample `[B]`.
-        shape: of the result; with a key a sample, `[B, *event]`.
-        device: for one key; a key a sample draws on its own device.
+        key: one key for the whole draw, or one key per sample, `[B]`.
+        shape: shape of the result; `[B, *event]` with one key per sample.
+        device: device of the draw with one key; keys per sample draw on their own device.
     """
     batch, event = _layout(key, shape)
     return _words(key, math.prod(event), device=device).reshape((*batch, *event))
@@ -106,13 +106,13 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return standard-normal numbers, by Box and Muller's transform of two words for two numbers.
+    """Return standard-normal numbers: the Box-Muller transform of each pair of words.
 
         radius = sqrt(-2 log u1), angle = 2 pi u2, u1 = (w1 + 1) / 2^32, u2 = w2 / 2^32
         z1 = radius cos(angle), z2 = radius sin(angle)
 
-    It is evaluated in float64 and rounded once to float32, whatever `dtype`: the bits do not depend on where in a
-    vector an element stands, and a float64 draw is the float32 draw. Arguments as in `bits`.
+    It is evaluated in float64 and rounded once to float32, whatever `dtype` is. So the bits do not depend on an element's
+    position in a vector register, and a float64 draw equals the float32 draw. Arguments as in `bits`.
     """
     batch, event = _layout(key, shape)
     count = math.prod(event)
@@ -124,7 +124,7 @@ def normal(
 
 
 def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for a key a sample."""
+    """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for keys per sample."""
     batch = tuple(key.low.shape) if isinstance(key.low, Tensor) else ()
     if tuple(shape[: len(batch)]) != batch:
         raise ValueError(f"random: shape is {list(shape)}, expected to begin with the keys' {list(batch)}")

@@ -17,7 +17,15 @@ def linear(T: int) -> Grid:
 
 
 def shifted(T: int, shift: float) -> Grid:
-    """Return the linear schedule moved towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206)."""
+    """Return the linear schedule shifted towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206).
+
+    It is not the schedule that diffusers' SD3 pipeline samples with: FlowMatchEulerDiscreteScheduler shifts the ends of its
+    range first, spaces its timesteps evenly between them, and shifts the result again. Use `from_scheduler` for that one.
+
+    Args:
+        T: number of steps.
+        shift: > 0; 1 is `linear`.
+    """
     check_number("shifted", "shift", shift, low=1e-9)
     s = _unshifted(T)
     return (shift * s / (1 + (shift - 1) * s)).to(torch.float32)
@@ -33,12 +41,18 @@ def dynamic_shift(
     max_shift: float = 1.15,
     kind: Literal["exponential", "linear"] = "exponential",
 ) -> Grid:
-    """Return the linear schedule moved by the number of image tokens, as FLUX and Qwen-Image do.
+    """Return the linear schedule shifted by the number of image tokens, as FLUX and Qwen-Image do.
 
         mu = base_shift + (seq_len - base_seq_len) (max_shift - base_shift) / (max_seq_len - base_seq_len)
         s -> m / (m + 1/s - 1),  m = exp(mu) ("exponential") or mu ("linear")
 
-    Source: FlowMatchEulerDiscreteScheduler.time_shift of diffusers, whose defaults these are.
+    Args:
+        T: number of steps.
+        seq_len: image tokens per sample.
+        base_seq_len, max_seq_len, base_shift, max_shift: two points of the line for mu.
+        kind: see above.
+
+    Source: FlowMatchEulerDiscreteScheduler.time_shift of diffusers; the defaults are diffusers'.
     """
     check_choice("dynamic_shift", "kind", kind, ("exponential", "linear"))
     mu = base_shift + (seq_len - base_seq_len) * (max_shift - base_shift) / (max_seq_len - base_seq_len)
@@ -46,10 +60,10 @@ def dynamic_shift(
 
 
 def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # importing diffusers takes a second
-    """Return exactly the sigmas a diffusers FlowMatchEulerDiscreteScheduler steps through.
+    """Return exactly the sigmas that a diffusers FlowMatchEulerDiscreteScheduler steps through, float32 `[T+1]`.
 
-    Call its `set_timesteps` first. The timestep that the model is given at step i is `scheduler.timesteps[i]`: read it
-    there, it is not always 1000 sigma.
+    Call its `set_timesteps` first. The model's timestep at step i is `scheduler.timesteps[i]`, which is not always
+    1000 sigma.
 
     Raises:
         ValueError: `set_timesteps` was not called, or the schedule is not one of falling noise levels ending in 0.
@@ -64,7 +78,7 @@ def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # import
 def check_sigmas(sigmas: Tensor) -> None:
     """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
 
-    Values are looked at only where that is free.
+    Values are checked only where reading them is free.
     """
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")
@@ -78,13 +92,13 @@ def check_sigmas(sigmas: Tensor) -> None:
 
 
 def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -> range:
-    """Return `size` contiguous steps to take stochastically, placed uniformly within [lo, hi) of a T-step schedule.
+    """Return the window of stochastic steps: `size` contiguous ones, placed uniformly within [lo, hi) of a T-step schedule.
 
     Args:
         key: one key on the host (made from integers alone), so that the window is known without reading a device.
         T: number of steps of the schedule.
         size: number of stochastic steps, 1 <= size <= hi - lo.
-        lo, hi: the steps that the window may cover, 0 <= lo < hi <= T; hi defaults to T.
+        lo, hi: range of steps that the window may cover, 0 <= lo < hi <= T; hi defaults to T.
 
     Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
     """
@@ -101,5 +115,5 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
 
 def _unshifted(T: int) -> Tensor:
     if isinstance(T, bool) or not isinstance(T, int) or T < 1:
-        raise ValueError(f"a schedule of {T!r} steps is asked for, expected an integer >= 1")
+        raise ValueError(f"a schedule cannot have {T!r} steps, expected an integer >= 1")
     return torch.linspace(1, 0, T + 1, dtype=torch.float64)

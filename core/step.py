@@ -1,6 +1,7 @@
-"""What a rollout and an update compute a step: the hot path, in the order that a fused kernel takes its arguments.
+"""The hot path of one step: compositions of `core.gaussian`, `core.policy` and `core.guidance` that the kernels fuse.
 
-These are `core.gaussian`, `core.policy` and `core.guidance` put together, and the reference of `fluvial.kernels`.
+Each function is the reference of the operation of the same name in `fluvial.kernels`. Arguments come in the order
+(transition, x, v, x_next); everything else is passed by keyword.
 """
 
 from typing import Literal
@@ -33,16 +34,20 @@ def step_log_prob(
     form: Form = "density",
     reduction: Reduction = "mean",
 ) -> tuple[PerSample, PerSample | None]:
-    """Return the step's log-probability and its KL to the reference model's step (None without v_ref), each `[B]`.
+    """Return the step's log-probability and its KL to the reference policy's step (None without v_ref), in nats, `[B]`.
 
     The equations are those of `gaussian.log_prob` and `gaussian.kl`.
 
     Args:
-        v, x, x_next: model output, sample and next sample, `[B, *event]`.
         transition: coefficients `[B]` or 0-d.
-        v_ref: output of the reference model, with its guidance, `[B, *event]`.
-        v_uncond, guidance: v is v_uncond + guidance (v - v_uncond), as in `guidance.classifier_free`.
+        x, v, x_next: sample, model output and next sample, `[B, *event]`.
+        v_ref: output of the reference policy, with its own guidance applied, `[B, *event]`.
+        v_uncond: unconditional model output, `[B, *event]`; v is then replaced by v_uncond + guidance (v - v_uncond).
+        guidance: guidance scale, `[B]`, 0-d or float; given if and only if v_uncond is.
         form, reduction: as in `gaussian.log_prob`.
+
+    Raises:
+        ValueError: one of v_uncond and guidance is missing, or an error of `gaussian.log_prob`.
     """
     v = guided("step_log_prob", v, v_uncond, guidance)
     log_prob = gaussian.log_prob(transition, x, v, x_next, form=form, reduction=reduction)
@@ -62,12 +67,13 @@ def sde_step(
 ) -> tuple[Samples, PerSample]:
     """Return a draw x_next ~ N(a x + b v, std^2 I), `[B, *event]`, and its log-probability, `[B]`.
 
-    Gradients flow through x_next along the path, and through the log-probability with x_next held, as an update sees it.
+    Gradients flow through x_next along the path. They flow through the log-probability with x_next held constant, as in an
+    update.
 
     Args:
-        v, x: model output and sample, `[B, *event]`.
         transition: coefficients `[B]` or 0-d.
-        key: of the noise: a key a sample, or one key, into which each sample's place in the batch is folded.
+        x, v: sample and model output, `[B, *event]`.
+        key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
         v_uncond, guidance, form, reduction: as in `step_log_prob`.
     """
     v = guided("sde_step", v, v_uncond, guidance)
@@ -95,20 +101,22 @@ def policy_loss(
     form: Form = "density",
     reduction: Reduction = "mean",
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return the clipped surrogate of stored pairs, with the KL to the reference model's step in it, and diagnostics.
+    """Return the clipped surrogate of stored pairs plus the KL to the reference policy's step, `[B]`, and diagnostics.
 
         loss = clipped_surrogate(log_prob, log_prob_old, advantage) + kl_coef w KL,  w = |dt| (rate) or 1 (exact)
 
     Args:
-        v, x, x_next, transition, v_ref, v_uncond, guidance, form, reduction: as in `step_log_prob`.
-        log_prob_old, advantage: of each pair, `[B]`.
+        transition, x, v, x_next, v_ref, v_uncond, guidance, form, reduction: as in `step_log_prob`.
+        log_prob_old, advantage: log-prob under the old policy and advantage of each pair, `[B]`.
         clip_low, clip_high: as in `policy.clipped_surrogate`.
         kl_coef: weight of the KL, >= 0.
-        kl_weight: "rate" is what Flow-GRPO publishes, whose std is a rate (arXiv 2505.05470), and takes dt; "exact" is it.
-        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float.
+        kl_weight: "exact" adds the KL itself. "rate" adds |dt| times the KL, which is what Flow-GRPO (arXiv 2505.05470)
+            publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
+            dance_sde and ddim is "exact".
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float; needed for "rate".
 
     Raises:
-        ValueError: a KL weight without v_ref, or the rate's without dt.
+        ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
     """
     v = guided("policy_loss", v, v_uncond, guidance)
     scale = kl_scale(v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
@@ -120,11 +128,11 @@ def policy_loss(
 
 
 def kl_scale(v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None) -> Tensor | float:
-    """Check a KL term's options and return what multiplies the exact KL in the loss: |dt| or 1."""
+    """Check the options of a KL term and return the factor of the exact KL in the loss: |dt| or 1."""
     check_number("policy_loss", "kl_coef", kl_coef, low=0)
     check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
     if kl_coef > 0 and v_ref is None:
-        raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference model's velocity")
+        raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference policy's velocity")
     if kl_weight == "exact" or v_ref is None or kl_coef == 0:
         return 1.0
     if dt is None:
@@ -143,6 +151,6 @@ def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | No
 
 
 def guided(function: str, v: Samples, v_uncond: Samples | None, guidance: Scalar | None) -> Samples:
-    """Return v with guidance if both its parts are given, v itself if neither is."""
+    """Return v with guidance if v_uncond and guidance are given, else v itself."""
     check_guidance(function, v_uncond, guidance)
     return v if v_uncond is None or guidance is None else classifier_free(v, v_uncond, guidance)

@@ -1,4 +1,4 @@
-"""The per-step hot path: fused Triton kernels, the compiled reference and the reference, behind one function each."""
+"""The per-step hot path: one function per operation, in front of a fused Triton kernel and its reference."""
 
 from fluvial.kernels.dispatch import (
     Implementation,

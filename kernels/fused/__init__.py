@@ -1,1 +1,1 @@
-"""The Triton kernels, an operation a file, as `torch.library` operations; `kernels.dispatch` checks and calls them."""
+"""The Triton kernels as `torch.library` operations, one per file; `kernels.dispatch` checks arguments and calls them."""

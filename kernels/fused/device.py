@@ -1,4 +1,4 @@
-"""What the kernels share on the device: a sum in a fixed order, guidance, and the noise of `core.random`."""
+"""Functions that the kernels share on the device: a sum in a fixed order, guidance, and the noise of `core.random`."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def tree_sum(values, LEVELS: tl.constexpr):
-    """Return the sum of 2^LEVELS values, added in neighbouring pairs, then pairs of pairs, ...
+    """Return the sum of 2^LEVELS values, added in neighbouring pairs, then in pairs of pairs, and so on.
 
-    A whole `tl.sum` adds in an order that the compiler's layout decides, which changes with dtypes, alignment and versions.
-    A sum of two has no order, so here it is decided by index, and a sample's bits depend on its values alone.
+    The order of a plain `tl.sum` follows the compiler's layout, which changes with dtypes, alignment and versions. Here the
+    order follows from the index, so a sample's bits depend on its values alone.
     """
     for level in tl.static_range(LEVELS):
         values = tl.sum(tl.reshape(values, [1 << (LEVELS - level - 1), 2]), 1)
@@ -18,7 +18,7 @@ def tree_sum(values, LEVELS: tl.constexpr):
 
 @triton.jit
 def sum_chunks(sums_ptr, chunks, LEVELS: tl.constexpr):
-    """Return the sum of a row's partial sums, in an order that their number decides."""
+    """Return the sum of a row's partial sums, in an order that depends on their number alone."""
     total = tl.zeros([1 << LEVELS], tl.float32)
     for first in range(0, chunks, 1 << LEVELS):
         offset = first + tl.arange(0, 1 << LEVELS)
@@ -28,7 +28,7 @@ def sum_chunks(sums_ptr, chunks, LEVELS: tl.constexpr):
 
 @triton.jit
 def load(ptr, start, offset, mask):
-    """Return a block in float32, with 0 past the end."""
+    """Return a block of a row in float32, with 0 past its end."""
     return tl.load(ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -44,13 +44,13 @@ def velocity(v_ptr, start, uncond_ptr, uncond_start, g, offset, mask):
 
 @triton.jit
 def step_mean(a, x, b, v):
-    """Return a x + b v. Multiply-adds are spelt out here and in sums, so that no kernel is free to round differently."""
+    """Return a x + b v. Multiply-adds are explicit here and in sums, so that all kernels round alike."""
     return tl.fma(a, x, b * v)
 
 
 @triton.jit
 def words(low, high, first, COUNT: tl.constexpr):
-    """Return the four words of COUNT / 4 counters: elements `first` (a multiple of 4, int64) on of `random.bits`."""
+    """Return the four words of COUNT / 4 counters: from element `first` (a multiple of 4, int64) of `random.bits`."""
     counter = first // 4 + tl.arange(0, COUNT // 4)
     zero = tl.zeros([COUNT // 4], tl.uint32)
     return tl.philox_impl(
@@ -60,10 +60,10 @@ def words(low, high, first, COUNT: tl.constexpr):
 
 @triton.jit
 def normals(low, high, first, COUNT: tl.constexpr):
-    """Return COUNT standard-normal numbers, elements `first` (a multiple of 4, int64) and on of a key's stream.
+    """Return COUNT standard-normal numbers of a key's stream, from element `first` (a multiple of 4, int64).
 
-    They are those of `core.random.normal` to a few units in the last place: that function works in float64, this one in
-    float32 on exact integers.
+    They equal those of `core.random.normal` to a few units in the last place: that function computes in float64, this one
+    in float32 from the same integers.
     """
     w0, w1, w2, w3 = words(low, high, first, COUNT)
     z0, z1 = _box_muller(w0, w1)
@@ -73,7 +73,7 @@ def normals(low, high, first, COUNT: tl.constexpr):
 
 @triton.jit
 def _box_muller(first, second):
-    """Return two normal numbers of two words: radius sqrt(-2 log((first + 1) / 2^32)), angle 2 pi second / 2^32."""
+    """Return two normal numbers from two words: radius sqrt(-2 log((first + 1) / 2^32)), angle 2 pi second / 2^32."""
     radius = tl.sqrt_rn(2.0 * _minus_log(first))
     cosine, sine = _cos_sin(second)
     return radius * cosine, radius * sine
@@ -81,9 +81,9 @@ def _box_muller(first, second):
 
 @triton.jit
 def _minus_log(word):
-    """Return -log((word + 1) / 2^32), accurate near 0 too, where the argument is near 1."""
+    """Return -log((word + 1) / 2^32), accurate also near 0, where the argument is near 1."""
     near_one = word >= 0x80000000
-    # Above one half by the distance to one, which is an integer: log1p(-d) = log(t) d / (1 - t) with t = fl(1 - d).
+    # Above one half, from the distance to one, which is an integer: log1p(-d) = log(t) d / (1 - t) with t = fl(1 - d).
     d = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32
     t = 1.0 - d
     exact = t == 1.0
@@ -94,9 +94,9 @@ def _minus_log(word):
 
 @triton.jit
 def _cos_sin(word):
-    """Return cos and sin of 2 pi word / 2^32: the nearest quarter turn is taken off in integers, a polynomial does the rest.
+    """Return cos and sin of 2 pi word / 2^32: integers remove the nearest quarter turn, polynomials evaluate the rest.
 
-    The polynomials are the minimax ones of the Cephes library's sinf and cosf for [-pi/4, pi/4].
+    They are the minimax polynomials of the Cephes library's sinf and cosf for [-pi/4, pi/4].
     """
     quarter = tl.add(word, 0x20000000, sanitize_overflow=False) >> 30
     rest = tl.sub(word, quarter << 30, sanitize_overflow=False).to(tl.int32, bitcast=True)

@@ -1,12 +1,13 @@
 """The fused kernels of one step, x_next ~ N(a x + b v, std^2 I), which all samplers and most operations share.
 
-    residual_sums  one pass over v, x, x_next (and v_ref, v_uncond): per sample sum r^2, r = x_next - a x - b v, and
-                   sum (v - v_ref)^2; then, in the same launch where a row is one chunk, else in `finish`, what they come to:
-                   log-prob and KL, or the policy loss and its diagnostics
+    residual_sums  one pass over x, v, x_next (and v_ref, v_uncond), for the sums of r^2, r = x_next - a x - b v, and of
+                   (v - v_ref)^2 per sample
+    finish         log-prob and KL, or the policy loss and its diagnostics, from those sums; where a row is one chunk,
+                   residual_sums does this itself
     gradients      one pass for all gradients of those results
 
-An operand that an operation does not have is None, and its branch is not compiled. Without x the step is r = x_next - v,
-which is all that velocity_error needs.
+An operand that an operation does not have is None, and its branch is not compiled. Without x the residual is
+r = x_next - v, which is all that velocity_error needs.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, 
 from fluvial.kernels.fused.transforms import differentiable
 
 FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
-# What comes with a policy loss: ratio, log-ratio, clipped, KL to the old policy, KL to the reference, d loss / d log-prob.
+# Rows of a policy loss's diagnostics: ratio, log-ratio, clipped, KL to the old policy, KL to the reference policy, and
+# d loss / d log-prob.
 DIAGNOSTICS = 6
 
 
@@ -84,7 +86,7 @@ def finish(
     s_b, s_std, s_old, s_advantage, s_kl_scale, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
     LEVELS: tl.constexpr, FORM: tl.constexpr, HAS_REF: tl.constexpr,
 ):  # fmt: skip
-    """Add up a row's chunks, in order, and store what they come to."""
+    """Add up a row's chunks, in order, and store the results of the row."""
     row = tl.program_id(0).to(tl.int64)
     square = sum_chunks(sums_ptr + 2 * row * chunks, chunks, LEVELS)
     distance = 0.0
@@ -102,7 +104,7 @@ def results(
     s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef,
     FORM: tl.constexpr, HAS_REF: tl.constexpr,
 ):  # fmt: skip
-    """Store what the two sums of a sample come to: the error, log-prob and KL, or the policy loss and its diagnostics."""
+    """Store a sample's results from its two sums: the error, log-prob and KL, or the policy loss and its diagnostics."""
     log_prob = -square * inverse
     kl = 0.0
     if std_ptr is None:
@@ -142,14 +144,14 @@ def results(
 @triton.jit
 def gradients(
     v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    step_ptr,  # [B, N], gradient of x_next where it is a result of the step, else None
-    dv_ptr, dx_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not asked for
+    step_ptr,  # [B, N], gradient of x_next if it is a result of the step, else None
+    dv_ptr, dx_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not needed
     a_ptr, b_ptr, std_ptr, g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, s_* apart
     s_v, s_x, s_next, s_ref, s_uncond, s_step, s_a, s_b, s_std, s_g, s_grad, s_grad_kl, s_slope, s_kl_scale,
     length, chunks, inverse, kl_coef,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients that are asked for, given those of a sample's results.
+    """Store the gradients that are needed, from the gradients of a sample's results.
 
     d log_prob / d mean = r / std^2 (unscaled: 2 r),  d kl / d v = b^2 (v - v_ref) / std^2,  over N for a mean
     """
@@ -212,7 +214,7 @@ def gradients(
 
 @triton.jit
 def positive(std_ptr):
-    """Return a std, NaN where it is not positive: a deterministic step has no density."""
+    """Return a std, or NaN if it is not positive, because a deterministic step has no density."""
     std = tl.load(std_ptr)
     return tl.where(std > 0, std, float("nan"))
 
@@ -234,13 +236,13 @@ def _max(x, y):
 
 @triton.jit
 def _exp_minus_one_minus(x):
-    """Return exp(x) - 1 - x, by its series near 0, where a policy's log-ratio is."""
+    """Return exp(x) - 1 - x, by its series near 0, where a policy's log-ratio lies."""
     series = x * x * (0.5 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x / 720))))
     return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1 - x)
 
 
 class Step(NamedTuple):
-    """The tensors of a step; what an operation does not have is None."""
+    """The tensors of a step; those that an operation does not have are None."""
 
     a: Tensor | None  # [B] float32, as b, std and guidance
     b: Tensor | None
@@ -254,7 +256,7 @@ class Step(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What makes a policy loss of a log-prob; tensors `[B]` float32."""
+    """The further arguments of a policy loss; tensors `[B]` float32."""
 
     log_prob_old: Tensor
     advantage: Tensor
@@ -265,17 +267,17 @@ class Policy(NamedTuple):
 
 
 def reduction_weights(length: int, reduction: str) -> tuple[float, float]:
-    """Return what a sample's sum of squares is multiplied by, and how often its constant counts."""
+    """Return the factor of a sample's sum of squares, and how often the density's constant counts."""
     return (1 / length, 1.0) if reduction == "mean" else (1.0, float(length))
 
 
 def forward(
     step: Step, *, form: str = "unscaled", reduction: str = "mean", policy: Policy | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward pass: a result `[B]`, and what comes with it, float32.
+    """Launch the forward pass and return two float32 results.
 
-    They are the mean squared error and nothing (without x), log-prob `[B]` and KL `[B]` (`[0]` without v_ref), or a
-    policy's loss `[B]` and `[DIAGNOSTICS, B]`.
+    They are the mean squared error `[B]` and `[0]` (without x), the log-prob `[B]` and the KL `[B]` (`[0]` without v_ref),
+    or a policy's loss `[B]` and its diagnostics `[DIAGNOSTICS, B]`.
     """
     batch, length = step.v.shape[0], row_length(step.v)
     out = step.v.new_empty(batch, dtype=torch.float32)
@@ -318,19 +320,19 @@ def backward(
     kl_coef: float = 0.0,
     step_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward pass: gradients of (x, v, x_next, v_ref, v_uncond), each empty where it is not needed.
+    """Launch the backward pass and return the gradients of (x, v, x_next, v_ref, v_uncond), empty where not needed.
 
     Args:
         step, form, reduction: as in `forward`.
-        grad, grad_kl: of log-prob (or error, or policy loss) and KL, `[B]`.
-        needs: for each of the five.
-        slope, kl_scale, kl_coef: of a policy loss: d loss / d log-prob, and the KL's weight in it.
+        grad, grad_kl: gradients of the log-prob (or error, or policy loss) and of the KL, `[B]`.
+        needs: whether each of the five gradients is needed.
+        slope, kl_scale, kl_coef: for a policy loss, d loss / d log-prob and the weight of the KL, |dt| or 1 and kl_coef.
         step_grad: gradient of x_next as a result of the step, `[B, *event]`.
     """
     batch, length = step.v.shape[0], row_length(step.v)
     inputs = (step.x, step.v, step.x_next, step.v_ref, step.v_uncond)
     grad_kl = None if step.v_ref is None else grad_kl
-    # What no gradient comes through is not read: an infinity there is none of the others' business.
+    # An operand without a gradient path is not read, so that an infinity in it cannot reach the other gradients.
     no_kl = grad_kl is None and slope is None
     x, x_next = (None, None) if grad is None else (step.x, step.x_next)
     read = (step.v, x, x_next, None if no_kl else step.v_ref, step.v_uncond)
@@ -362,7 +364,7 @@ def step_gradients_operation(
     kl_coef: float, form: str, reduction: str,
     need_x: bool, need_v: bool, need_next: bool, need_ref: bool, need_uncond: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of (x, v, x_next, v_ref, v_uncond) that are needed, the others empty; see `backward`."""
+    """Return the needed gradients of (x, v, x_next, v_ref, v_uncond), the others empty; see `backward`."""
     return backward(
         Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), grad, grad_kl,
         needs=(need_x, need_v, need_next, need_ref, need_uncond), form=form, reduction=reduction,
@@ -383,7 +385,7 @@ step_gradients = differentiable(step_gradients_operation, out_dims=(0, 0, 0, 0, 
 
 
 class Saved(NamedTuple):
-    """What an operation's backward pass needs of its forward pass."""
+    """The tensors of the forward pass that an operation's backward pass needs."""
 
     step: Step
     slope: Tensor | None = None
@@ -391,7 +393,7 @@ class Saved(NamedTuple):
 
 
 def save(ctx: Any, saved: Saved, **options: Any) -> None:
-    """Keep the tensors, which are the inputs themselves and numbers a sample, and the options."""
+    """Keep the tensors (the inputs themselves and per-sample numbers) and the options."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved.step, saved.slope, saved.kl_scale)
     ctx.options = options
@@ -405,7 +407,7 @@ def input_gradients(
     *,
     step_grad: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients of (x, v, x_next, v_ref, v_uncond) from what `save` kept, None where there is none."""
+    """Return the gradients of (x, v, x_next, v_ref, v_uncond) from the tensors of `save`, None where not needed."""
     *step, slope, kl_scale = ctx.saved_tensors
     options = ctx.options
     results = step_gradients(

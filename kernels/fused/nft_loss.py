@@ -25,7 +25,7 @@ def error_sums(
     s_v, s_old, s_x0, s_xt, s_t, s_prob, length, chunks, inverse, beta, scale, weight_min,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Store each sample's loss, or where a row has several chunks their four sums."""
+    """Store each sample's loss, or the four sums of each chunk if a row has several."""
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
@@ -212,7 +212,7 @@ def nft_loss(
     adv_clip: float,
     weight_min: float,
 ) -> PerSample:
-    """Return the loss; arguments as `core.nft.nft_loss` takes them, already checked."""
+    """Return the loss; arguments as in `core.nft.nft_loss`, already checked."""
     batch = v.shape[0]
     numbers = [scalars(number, batch) for number in (t, reward_prob)]
     return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]

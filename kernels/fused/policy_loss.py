@@ -20,7 +20,7 @@ def operation(
     log_prob_old: Tensor, advantage: Tensor, kl_scale: Tensor,
     clip_low: float, clip_high: float, kl_coef: float, form: str, reduction: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the loss, float32 `[B]`, and what comes with it, float32 `[6, B]`: the diagnostics and d loss / d log-prob."""
+    """Return the loss, float32 `[B]`, and float32 `[6, B]`: the diagnostics and d loss / d log-prob."""
     return forward(
         Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction,
         policy=Policy(log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef),
@@ -68,7 +68,7 @@ def policy_loss(
     form: str,
     reduction: str,
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return loss and diagnostics; arguments as `core.step.policy_loss` takes them, already checked, and the KL's scale."""
+    """Return loss and diagnostics; arguments as in `core.step.policy_loss`, already checked, and the KL's factor."""
     batch = v.shape[0]
     coefficients = [scalars(coefficient, batch) for coefficient in transition]
     g = None if guidance is None else scalars(guidance, batch)

@@ -1,4 +1,4 @@
-"""Tensors as rows, and how a row is cut into pieces: by its length alone, so that a sample's bits depend on nothing else."""
+"""Tensors as rows, and the partition of a row, which depends on its length alone so that a sample's bits do, too."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -8,23 +8,23 @@ import torch
 import triton
 from torch import Tensor
 
-# A program's block, and how many of them it goes through. 1024 elements over 4 warps are 8 a thread: one 128-bit access
-# of a 16-bit dtype, two of float32. Four blocks a program keep several loads in flight, and the partial sums small.
+# Elements per block, and blocks per program. 1024 elements over 4 warps are 8 per thread: one 128-bit access of a 16-bit
+# dtype, two of float32. Four blocks per program keep several loads in flight, and the partial sums few.
 BLOCK = 1024
 BLOCKS = 4
 ELEMENTS_A_WARP = 8 * (64 if torch.version.hip else 32)
 
 
-# Multiply-adds are fused where the kernels say so (tl.fma) and nowhere else. Left to itself the compiler fuses what is next
-# to what, and the same log-prob comes out another number in a kernel that goes on to subtract from it.
+# Multiply-adds are fused only where the kernels say so (tl.fma). Otherwise the compiler decides by what surrounds an
+# expression, and the same log-prob would have other bits in a kernel that goes on to subtract from it.
 EXACT = {"enable_fp_fusion": False}
 
 
 class Partition(NamedTuple):
-    """How the kernels cut rows of N elements: `chunks` programs a row, each `blocks` blocks of 2^levels elements.
+    """How the kernels cut rows of N elements: `chunks` programs per row, each of `blocks` blocks of 2^levels elements.
 
-    It depends on N and on nothing else: neither on the batch nor on the machine, and it is not tuned at run time, so that
-    a sample's bits are the same in any batch and in any run.
+    It depends on N alone, not on the batch or the machine, and it is not tuned at run time. So a sample has the same bits in
+    any batch and in any run.
     """
 
     chunks: int
@@ -50,10 +50,10 @@ def row_length(tensor: Tensor) -> int:
 
 
 def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return `[B, *event]` or `[B]` as (rows of unit stride, elements from one row to the next); None stays None.
+    """Return a tensor `[B, *event]` or `[B]` as (rows of unit stride, stride between rows); None gives (None, 0).
 
-    It is a view where the layout allows it, else a copy. Rows may lie apart, or be one and the same: a slice of a
-    trajectory, one half of a guided batch, an expanded tensor.
+    It is a view if the layout allows it, else a copy. Rows may lie apart (a slice of a trajectory, one half of a guided
+    batch) or coincide (an expanded tensor).
     """
     if tensor is None:
         return None, 0
@@ -63,7 +63,7 @@ def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Make a tensor's device the current one, which is where Triton launches."""
+    """Make a tensor's device the current one; Triton launches kernels there."""
     if tensor.device.type == "cpu":
         return nullcontext()
     return torch.accelerator.device_index(tensor.device.index)

@@ -1,4 +1,4 @@
-"""One step of a sampler with its noise drawn where it is used, fused with its log-probability: `core.step.sde_step`."""
+"""One step of a sampler, with its noise drawn inside the kernel, fused with its log-probability: `core.step.sde_step`."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def draw(
     s_v, s_x, s_uncond, s_a, s_b, s_std, s_g, s_low, s_high, length, batch, chunks, inverse, count,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store a x + b v + std z, z being the numbers of each sample's key, and its log-prob.
+    """Store a x + b v + std z, with the noise z of each sample's key, and its log-prob.
 
-    The residual is that of the sample as stored, term by term as `residual_sums` forms and adds it: an on-policy ratio is
-    exactly 1.
+    The residual is computed from the sample as stored and summed term by term as in `residual_sums`, so that an on-policy
+    ratio is exactly 1.
     """
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
@@ -124,7 +124,7 @@ def sde_step(
     form: str,
     reduction: str,
 ) -> tuple[Samples, PerSample]:
-    """Return sample and log-prob; arguments as `core.step.sde_step` takes them, already checked, with a key a sample."""
+    """Return sample and log-prob; arguments as in `core.step.sde_step`, already checked, with one key per sample."""
     coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
     g = None if guidance is None else scalars(guidance, v.shape[0])
     low, high = (torch.as_tensor(word, device=v.device).expand(v.shape[0]) for word in key)

@@ -1,4 +1,4 @@
-"""The log-probability of a step and its KL to a reference model's step, fused: `core.step.step_log_prob`."""
+"""The log-probability of a step and its KL to the reference policy's step, fused: `core.step.step_log_prob`."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def step_log_prob(
     form: str,
     reduction: str,
 ) -> tuple[PerSample, PerSample | None]:
-    """Return log-prob and KL; arguments as `core.step.step_log_prob` takes them, already checked."""
+    """Return log-prob and KL; arguments as in `core.step.step_log_prob`, already checked."""
     coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
     g = None if guidance is None else scalars(guidance, v.shape[0])
     log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)

@@ -1,8 +1,8 @@
-"""What makes a fused operation differentiable and mappable: in autograd and compilation, and in torch.func's transforms.
+"""Gradients and vmap of the fused operations, in autograd, torch.compile and torch.func.
 
-An operation's tensors have the batch in front, so a dimension that vmap adds joins the batch: one rule for all of them.
-`torch.library` registers it, and the gradient, for autograd and torch.compile; torch.func's grad does not take that
-registration and wants the same functions on an autograd.Function, which is what `differentiable` makes of them.
+The tensors of every operation have the batch first, so one rule serves all: a dimension that vmap adds is merged into the
+batch. `torch.library` registers that rule and the gradient for autograd and torch.compile. torch.func's grad ignores that
+registration and needs the same functions on an autograd.Function, which `differentiable` builds.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ Backward = Callable[..., Any]
 
 
 def refuse_gradient_of_numbers(needed: Sequence[bool]) -> None:
-    """Raise if a gradient is asked for of what is a number a sample: a coefficient, an advantage, ..."""
+    """Raise NotImplementedError if a per-sample number (a coefficient, an advantage, ...) needs a gradient."""
     if any(needed):
         raise NotImplementedError(
-            "the fused kernels give gradients to samples, not to numbers a sample: use implementation='reference'"
+            "the fused kernels have gradients for samples, not for per-sample numbers: use implementation='reference'"
         )
 
 
@@ -33,9 +33,9 @@ def differentiable(
     """Register an operation's gradient and vmap rule, and return it as a function that torch.func can transform too.
 
     Args:
-        operation: takes tensors (or None) with the batch in front, and options.
-        out_dims: where each of its results has the batch. A result of shape [0] stands for none and stays as it is.
-        setup_context, backward: as `register_autograd` takes them; without them a gradient is refused.
+        operation: custom op on tensors (or None) with the batch first, and options.
+        out_dims: batch dimension of each result. A result of shape [0] stands for None and is passed through.
+        setup_context, backward: as for `register_autograd`; without them, a gradient raises an error.
     """
 
     def map_over(function: Callable[..., Any], info: Any, in_dims: Sequence[int | None], args: tuple) -> tuple[Any, Any]:

@@ -39,5 +39,5 @@ function = differentiable(operation, out_dims=(0,), setup_context=_setup_context
 
 
 def velocity_error(v: Samples, target: Samples) -> PerSample:
-    """Return the error; arguments as `core.flow_matching.velocity_error` takes them, already checked."""
+    """Return the error; arguments as in `core.flow_matching.velocity_error`, already checked."""
     return function(v, target)

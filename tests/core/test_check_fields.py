@@ -12,7 +12,7 @@ Sampler = Literal["flow_sde", "dance_sde", "cps"]
 
 
 @dataclass(frozen=True)
-class WalkConfig:
+class RunConfig:
     """A config with a field of every kind."""
 
     sampler: Sampler = "cps"
@@ -27,9 +27,9 @@ class WalkConfig:
     name: str = ""
 
 
-def broken(**values: Any) -> WalkConfig:
+def broken(**values: Any) -> RunConfig:
     """A config with values that its type forbids, built past the run-time type checks of the test session."""
-    config = WalkConfig()
+    config = RunConfig()
     for name, value in values.items():
         object.__setattr__(config, name, value)
     return config
@@ -40,16 +40,16 @@ def broken(**values: Any) -> WalkConfig:
     [
         (
             {"sampler": "flow-sde"},
-            r"^walk\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$",
+            r"^run\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$",
         ),
         ({"sampler": "CPS"}, r"did you mean 'cps'\?"),
         ({"sampler": "zzz"}, r"expected one of 'flow_sde', 'dance_sde', 'cps'$"),
-        ({"sampler": None}, "walk.sampler is None, expected one of"),
-        ({"solver": "heun"}, r"walk\.solver is 'heun', expected one of 'euler', 'dpmpp_2m', None$"),
-        ({"order": True}, r"walk\.order is True, expected one of 1, 2$"),
-        ({"order": "1"}, r"walk\.order is '1', expected one of 1, 2$"),
-        ({"dtype": "auot"}, r"walk\.dtype is 'auot', expected 'auto' \(did you mean 'auto'\?\)$"),
-        ({"forms": ("density", "unscald")}, r"walk\.forms is 'unscald', .*did you mean 'unscaled'"),
+        ({"sampler": None}, "run.sampler is None, expected one of"),
+        ({"solver": "heun"}, r"run\.solver is 'heun', expected one of 'euler', 'dpmpp_2m', None$"),
+        ({"order": True}, r"run\.order is True, expected one of 1, 2$"),
+        ({"order": "1"}, r"run\.order is '1', expected one of 1, 2$"),
+        ({"dtype": "auot"}, r"run\.dtype is 'auot', expected 'auto' \(did you mean 'auto'\?\)$"),
+        ({"forms": ("density", "unscald")}, r"run\.forms is 'unscald', .*did you mean 'unscaled'"),
     ],
 )
 def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(values: dict[str, Any], message: str) -> None:
@@ -62,18 +62,18 @@ def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(value
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"steps": "10"}, TypeError, r"^walk\.steps is a str, expected an integer$"),
-        ({"steps": 2.0}, TypeError, r"walk\.steps is a float, expected an integer"),
-        ({"steps": True}, TypeError, r"walk\.steps is a bool, expected an integer"),
-        ({"steps": 0}, ValueError, r"walk\.steps is 0, expected an integer >= 1$"),
-        ({"eta": "0.5"}, TypeError, r"walk\.eta is a str, expected a number"),
-        ({"eta": True}, TypeError, r"walk\.eta is a bool, expected a number"),
-        ({"eta": None}, TypeError, r"walk\.eta is a NoneType, expected a number"),
-        ({"eta": math.nan}, ValueError, r"walk\.eta is nan, expected a finite number in \[0, 1\]"),
-        ({"eta": 1.5}, ValueError, r"walk\.eta is 1.5, expected a finite number in \[0, 1\]"),
-        ({"clip": math.inf}, ValueError, r"walk\.clip is inf, expected a finite number of any size"),
-        ({"shared": "no"}, TypeError, r"walk\.shared is a str, expected True or False"),
-        ({"shared": 1}, TypeError, r"walk\.shared is a int, expected True or False"),
+        ({"steps": "10"}, TypeError, r"^run\.steps is a str, expected an integer$"),
+        ({"steps": 2.0}, TypeError, r"run\.steps is a float, expected an integer"),
+        ({"steps": True}, TypeError, r"run\.steps is a bool, expected an integer"),
+        ({"steps": 0}, ValueError, r"run\.steps is 0, expected an integer >= 1$"),
+        ({"eta": "0.5"}, TypeError, r"run\.eta is a str, expected a number"),
+        ({"eta": True}, TypeError, r"run\.eta is a bool, expected a number"),
+        ({"eta": None}, TypeError, r"run\.eta is a NoneType, expected a number"),
+        ({"eta": math.nan}, ValueError, r"run\.eta is nan, expected a finite number in \[0, 1\]"),
+        ({"eta": 1.5}, ValueError, r"run\.eta is 1.5, expected a finite number in \[0, 1\]"),
+        ({"clip": math.inf}, ValueError, r"run\.clip is inf, expected a finite number of any size"),
+        ({"shared": "no"}, TypeError, r"run\.shared is a str, expected True or False"),
+        ({"shared": 1}, TypeError, r"run\.shared is a int, expected True or False"),
     ],
 )
 def test_a_field_of_another_type_or_out_of_bounds_is_named(
@@ -85,8 +85,8 @@ def test_a_field_of_another_type_or_out_of_bounds_is_named(
 
 def test_values_of_the_fields_types_pass() -> None:
     for config in (
-        WalkConfig(),
-        WalkConfig(sampler="flow_sde", solver="euler", order=2, dtype=3, forms=("density", "unscaled"), eta=1, clip=0.1),
+        RunConfig(),
+        RunConfig(sampler="flow_sde", solver="euler", order=2, dtype=3, forms=("density", "unscaled"), eta=1, clip=0.1),
     ):
         check_literals(config)
         check_fields(config, steps=(1, 10), eta=(0, 1))
