@@ -43,7 +43,7 @@ class Work(NamedTuple):
     items: Items  # this rank's, M * slots, ordered as `adds.T`
     cond: Cond  # conditioning of this rank's samples, a pytree of tensors `[slots, ...]`
     adds: Tensor  # [B, M], of all ranks; 0 for items that need not be computed
-    count: int  # number of items that the loss is averaged over, those that need not be computed included
+    divisor: int  # number of items that the loss is averaged over, those that need not be computed included
     share: Share
     correction: CorrectionInfo | None = None
 
@@ -202,7 +202,7 @@ class Learner:
             part = shuffled[:batch] * minibatches // max(batch, 1)
             for minibatch in range(minibatches):
                 chosen = work.adds * (part == minibatch)[:, None] if minibatches > 1 else work.adds
-                infos.append(self._update(work, chosen, work.count / minibatches))
+                infos.append(self._update(work, chosen, work.divisor / minibatches))
         return Learnt(infos, work.correction)
 
     def _update(self, work: Work, adds: Tensor, count: float) -> UpdateInfo:

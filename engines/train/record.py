@@ -55,13 +55,18 @@ def _objective(record: dict[str, Any], _: Any) -> Any:
     return CONVERTER.structure(fields, objective_type(fields.pop("name")))
 
 
+def _is_literal(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is Literal
+
+
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_unstructure_hook(Path, str)
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, lambda value, _: value)
+    converter.register_structure_hook_func(_is_literal, lambda value, _: value)
     converter.register_unstructure_hook(Objective, _named_objective)
     converter.register_structure_hook(Objective, _objective)
     return converter
