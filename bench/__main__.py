@@ -3,19 +3,21 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, kernels, objectives, phases, traffic, update
+from fluvial.bench import aot, kernels, objectives, phases, traffic
+from fluvial.bench.update.cases import UpdateConfig
+from fluvial.bench.update.report import run as update
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
 
 USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
 
-  phases   seconds and samples a second of rollout, reward and update of the built-in job
-  update   collectives, host reads, memory and seconds of an optimizer update, beside the way published trainers make it
+  phases      seconds and samples per second of rollout, reward and update of the built-in job
+  update      collectives, host reads, memory and seconds of an optimizer update, beside the loop of published trainers
   objectives  every recipe on the built-in jobs: accuracy against time, samples and updates, with a plot
-  kernels  the per-step hot path: reference, torch.compile and fused kernels against a copy, at the sizes of real models
-  traffic  bytes, launches and saved bytes of the same, counted
-  aot      compile every kernel for GPUs that need not be there; registers, spills and widths of accesses
+  kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
+  traffic     bytes, launches and saved bytes of the hot path, counted
+  aot         compile every kernel for GPUs that need not be present: registers, spills and widths of accesses
 """
 
 
@@ -26,7 +28,7 @@ def main(args: list[str]) -> int:
         return 0
     benchmarks: dict[str, tuple[type, Callable[..., object]]] = {
         "phases": (phases.PhasesConfig, phases.run),
-        "update": (update.UpdateConfig, update.run),
+        "update": (UpdateConfig, update),
         "objectives": (objectives.ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),

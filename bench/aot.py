@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of every kernel, as the operations launch it, for GPUs that need not be there.
+"""Ahead-of-time compilation of every kernel, as the operations launch it, for GPUs that need not be present.
 
-Registers, spills, shared memory and the width of every access to global memory are read from the machine code. What is
-compiled is what is launched: the launches are caught on their way, with their arguments.
+Registers, spills, shared memory and the width of every access to global memory are read from the machine code. Launches are
+caught with their arguments, so that the compiled kernels are those that an operation launches.
 """
 
 import csv
@@ -48,9 +48,9 @@ DTYPES = (
     (torch.bfloat16, torch.bfloat16),
 )
 OUTPUTS = frozenset({"out_ptr", "dv_ptr", "dx_ptr", "dnext_ptr", "dref_ptr", "duncond_ptr"})
-# Numbers that a program stores at most: partial sums, or a sample's results.
+# The most numbers that a program stores: partial sums, or a sample's results.
 STORED_NUMBERS = {"residual_sums": 1 + gaussian_step.DIAGNOSTICS, "error_sums": 4, "draw": 1}
-ROW = 8192  # elements of a sample: two chunks, all of it aligned
+ROW = 8192  # elements per sample: two chunks, all aligned
 SHORT = 1024  # one chunk
 TYPES = {
     torch.float32: "fp32",
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, torch.dtype]:
-        """Return the operands `[B, N]` of a kernel that goes over samples."""
+        """Return the operands `[B, N]` of a kernel over samples."""
         tensors = {name: t for name, t in self.arguments.items() if isinstance(t, Tensor)}
         if "BLOCKS" not in self.arguments or self.arguments["length"] < SHORT:
             return {}
@@ -79,7 +79,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AotRow:
-    """What the compiler made of a kernel for a target; widths are in bits, of the accesses to samples."""
+    """The machine code of a kernel for one target; widths are of the accesses to samples, in bits."""
 
     kernel: str
     target: str
@@ -107,7 +107,7 @@ def launches() -> list[Launch]:
 
 @contextmanager
 def kernels_take_any_device() -> Iterator[None]:
-    """Let the fused operations be asked for on a CPU, where launches are caught and nothing runs."""
+    """Allow the fused operations on a CPU, where launches are caught and nothing runs."""
     kept = dispatch.ACCELERATORS
     dispatch.ACCELERATORS = (*kept, "cpu")
     try:
@@ -147,7 +147,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
     written = [dtype for name, dtype in tiles.items() if name in OUTPUTS]
     name = launch.kernel.fn.__name__
     numbers = sum(isinstance(value, Tensor) for value in launch.arguments.values()) - len(tiles)
-    numbers += "weights_ptr" in launch.arguments  # two numbers a sample
+    numbers += "weights_ptr" in launch.arguments  # two numbers per sample
     return AotRow(
         kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{name}",
         target=target,
@@ -164,7 +164,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
 
 
 def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[AotRow]:
-    """Compile every launch for every target, in processes: Python's parser is not safe to use from several threads."""
+    """Compile every launch for every target in processes, because Python's parser is not thread-safe."""
     work = [(number, target) for target in targets for number in range(len(launches()))]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_numbered, work, chunksize=8))
@@ -176,16 +176,16 @@ def _all_launches() -> list[Launch]:
 
 
 def _numbered(item: tuple[int, str]) -> AotRow:
-    """Compile launch number `item[0]`: kernels do not travel between world, and are the same in each."""
+    """Compile launch number `item[0]`: kernels cannot be sent between processes, and are the same in each."""
     return compiled(_all_launches()[item[0]], item[1])
 
 
 @dataclass(frozen=True)
 class AotConfig:
-    """Compile every kernel for GPUs that need not be there.
+    """Compile every kernel for GPUs that need not be present.
 
     Args:
-        out: folder of aot.csv, which is written anew.
+        out: folder of aot.csv, which is overwritten.
     """
 
     out: Path = harness.RESULTS
@@ -212,7 +212,7 @@ def run(config: AotConfig) -> list[AotRow]:
 
 
 class Code(NamedTuple):
-    """What was read from machine code: accesses to global memory, by their width in bits."""
+    """Accesses to global memory in machine code, by their width in bits."""
 
     registers: int
     spill_bytes: int
@@ -265,8 +265,8 @@ def _amd(asm: dict[str, Any]) -> Code:
 def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int, launch: Launch, target: GPUTarget) -> int:
     """Return the width of the accesses to samples; 0 stands for a kernel that has none.
 
-    They are as wide as can be, 128 bits, if there are exactly as many accesses of that width as the operands hold, each read
-    or written once; what is narrower is then numbers, one a sample, at most as many as there are operands of that kind.
+    They have the full width, 128 bits, if there are exactly as many accesses of that width as the operands hold, each read
+    or written once. Narrower accesses are then numbers, one per sample, at most as many as there are such operands.
     """
     if not operands:
         return 0
@@ -278,12 +278,12 @@ def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int
 
 
 def _warps(launch: Launch, target: GPUTarget) -> int:
-    """Return the warps of a launch on the target: 8 elements a thread, on warps of 32 and of 64."""
+    """Return the warps of a launch on the target: 8 elements per thread, on warps of 32 and of 64."""
     return max(launch.warps * 32 // target.warp_size, 1)
 
 
 def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
-    """Return (types, constants, what is divisible by 16) of a launch's arguments, as the just-in-time compiler has them."""
+    """Return (types, constants, divisible by 16) of a launch's arguments, as the just-in-time compiler sees them."""
     types, constants, divisible = [], [], []
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
     for name in launch.kernel.arg_names:
@@ -306,7 +306,7 @@ def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
 def _calls() -> Iterator[Callable[[], object]]:
     for velocity, sample in DTYPES:
         yield from _calls_of(2, ROW, velocity, sample)
-    # One chunk a row, one sample, one element: other launches, and numbers that are 1 become constants.
+    # One chunk per row, one sample, one element: other launches, in which numbers that are 1 become constants.
     for batch, length in ((2, SHORT), (1, ROW), (1, 1)):
         yield from _calls_of(batch, length, *DTYPES[0])
 
@@ -350,7 +350,7 @@ def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtyp
 
 
 def _both(function: Callable[..., Any], v: Tensor, *others: Tensor) -> None:
-    """Go forward and backward, once for the gradient of v alone and once for those of all."""
+    """Run forward and backward, once for the gradient of v and once for all gradients."""
     for needed in {1, 1 + len(others)}:
         tensors = [t.detach().requires_grad_(i < needed) for i, t in enumerate((v, *others))]
         results = function(*tensors)

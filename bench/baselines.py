@@ -1,17 +1,17 @@
-"""The update as published trainers do it, written anew, to compare the engine with.
+"""The update loop of published trainers, rewritten as a baseline for the engine.
 
-What they do, and this does too:
+It does what they do:
 
     loop over micro-batches of samples and, within it, over recorded steps: one forward and one backward pass for each
         (Flow-GRPO's train_*.py, DanceGRPO's train_grpo_*.py, verl-omni's diffusers FSDP engine)
     FSDP with its defaults: parameters are freed after each block's forward pass and gathered again for the backward pass,
         and gradients are reduced in every backward pass (the same, where they shard: Flow-GRPO's
         train_qwenimage_edit_plus.py, DanceGRPO's train_grpo_flux.py, verl-omni)
-    guidance in two calls of the model, with gradient through both (Flow-GRPO's train_wan2_1.py, verl-omni's SD3 and
+    guidance in two calls of the model, with gradients through both (Flow-GRPO's train_wan2_1.py, verl-omni's SD3 and
         Qwen-Image adapters; Flow-GRPO's train_sd3.py puts both through one call)
     each sample's timestep looked up in the schedule, by value (Flow-GRPO's and verl-omni's SDE steps)
-    the step's log-probability an element, in float32, averaged (all three)
-    the old log-probability computed again before the update (verl-omni unless `bypass_mode` is on; the others take the
+    the step's log-probability per element, in float32, averaged (all three)
+    the old log-probability recomputed before the update (verl-omni unless `bypass_mode` is on; the others take the
         rollout's)
     seven numbers read back for each backward pass (verl-omni: six of the policy, and the loss; DanceGRPO reads one and
         all-reduces it; Flow-GRPO none until the optimizer's step)
@@ -35,29 +35,29 @@ from fluvial.models import Cond, DiffusionModel
 
 
 class Stored(NamedTuple):
-    """What a rollout stored of this rank's B samples and S recorded steps, which are all steps of the schedule."""
+    """Stored B samples of this rank with S recorded steps, which are all steps of the schedule."""
 
     x: Tensor  # [B, S, *event] before each step
     x_next: Tensor  # [B, S, *event] after it
-    timesteps: Tensor  # [B, S], what the model was given
+    timesteps: Tensor  # [B, S], the model's input
     log_prob: Tensor  # [B, S] under the policy that made the rollout
     advantage: Tensor  # [B]
     cond: Cond  # a pytree of tensors [B, ...]
     uncond: Cond | None  # the same for guidance; None without
-    scale: float  # of the guidance
+    scale: float  # guidance scale
 
 
 class PublishedLoop:
-    """A sharded module, its optimizer, and the update.
+    """Update a sharded module as published trainers do.
 
     Args:
         model, module: the adapter and its network, not yet sharded.
-        config: of the optimizer.
-        world: of the processes; each must have the same number of samples.
-        scheduler: that the rollout followed; diffusers' scheduler.
+        config: settings of AdamW.
+        world: process group; every rank must have the same number of samples.
+        scheduler: diffusers' scheduler, which the rollout followed.
         eta: scale of Flow-SDE's noise.
-        clip: the ratio's range is [1 - clip, 1 + clip].
-        compute: dtype that is computed in.
+        clip: half-width of the ratio's range, [1 - clip, 1 + clip].
+        compute: dtype of the forward and backward pass.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class PublishedLoop:
         )
 
     def update(self, stored: Stored, *, micro_batch: int, recompute: bool = True) -> dict[str, float]:
-        """Take one optimizer step on all samples and steps, and return the means of what was read back.
+        """Take one optimizer step on all samples and steps, and return the means of the values that were read back.
 
         Args:
             stored: this rank's samples, a multiple of the micro-batch.
-            micro_batch: samples a forward pass, all at one step.
-            recompute: compute the old log-probabilities again, in place of the rollout's.
+            micro_batch: samples per forward pass, all at one step.
+            recompute: recompute the old log-probabilities instead of taking the rollout's.
         """
         batches = _batches(stored, micro_batch)
         if recompute:
@@ -111,7 +111,7 @@ class PublishedLoop:
         return {"grad_norm": norm.item(), **{name: sum(values) / len(values) for name, values in numbers.items()}}
 
     def _loss(self, batch: Stored, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the clipped surrogate of a micro-batch at a step, averaged, and what is logged of it."""
+        """Return the mean clipped surrogate of a micro-batch at one step, and its logged values."""
         log_prob, old = self._log_prob(batch, step), batch.log_prob[:, step]
         ratio = torch.exp(log_prob - old)
         free = -batch.advantage * ratio
@@ -134,7 +134,7 @@ class PublishedLoop:
             return torch.stack([self._log_prob(batch, step) for step in range(batch.log_prob.shape[1])], dim=1)
 
     def _log_prob(self, batch: Stored, step: int) -> Tensor:
-        """Return the log-probability of a stored step under Flow-SDE (arXiv 2505.05470), `[b]`, nats a dimension."""
+        """Return the log-probability of a stored step under Flow-SDE (arXiv 2505.05470), `[b]`, in nats per dimension."""
         x, timestep = batch.x[:, step].float(), batch.timesteps[:, step]
         index = [self._index(t) for t in timestep]
         sigma, sigma_next = (self.sigmas[[i + k for i in index]] for k in (0, 1))
@@ -155,7 +155,7 @@ class PublishedLoop:
         return v_uncond + batch.scale * (v - v_uncond)
 
     def _index(self, timestep: Tensor) -> int:
-        """Return a timestep's place in the schedule, where diffusers' scheduler finds it."""
+        """Return a timestep's index in the schedule, as diffusers' scheduler finds it."""
         return self.scheduler.index_for_timestep(timestep, self.timesteps)
 
 

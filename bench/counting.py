@@ -1,4 +1,4 @@
-"""Counts of what slows an update down, exact on any device: collectives, and reads that make the host wait."""
+"""Counts what slows an update down, exactly on any device: collectives, and reads that make the host wait."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ WAITING = {
     aten.unique_consecutive,
     aten._unique2,
 }
-# Of the collectives' namespaces, what talks to no other rank.
+# Operations of the collectives' namespaces that talk to no other rank.
 LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
 # Methods that hand numbers to the host. On tensors of the CPU they dispatch nothing, so their calls are counted.
 READING = {"tolist", "numpy", "cpu", "__array__"}
@@ -37,7 +37,7 @@ class Collectives(TorchDispatchMode):
 
     @property
     def all_gathers(self) -> int:
-        """All-gathers of parameters; those of small tensors, which FSDP does not make, go by another name."""
+        """All-gathers of parameters; those of small tensors have another name."""
         return self.counts["_allgather_base_"]
 
     @property
@@ -59,16 +59,16 @@ class Collectives(TorchDispatchMode):
 
 
 class HostReads:
-    """Counts, while it is entered, the reads for which the host waits for an accelerator's queue, by name, as `counts`.
+    """Counts the reads for which the host waits for an accelerator's queue, by name, as `counts`.
 
-    On the CPU nothing waits, and what would is counted: a read that dispatches no operation there (`tolist`, `numpy`, `cpu`)
-    by its call. `to("cpu")` is counted where it copies from an accelerator, since on the CPU it may mean any device.
+    On the CPU nothing waits, and reads that would wait are counted. Those that dispatch no operation there (`tolist`,
+    `numpy`, `cpu`) are counted by their call. `to("cpu")` is counted only if it copies from an accelerator.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._modes = ExitStack()
-        self._inside = False  # of a method that is counted itself
+        self._inside = False  # a method that is counted
 
     @property
     def total(self) -> int:

@@ -1,7 +1,6 @@
-"""The harness: rows of (op, provider, mode, shape, ...) with spread, machine and versions, appended to a CSV.
+"""Measures in turn, and appends rows of (op, provider, mode, shape, ...) with spread, machine and versions to a CSV.
 
-Machines are shared and noisy. Compare rows of one run, measured in turn, by their ratios; an absolute time on a CPU
-means little.
+Machines are shared and noisy. Compare rows of one run by their ratios; an absolute time on a CPU means little.
 """
 
 import csv
@@ -18,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path("bench/results")  # under the folder that the benchmark is started in
+RESULTS = Path("bench/results")  # below the current folder
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: seconds at the 20th, 50th and 80th percentile of `runs`, and what they were taken on."""
+    """One measurement: seconds at the 20th, 50th and 80th percentile of `runs`, and the machine and versions."""
 
     op: str
     provider: str
@@ -34,10 +33,10 @@ class Row:
     p20: float
     p50: float
     p80: float
-    rate: float  # `unit` a second at the median
+    rate: float  # `unit` per second at the median
     unit: str
-    of_copy: float  # `rate` as a fraction of a copy's of the same bytes; 0 where none was timed
-    peak_bytes: int  # of device memory, of the process so far; 0 where the device does not count it
+    of_copy: float  # `rate` as a fraction of a copy of the same bytes; 0 if none was timed
+    peak_bytes: int  # device memory of the process so far; 0 if the device does not count it
     device: str
     threads: int
     torch: str
@@ -47,7 +46,7 @@ class Row:
 
 
 def alternate(runs: int, work: Mapping[str, Callable[[], object]], *, warmup: int = 1) -> dict[str, list[float]]:
-    """Time functions in turn, A B A B, so that a drift of the machine's speed meets them alike: seconds of each run."""
+    """Return the seconds of each run of some functions, timed in turn (A B A B), so that drift affects them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for run in range(warmup + runs):
         for name, function in work.items():
@@ -74,9 +73,9 @@ def row(
     """Return the row of a list of timings.
 
     Args:
-        op, provider, mode, shape, dtype: what was measured.
-        seconds: of each run.
-        amount, unit: how much a run does, for the rate.
+        op, provider, mode, shape, dtype: description of the measurement.
+        seconds: time of each run.
+        amount, unit: work per run, for the rate.
     """
     p20, p50, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
     cuda = torch.cuda.is_available()
@@ -107,7 +106,7 @@ def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
     """Append rows to a CSV, with a header if it is new.
 
     Args:
-        rows: dataclasses of the kind.
+        rows: dataclasses of that kind.
 
     Raises:
         ValueError: the file has other columns.
@@ -154,7 +153,7 @@ def _synchronize() -> None:
 
 
 def _version(package: str) -> str:
-    """Return a package's version, or none where there is no such package (triton is for Linux alone)."""
+    """Return a package's version, or "none" if it is not installed (triton exists for Linux only)."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

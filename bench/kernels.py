@@ -1,7 +1,7 @@
-"""The per-step hot path: the reference, torch.compile and the fused kernels, against a copy of the same bytes.
+"""The hot path of a step: the reference, torch.compile and the fused kernels, against a copy of the same bytes.
 
-On a CPU there is no fused kernel; eager, compiled and a loop over samples are timed, which says little about a GPU. On a
-GPU each time is the device's, with its cache cleared before every run.
+On a CPU there is no fused kernel. Eager, compiled and a loop over samples are timed, which says little about a GPU. On a GPU
+each time is measured by the device, with its cache cleared before every run.
 """
 
 import math
@@ -27,17 +27,17 @@ MODES = ("forward", "backward", "both")
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Time the per-step hot path at the sizes of real models.
+    """Time the hot path of a step at the sizes of real models.
 
     Args:
         device: cpu or cuda; cuda (ROCm too) if there is one.
-        batches: samples a call.
+        batches: samples per call.
         shapes: names of latent shapes, all by default (on a CPU the small ones).
-        operations: names; by default all on a CPU, and on a GPU those that make a run of less than 8 minutes, most of which
-            goes into torch.compile.
-        runs: of each.
-        seconds: after which no further size is begun, so that what was measured is kept.
-        max_bytes: sizes that move more in a forward pass are left out.
+        operations: names of operations; by default all on a CPU, and on a GPU those that together take less than 8 minutes,
+            most of it in torch.compile.
+        runs: timed runs of each.
+        seconds: time limit; no further size starts after it, and the rows so far are kept.
+        max_bytes: the most bytes of a forward pass; larger sizes are left out.
         out: folder of kernels.csv and the plots.
     """
 
@@ -67,7 +67,7 @@ class KernelsConfig:
 
 def run(config: KernelsConfig) -> list[Row]:
     """Measure, append to kernels.csv, plot and print a table."""
-    # A graph is gone through more than once, and compiled for each shape, as in a run that has one.
+    # Backward runs through a graph more than once. Each shape is compiled for itself, as in a run, which has one.
     with functorch_config.patch(donated_buffer=False), dynamo_config.patch(automatic_dynamic_shapes=False):
         began, rows = time.perf_counter(), list[Row]()
         for operation in OPERATIONS:
@@ -75,7 +75,7 @@ def run(config: KernelsConfig) -> list[Row]:
                 measured = list(measure(operation, config, until=began + config.seconds))
                 harness.append(config.out / "kernels.csv", measured)
                 rows += measured
-    harness.show(f"per-step hot path on {rows[0].device}", rows, baseline="reference")
+    harness.show(f"hot path of a step on {rows[0].device}", rows, baseline="reference")
     if config.device != "cpu":
         print(f"fused, from 64 MiB up: at least {fraction_of_copy(rows, 'triton'):.2f} of a copy's bandwidth")
     plot(rows, config.out)
@@ -83,7 +83,7 @@ def run(config: KernelsConfig) -> list[Row]:
 
 
 def measure(operation: Operation, config: KernelsConfig, *, until: float = math.inf) -> Iterator[Row]:
-    """Yield the rows of an operation: every shape, batch, mode and provider, those begun before a moment."""
+    """Yield the rows of an operation for every shape, batch, mode and provider, until the deadline."""
     for shape in config.shapes:
         for batch in config.batches:
             moved = must_move(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def _providers(operation: Operation, mode: str, device: str) -> tuple[str, ...]:
 def _work(
     operation: Operation, provider: str, mode: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]
 ) -> Callable[[], object]:
-    """Return what one run of a provider does."""
+    """Return a function that makes one run of a provider."""
     if provider == "empty launch":
         place = next(iter(samples.values()))
         return lambda: _nothing[(1,)](place)
@@ -164,7 +164,7 @@ def _seconds(work: dict[str, Callable[[], object]], config: KernelsConfig) -> di
 
 
 def _device_seconds(function: Callable[[], object], runs: int) -> list[float]:
-    """Return the device's times: it is kept busy until the host has queued all of a run, and its cache is cleared before."""
+    """Return times by the device; its cache is cleared before, and it is kept busy until the host has queued a run."""
     for _ in range(3):
         function()
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -180,7 +180,7 @@ def _device_seconds(function: Callable[[], object], runs: int) -> list[float]:
 
 
 def _peak(function: Callable[[], object], device: str) -> int:
-    """Return the memory that a run takes beyond what is there before it; 0 where the device does not count it."""
+    """Return the memory that a run allocates on top of what it finds; 0 if the device does not count it."""
     if device != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -192,7 +192,7 @@ def _peak(function: Callable[[], object], device: str) -> int:
 
 
 def plot(rows: Sequence[Row], out: Path) -> list[Path]:
-    """Draw bandwidth and time against size, a image an operation's pass."""
+    """Plot bandwidth and time against size, one image per pass of an operation."""
     import matplotlib
 
     matplotlib.use("Agg")

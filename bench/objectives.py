@@ -1,7 +1,7 @@
 """The objectives on the built-in jobs: whole codes right on held-out prompts, against time, samples and updates.
 
-Every run is `fluvial train RECIPE --seed S` in a process of its own; its numbers are read from its folder. Seconds are those
-of training alone, beside whatever else the machine does: recipes that run at the same time slow each other down alike.
+Every run is `fluvial train RECIPE --seed S` in its own process; the numbers are read from its folder. Seconds count training
+only. Recipes that run at the same time slow each other down alike.
 """
 
 import csv
@@ -25,7 +25,7 @@ from fluvial.bench import harness
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.train.recipes import RECIPES
 
-OFFLINE = "dpo, offline"  # not a recipe of its own: dpo on a file of preferences of the base model's samples
+OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
 NAMES = (*(name for name in RECIPES if name != "handwriting"), OFFLINE)  # that one is grpo, longer
 
@@ -35,14 +35,14 @@ class ObjectivesConfig:
     """Train with every objective, and compare them.
 
     Args:
-        recipes: which; distill takes the weights of grpo's first seed, which must then be among them, or kept already.
-        seeds: of each.
-        rollouts: of every run, in place of the recipe's own number, with five evaluations on the way.
-        label: added to the recipes' names in the table, to tell runs of another length apart.
-        parallel: runs at a time, each with one thread.
-        keep: folder to keep the runs in; by default they go.
+        recipes: names of recipes; distill needs the weights of grpo's first seed, run here or kept from before.
+        seeds: seeds of each recipe.
+        rollouts: rollouts per run instead of the recipe's own number, with five evaluations on the way.
+        label: suffix of the recipes' names in the table, to mark runs of another length.
+        parallel: runs at the same time, each with one thread.
+        keep: folder that keeps the runs; by default they are deleted.
         out: folder of the table and the plot.
-        plot: only draw the plot again, from the table.
+        plot: only draw the plot, from the table.
     """
 
     recipes: tuple[str, ...] = NAMES
@@ -71,14 +71,14 @@ class Point:
     recipe: str
     seed: int
     updates: int
-    samples: int  # drawn and judged so far, or read from data
-    seconds: float  # of training so far
-    heldout: float  # whole codes right by the recogniser that training never sees
-    reward: float  # by the recogniser that the reward is
-    drift: float  # of the velocity from the base model's, relative
-    diversity: float  # mean distance in a group of the last rollout; NaN where there are no groups
-    evaluated: int  # samples of the evaluation
-    max_log_ratio: float  # largest first-pass |log ratio|; NaN where there is none
+    samples: int  # drawn and scored so far, or read from data
+    seconds: float  # training time so far
+    heldout: float  # whole codes right, by the recogniser that training never sees
+    reward: float  # the same, by the recogniser that is the reward
+    drift: float  # relative distance of the velocity from the base model's
+    diversity: float  # mean distance within a group of the last rollout; NaN without groups
+    evaluated: int  # samples per evaluation
+    max_log_ratio: float  # largest first-pass |log ratio|; NaN without one
     device: str
     torch: str
     date: str
@@ -98,7 +98,7 @@ def run(config: ObjectivesConfig) -> None:
 
 
 def measure(config: ObjectivesConfig, folder: Path) -> Iterator[list[Point]]:
-    """Yield the evaluations of each run; those that need another's weights come last."""
+    """Yield the evaluations of each run; runs that need another's weights come last."""
     first = [(name, seed) for seed in config.seeds for name in config.recipes if name != "distill"]
     last = [("distill", seed) for seed in config.seeds if "distill" in config.recipes]
     with ThreadPoolExecutor(config.parallel) as pool:
@@ -138,7 +138,7 @@ def ends(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Return mean and spread over seeds of where each recipe ended."""
+    """Return the mean and the spread over seeds of each recipe's last evaluation."""
     starts = {(point.recipe, point.seed): point for point in reversed(points) if point.updates == 0}
     first_diversity: dict[tuple[str, int], float] = {}
     for point in points:
@@ -178,7 +178,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Draw accuracy against seconds, samples and updates, and what it cost: drift and diversity."""
+    """Plot accuracy against seconds, samples and updates, and its cost: drift and diversity."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -257,7 +257,7 @@ def _fluvial(*args: str) -> None:
     """Run the command line with one thread.
 
     Raises:
-        RunError: it failed; with its own last line.
+        RunError: the command failed; the message has its last line.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The operations that the kernel benchmarks time and count: their inputs at real sizes, and how each is called."""
+"""Lists the operations that the kernel benchmarks time and count, with inputs at real sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: its samples by name, which of them a backward pass gives a gradient, and the call."""
+    """An operation: its samples by name, those that get a gradient, and the call."""
 
     name: str
     samples: tuple[str, ...]
     gradients: tuple[str, ...]
-    writes: tuple[str, ...]  # samples that the forward pass makes, in float32
-    call: Callable[[str, dict[str, Tensor], dict[str, Tensor]], Tensor]  # -> a result a sample
+    writes: tuple[str, ...]  # number of samples that the forward pass returns, in float32
+    call: Callable[[str, dict[str, Tensor], dict[str, Tensor]], Tensor]  # -> one result per sample
 
 
 def inputs(
     operation: Operation, batch: int, event: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (samples, numbers a sample): velocities in `dtype`, samples in float32."""
+    """Return (samples, numbers per sample): velocities in `dtype`, samples in float32."""
     samples = {
         name: torch.randn(batch, *event, device=device).to(dtype if name.startswith("v") else torch.float32)
         for name in operation.samples
@@ -47,7 +47,7 @@ def inputs(
 
 
 def must_move(operation: Operation, batch: int, event: tuple[int, ...], *, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes that each pass has to move: every input read once, every result of that size written once."""
+    """Return the bytes that each pass must move: every input read once, every result of that size written once."""
     elements = batch * math.prod(event)
     size = {name: (dtype if name.startswith("v") else torch.float32).itemsize for name in operation.samples}
     read = sum(size.values()) * elements

@@ -1,4 +1,4 @@
-"""The phases of the built-in job's update: rollout, reward and optimizer update, with samples a second."""
+"""Times the phases of the built-in job's update: rollout, reward and optimizer update, in samples per second."""
 
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class PhasesConfig:
 
     Args:
         runs: updates of each.
-        out: folder of the CSV that rows are appended to.
+        out: folder of phases.csv; rows are appended.
     """
 
     runs: int = 10

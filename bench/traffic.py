@@ -1,11 +1,11 @@
-"""Bytes, launches and saved bytes of the per-step hot path, counted: eager, compiled and fused.
+"""Counts bytes, launches and saved bytes of the hot path of a step: eager, compiled and fused.
 
     must move   every input read once and every result of that size written once
-    moves       what the launches read and write: of an eager operation its operands and results, of a compiled graph what
-                the compiler's own count says of its kernels, of a fused operation the operands of its launches
+    moves       bytes that the launches read and write: operands and results of an eager operation, the compiler's own
+                count for the kernels of a compiled graph, operands of the launches of a fused operation
     saved       bytes kept for the backward pass
 
-Nothing is timed, so a machine without a GPU counts what one with a GPU would do.
+Nothing is timed, so that a machine without a GPU counts the same as one with a GPU.
 """
 
 import csv
@@ -47,7 +47,7 @@ VIEWS = (
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What a provider does in one forward and backward pass."""
+    """Counts of one forward and backward pass of a provider."""
 
     op: str
     provider: str
@@ -61,11 +61,11 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class TrafficConfig:
-    """Count bytes, launches and saved bytes of the per-step hot path.
+    """Count bytes, launches and saved bytes of the hot path of a step.
 
     Args:
-        batch: samples.
-        out: folder of traffic.csv, which is written anew.
+        batch: number of samples.
+        out: folder of traffic.csv, which is overwritten.
     """
 
     batch: int = 2
@@ -73,7 +73,7 @@ class TrafficConfig:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations that launch something, and the bytes of their operands and results."""
+    """Counts the operations that launch a kernel, and the bytes of their operands and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def run(config: TrafficConfig) -> list[TrafficRow]:
-    """Write traffic.csv anew and print it."""
+    """Overwrite traffic.csv and print it."""
     rows = [
         count(operation, provider, batch=config.batch)
         for operation in OPERATIONS

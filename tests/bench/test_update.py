@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.bench import update
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.update import MODEL, SIZES, Compared, CountRow, UpdateConfig, summarize
+from fluvial.bench.update.cases import MODEL, SIZES, UpdateConfig
+from fluvial.bench.update.measure import COMPARED, Compared, CountRow
+from fluvial.bench.update.report import summarize
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> int:
-    """The number of world."""
+    """Return the number of ranks."""
     return request.param
 
 
@@ -196,9 +197,7 @@ def test_the_line_of_json_by_default() -> None:
     def row(provider: str, steps: int, gathers: int) -> CountRow:
         return CountRow(provider, "", "", steps, 2, 5, steps, gathers, 5, 2, 3 * steps + 1, 1000 + steps, "")
 
-    counts = [
-        row(side, steps, gathers) for side in update.COMPARED for steps in UpdateConfig().counted for gathers in (5, 10)
-    ]
+    counts = [row(side, steps, gathers) for side in COMPARED for steps in UpdateConfig().counted for gathers in (5, 10)]
     speeds = [
         {"keep": ratio, "baseline": 1.0, "baseline, stored log-probs": 1.25, "reshard": 1.0} for ratio in (9.0, 4.0, 2.0)
     ]

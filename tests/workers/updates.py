@@ -4,16 +4,15 @@ from functools import partial
 from typing import Any
 
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.update import (
+from fluvial.bench.update.cases import (
     SIZES,
     Case,
     build_engine,
     build_published,
-    counted,
-    gradient_distance,
     make_rollout,
     update_engine,
 )
+from fluvial.bench.update.measure import counted, gradient_distance
 from fluvial.engines.fsdp.engine import EngineConfig
 from fluvial.engines.fsdp.world import World
 
@@ -56,7 +55,7 @@ def counts(world: World) -> list[dict[str, Any]]:
                     {
                         "sharding": sharding, "guidance": guidance, "steps": steps, "n": n,
                         "gathers": collectives.all_gathers, "scatters": collectives.reduce_scatters,
-                        "others": collectives.policies, "reads": dict(reads.counts),
+                        "others": collectives.others, "reads": dict(reads.counts),
                     }
                 )  # fmt: skip
     return found
