@@ -1,0 +1,174 @@
+"""The layout of the packages: layers whose imports never point up, no circles, small files in small folders."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("core", "kernels", "models", "engines", "bench")
+MOST_FILES, MOST_LINES = 16, 400
+MORE_FILES = {"core": 20}  # one file per formula, by its public name
+# Lowest first; a package imports from layers below its own, and from its own layer. Any other module is in the last.
+LAYERS = (
+    ("core",),
+    ("kernels", "models"),
+    ("engines.errors", "engines.plugins", "engines.report"),
+    ("engines.fsdp",),
+    ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan"),
+    ("engines.objectives",),
+    ("engines.run",),
+    ("engines.train",),
+    ("engines", "engines.cli"),
+    ("bench",),
+)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module of the packages by its name without `fluvial.`."""
+    found = {}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+def layer(name: str) -> int:
+    """Return the layer of a module: that of the longest name in the table that it is, or lies in."""
+    found = [
+        (len(package), number)
+        for number, packages in enumerate(LAYERS)
+        for package in packages
+        if name == package or name.startswith(f"{package}.")
+    ]
+    return max(found)[1]
+
+
+def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
+    """Yield the modules of fluvial that a file imports; those inside functions only if `lazy`."""
+    tree = ast.parse(path.read_text())
+    deferred = {
+        inner
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(outer)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if node in deferred and not lazy:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for imported in names:
+            if imported.startswith("fluvial."):
+                target = imported.removeprefix("fluvial.")
+                while target not in modules():  # a name in a module
+                    target = target.rpartition(".")[0]
+                if target != name:
+                    yield target
+
+
+def is_typing(node: ast.AST) -> bool:
+    """Whether a node is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def upward() -> list[str]:
+    """Return the imports that point up, lazy ones included."""
+    return [
+        f"{name} imports {target}"
+        for name, path in modules().items()
+        for target in imports(path, name, lazy=True)
+        if layer(target) > layer(name)
+    ]
+
+
+def test_no_import_points_up() -> None:
+    """Not even inside a function."""
+    assert upward() == []
+
+
+def test_kernels_and_models_do_not_import_each_other() -> None:
+    """They are of one layer, and know nothing of each other."""
+    pairs = [(name, target) for name, path in modules().items() for target in imports(path, name, lazy=True)]
+    assert [pair for pair in pairs if {name.split(".")[0] for name in pair} == {"kernels", "models"}] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Whether directly or through others; an import inside a function is made later, and may close one."""
+    graph = {name: set(imports(path, name, lazy=False)) for name, path in modules().items()}
+    # A package's __init__ gathers what its modules define; they may import each other, but not from it.
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_folders_are_small() -> None:
+    """At most 16 modules in a folder, `__init__.py` and `__main__.py` not counted."""
+    folders = {path.parent for path in modules().values()}
+    counts = {str(folder.relative_to(ROOT)): len([*folder.glob("[!_]*.py")]) for folder in folders}
+    assert {name: count for name, count in counts.items() if count > MORE_FILES.get(name, MOST_FILES)} == {}
+
+
+def test_every_folder_is_packaged() -> None:
+    """The wheel holds the folders that pyproject.toml lists."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in modules().values()}
+    assert sorted(listed) == sorted(f"fluvial.{'.'.join(folder.parts)}" for folder in folders)
+
+
+def too_long() -> dict[str, int]:
+    """Return the files of code with too many lines, the kernels aside."""
+    paths = [path for path in modules().values() if not path.is_relative_to(ROOT / "kernels")]
+    counts = {path: len(path.read_text().splitlines()) for path in paths}
+    return {str(path.relative_to(ROOT)): count for path, count in counts.items() if count > MOST_LINES}
+
+
+def test_files_are_short() -> None:
+    """At most 400 lines, the kernels aside."""
+    assert too_long() == {}
+
+
+def objectives() -> set[str]:
+    """Return the names of the classes that engines.objectives defines."""
+    return {
+        node.name
+        for name, path in modules().items()
+        if name.startswith("engines.objectives")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def kinds() -> list[str]:
+    """Return the places outside engines.objectives that ask with isinstance which objective it is."""
+    known, found = objectives(), []
+    for name, path in modules().items():
+        if name.startswith("engines.objectives"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                named = {
+                    part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in ast.walk(node.args[1])
+                }
+                found += [f"{name}:{node.lineno}: {ast.unparse(node)}"] * bool(named & known)
+    return found
+
+
+def test_nobody_asks_which_objective_it_is() -> None:
+    """What depends on the objective, an objective says of itself."""
+    assert {"Nft", "Dpo"} <= objectives()
+    assert kinds() == []
+
+
+if __name__ == "__main__":  # the offenders, one per line
+    print(*upward(), *(f"{path}: {count} lines" for path, count in too_long().items()), *kinds(), sep="\n")

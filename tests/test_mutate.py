@@ -1,0 +1,23 @@
+"""The list of known faults (mutate.py) fits the code: its texts and tests are there, and the README has the table."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MUTATE = runpy.run_path(str(ROOT / "tests" / "mutate.py"))
+
+
+@pytest.mark.parametrize("fault", MUTATE["FAULTS"], ids=lambda fault: fault.what)
+def test_a_known_fault_can_be_applied(fault: Any) -> None:
+    """Its text occurs once in its file, and the test that catches it is there."""
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1
+    file, _, name = fault.test.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text()
+
+
+def test_the_readme_lists_every_fault() -> None:
+    """It is the output of `mutate.py --list`."""
+    assert MUTATE["table"]() in (ROOT / "tests" / "README.md").read_text()
