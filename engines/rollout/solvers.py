@@ -1,4 +1,4 @@
-"""Deterministic samplers of higher order, through diffusers' schedulers, for samples whose steps nobody asks for."""
+"""Deterministic samplers of higher order, through the schedulers of diffusers, for samples whose steps are not recorded."""
 
 import warnings
 from collections.abc import Callable
@@ -21,20 +21,20 @@ def solve(
     *,
     prediction: Prediction,
 ) -> Samples:
-    """Return samples `[B, *event]`, solved from noise over a model's own schedule.
+    """Return samples `[B, *event]`, the solution of the ODE from noise over a model's own schedule.
 
     dpmpp_2m is DPM-Solver++ 2M (arXiv 2211.01095), the second-order multistep method of DiffusionNFT (2509.16117).
-    It evaluates the model once a step, as Euler's method does.
+    It evaluates the model once per step, like Euler's method.
 
     Args:
-        solver: dpmpp_2m; Euler's steps are `core.rollout.rollout`'s.
-        velocity: v = velocity(x, level `[B]`, step), as a rollout takes it.
+        solver: dpmpp_2m; Euler's steps are taken by `core.rollout.rollout`.
+        velocity: prediction of the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
         schedule: T+1 levels and T timesteps.
-        prediction: what the model predicts, and so what a level is.
+        prediction: velocity, whose levels are sigma, or epsilon, whose levels are alpha_bar.
 
     Raises:
-        ValueError: the solver is not one of these.
+        ValueError: the solver is unknown.
     """
     from diffusers import DPMSolverMultistepScheduler
 
@@ -42,7 +42,7 @@ def solve(
         raise ValueError(f"solve: solver is {solver!r}, expected 'dpmpp_2m'")
     flow = prediction == "velocity"
     levels = schedule.levels.to(torch.float32)
-    # diffusers counts noise of a variance-preserving path against a signal of 1.
+    # diffusers scales a variance-preserving path so that the signal is 1.
     sigmas = levels if flow else torch.sqrt((1 - levels) / levels)
     steps = len(levels) - 1
     scheduler = DPMSolverMultistepScheduler(
@@ -51,10 +51,10 @@ def solve(
         prediction_type="flow_prediction" if flow else "epsilon",
         use_flow_sigmas=flow,
     )
-    with warnings.catch_warnings():  # numpy's, of the way in which diffusers makes an array of a tensor
+    with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
         warnings.simplefilter("ignore", DeprecationWarning)
         scheduler.set_timesteps(steps)
-    # Its place in the schedule is counted, never looked up: the levels are the model's own.
+    # The position is counted, never looked up by timestep: the levels are the model's own.
     scheduler.sigmas, scheduler.timesteps = sigmas, torch.arange(steps)
     scheduler.set_begin_index(0)
     per_sample = levels.to(device=x.device, dtype=x.dtype)

@@ -28,10 +28,10 @@ def claim(out: Path, *, resume: bool) -> None:
     """
     held = (out / CONFIG).exists()
     if resume and not held:
-        raise UsageError(f"{out} holds no run to resume: start one without resume, or set out to its folder")
+        raise UsageError(f"{out} holds no run to resume: start one without resume, or set out to the folder of a run")
     if held and not resume:
         restart.unmark(out)
-        raise UsageError(f"{out} already holds a run: continue it with resume, or set out to another folder")
+        raise UsageError(f"{out} already holds a run: set resume to continue it, or set out to another folder")
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Supervised training of the built-in models' base weights, on random handwriting: flow matching, or denoising."""
+"""Pre-training of the built-in models on random handwriting: flow matching, or denoising."""
 
 import json
 import time
@@ -27,25 +27,22 @@ from fluvial.engines.run.run_folder import write_json
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.evaluate import evaluate
 from fluvial.models import Cond, Prediction
-from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
-from fluvial.models.handwriting.model import SHIFT
-from fluvial.models.handwriting.unet import alphas_cumprod
 
 RECORD = "made-by.json"
 
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """The supervised training that makes a built-in model's base weights.
+    """The supervised training of a built-in model's base weights.
 
     Args:
-        out: folder for the weights.
-        model: the transformer, by flow matching, or the UNet, by denoising.
-        seed: of everything random.
-        updates: AdamW steps; stopped early on purpose, so that there is something left to learn.
-        batch: images an update.
-        micro_batch: images a forward pass.
-        optimizer: AdamW and its schedule.
+        out: Folder for the weights.
+        model: handwriting (a transformer, by flow matching) or handwriting-unet (a UNet, by denoising).
+        seed: Seed of everything random.
+        updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
+        batch: Number of images per update.
+        micro_batch: Number of images per forward pass.
+        optimizer: Optimizer and its schedule.
     """
 
     out: Path
@@ -63,26 +60,26 @@ class PretrainConfig:
 
 
 def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
-    """Flow matching on images of random training codes; makes the transformer's base weights that ship."""
+    """Train the transformer by flow matching on images of random training codes, as its shipped weights were."""
     return PretrainConfig(out=out)
 
 
 def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base")) -> PretrainConfig:
-    """Denoising images of random training codes; makes the UNet's base weights that ship."""
+    """Train the UNet by denoising images of random training codes, as its shipped weights were."""
     return PretrainConfig(out=out, model="handwriting-unet", updates=450)
 
 
 class Noised(NamedTuple):
-    """Clean images and what they are noised with, each field `[P, ...]`."""
+    """Clean images, their noise and conditioning, each field `[P, ...]`."""
 
     x0: Tensor
     noise: Tensor
-    level: Tensor  # sigma, or for a model of epsilon alpha_bar
+    level: Tensor  # sigma, or alpha_bar for a model of epsilon
     cond: Cond
 
 
 class ErrorInfo(NamedTuple):
-    """Diagnostics of the training."""
+    """Diagnostics per image."""
 
     error: Tensor
 
@@ -90,21 +87,23 @@ class ErrorInfo(NamedTuple):
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Train a handwriting model from random weights and write it to a folder, with a record of how it was made.
 
-    Loss: that of supervised fine-tuning (`objectives.Sft`), on samples that `noising.noised_at` puts at levels of `levels`.
+    The loss is mean |v - target|^2, as in supervised fine-tuning, at the levels that `levels` draws.
 
     Raises:
         UsageError: the folder already holds a model.
     """
+    from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
+
     model = (Handwriting if config.model == "handwriting" else HandwritingUNet)(None, seed=config.seed)
     prompts, root = codes("train"), key(config.seed)
     with init_world() as world:
         with world.agreed():
             if (config.out / "config.json").exists():
-                raise UsageError(f"{config.out} already holds a model: choose another folder with --out")
+                raise UsageError(f"{config.out} already holds a model: set out to another folder")
             try:
                 config.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UsageError(f"--out {config.out} cannot be made: {error.strerror}") from error
+                raise UsageError(f"out is {config.out}, which cannot be made: {error.strerror}") from error
         console = console if world.is_main else None
         module = model.build()
         engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
@@ -160,11 +159,14 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
 
 
 def levels(u: Tensor, prediction: Prediction) -> Tensor:
-    """Return noise levels `[B]` for numbers u `[B]` in [0, 1).
+    """Return noise levels `[B]` for uniform numbers u `[B]` in [0, 1).
 
-    Of a flow sigma, shifted as the sampling schedule is; of a model of epsilon alpha_bar of a timestep, all of which are
-    equally likely.
+    A flow's are sigma, shifted like the sampling schedule. A model of epsilon's are alpha_bar of a timestep, each of which
+    is equally likely.
     """
+    from fluvial.models.handwriting.model import SHIFT
+    from fluvial.models.handwriting.unet import alphas_cumprod
+
     if prediction == "velocity":
         return SHIFT * u / (1 + (SHIFT - 1) * u)
     powers = alphas_cumprod(u.device)
