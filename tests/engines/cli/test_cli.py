@@ -87,7 +87,7 @@ WRONG: list[tuple[str, str]] = [
     ("preferences handwriting --rewards nice", "there is no reward 'nice', expected some of characters"),
     ("preferences handwriting --out {tmp}/empty.txt", "cannot be written"),
     ("pretrain handwriting --model handwriting-unet", "fluvial pretrain handwriting-unet"),
-    ("train grpo --model sd9", "--model sd9: there is no such model"),
+    ("train grpo --model sd9", "--model is 'sd9', expected handwriting or handwriting-unet"),
     ("train grpo --reward nice", "there is no reward 'nice', expected some of characters"),
     ("train grpo --rewards characters=x", "'x' is no weight"),
     ("train grpo --rewards characters machine characters=2", "characters is named twice"),
