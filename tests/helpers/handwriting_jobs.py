@@ -27,6 +27,6 @@ def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.arange(len(prompts)).float() % 2
 
 
-def job(reward: Reward = alternating, **changes: Any) -> jobs.Job:
-    """The built-in job with another reward."""
-    return replace(jobs.handwriting(), rewards={"reward": reward}, **changes)
+def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
+    """The built-in job with another reward, and the weights of a folder."""
+    return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)

@@ -109,7 +109,7 @@ WRONG = [
     ("--pipeline.height 17", "expected multiples of"),
     ("--rewards nowhere:f", "there is no module 'nowhere'"),
     ("--rewards math:nothing", "math has no 'nothing'"),
-    ("--rewards math:pi", "pi is a float, expected a function"),
+    ("--rewards math:pi", "is of type float, expected a function"),
     ("--weights here", "a pipeline has its own"),
     ("--rollout.sampler ddim --rollout.eta 1", "use flow_sde or dance_sde or cps or ode"),
 ]

@@ -26,10 +26,13 @@ from fluvial.core.advantages import SCALES
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Guard
 from fluvial.engines.rewards.runner import RewardRunner
-from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
+from fluvial.engines.train.diagnostics import Probe
+from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.trainer import train
 
 
@@ -88,18 +91,35 @@ def test_the_records(run: Path) -> None:
     assert updates[1]["objective"]["kl_ref"] > 0.0
 
 
-def test_the_weights_moved_and_evaluate_alike(run: Path) -> None:
-    """The exported folder is a model of diffusers, and holds the averaged weights that were evaluated."""
-    from fluvial.models.handwriting import BASE, Handwriting
+def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> None:
+    """The exported folder is a diffusers model: its weights moved, are the checkpoint's average, and score as recorded.
+
+    The drift is a mean over noised samples, so it tells the average from the last weights where scores do not.
+    """
+    from fluvial.models.handwriting import BASE
 
     base = load_file(BASE / "diffusion_pytorch_model.safetensors")
     trained = load_file(run / "weights" / "diffusion_pytorch_model.safetensors")
     assert set(base) == set(trained)
-    moved = [name for name in base if not torch.equal(base[name], trained[name])]
+    moved = {name for name in base if not torch.equal(base[name], trained[name])}
     # The last block drops its text stream, and with it two of its parameters; the table of positions is fixed.
     unused = {f"transformer_blocks.3.attn.add_q_proj.{kind}" for kind in ("weight", "bias")} | {"pos_embed.pos_embed"}
-    assert set(base) - set(moved) <= unused
-    Handwriting(run / "weights").build()
+    assert set(base) - moved <= unused
+    saved = load_file(next((run / "checkpoints" / "000002").glob("*.safetensors")))
+    for name in moved:
+        assert torch.equal(trained[name], saved[f"average.{name}"])
+    assert any(not torch.equal(trained[name], saved[f"weight.{name}"]) for name in moved)
+
+    exported, cpu, recorded = job(weights=run / "weights"), torch.device("cpu"), launch.records(run)[-1]
+    schedule = on_device(exported.model.schedule(4, exported.shape), cpu)
+    module = exported.model.build().eval()
+    with torch.no_grad(), init_world() as world:
+        again = evaluate(exported, module, schedule=schedule, samples=8, micro_batch=4, world=world)
+        drift = Probe.load(run / "probe.safetensors", cpu).velocity_drift(exported, module, micro_batch=4)
+    assert again.score == pytest.approx(recorded["score"])
+    assert again.exact == pytest.approx(recorded["exact"])
+    assert drift == pytest.approx(recorded["drift"], rel=1e-3)
+    assert drift > 0
 
 
 def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
