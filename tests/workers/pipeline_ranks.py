@@ -1,5 +1,6 @@
 """Take one update of every pipeline on any number of ranks, with separate samples or sharing each sample."""
 
+import json
 import warnings
 from functools import partial
 from pathlib import Path

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fluvial.models.pipelines.open as opening
 from fluvial.core.guidance import classifier_free
-from fluvial.models import DiffusionModel, Schedule, check_model, load_adapter, open_model
+from fluvial.models import DiffusionModel, Prediction, Schedule, check_model, load_adapter, open_model
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.pipelines.open import has_adapter
 
@@ -21,7 +21,7 @@ from fluvial.models.pipelines.open import has_adapter
 class Toy:
     """A model of a person's own: it predicts a multiple of its sample."""
 
-    prediction = "velocity"
+    prediction: Prediction = "velocity"
     lora_targets = ("linear",)
     weights: Path | None = None
 
@@ -66,7 +66,7 @@ class Toy:
 class NoDecode(Toy):
     """Lacks two members."""
 
-    decode = guide = property()  # type: ignore[assignment]
+    decode = guide = property()
 
 
 class WrongSignature(Toy):
@@ -79,7 +79,7 @@ class WrongSignature(Toy):
 class WrongPrediction(Toy):
     """Its prediction has no meaning."""
 
-    prediction = "score"
+    prediction = "score"  # type: ignore[assignment]
 
 
 class OneTarget(Toy):

@@ -23,7 +23,7 @@ from fluvial.models.replay.checks import (
 )
 
 STEPS = 4
-SIZE = {"height": 16, "width": 16, "steps": STEPS}
+SIZE: dict[str, Any] = {"height": 16, "width": 16, "steps": STEPS}
 IMAGE = torch.linspace(0, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)
 MASK = (torch.arange(16) < 8).float().expand(1, 1, 16, 16)
 SHORT = {"max_sequence_length": 12}
