@@ -12,40 +12,45 @@ Scale = Literal["group", "batch", "none"]
 SCALES: tuple[Scale, ...] = ("group", "batch", "none")
 
 
-def group_advantages(reward: PerSample, group: Ids, *, scale: Scale = "group", eps: float = 1e-4) -> PerSample:
+def group_advantages(
+    reward: PerSample, group: Ids, *, scale: Scale = "group", eps: float = 1e-4, ddof: int = 1
+) -> PerSample:
     """Return the advantages of GRPO, `[B]`: rewards minus their group's mean, divided by the standard deviation of `scale`.
 
         group   A = (r - mean_g) / (std_g + eps)       GRPO, arXiv 2402.03300
         batch   A = (r - mean_g) / (std_batch + eps)   Flow-GRPO's global std, arXiv 2505.05470
         none    A = r - mean_g                         Dr. GRPO, arXiv 2503.20783
 
-    Standard deviations are unbiased (ddof 1); a group of one has advantage 0.
+    A group of one has advantage 0.
 
     Args:
         reward: `[B]`.
         group: group of each sample, `[B]` integers of any value and in any order; the samples of a prompt share one.
         scale: standard deviation that the centred reward is divided by, see above.
         eps: added to the standard deviation, in the reward's unit, > 0.
+        ddof: 1 for unbiased standard deviations, 0 for those of the population (numpy's default).
 
     Raises:
         ValueError: shapes differ, or a reward is not finite (values are checked only on the CPU).
     """
     check_choice("group_advantages", "scale", scale, SCALES)
     check_number("group_advantages", "eps", eps, low=1e-12)
+    if ddof not in (0, 1):
+        raise ValueError(f"group_advantages: ddof is {ddof!r}, expected 0 or 1")
     if reward.ndim != 1:
         raise ValueError(f"group_advantages: reward has shape {list(reward.shape)}, expected [B]")
     dtype = check_rewards("group_advantages", reward, group)
     reward = reward.to(torch.float64)
-    centred, std = _group_moments(reward, group)
+    centred, std = _group_moments(reward, group, ddof)
     if scale == "group":
         centred = centred / (std + eps)
     elif scale == "batch":
-        centred = centred / (_std(reward) + eps)
+        centred = centred / (_std(reward, ddof) + eps)
     return centred.to(dtype)
 
 
 def multi_reward_advantages(
-    rewards: Tensor, weights: Tensor, group: Ids, *, scale: Scale = "group", eps: float = 1e-4
+    rewards: Tensor, weights: Tensor, group: Ids, *, scale: Scale = "group", eps: float = 1e-4, ddof: int = 1
 ) -> PerSample:
     """Return the advantages of several rewards, `[B]`: each normalised in its group, their sum over the batch.
 
@@ -57,7 +62,7 @@ def multi_reward_advantages(
         rewards: `[B, K]`.
         weights: weight of each reward, `[K]`.
         group: group of each sample, `[B]` integers.
-        scale, eps: as in `group_advantages`, for each reward.
+        scale, eps, ddof: as in `group_advantages`, for each reward; eps and ddof for their sum, too.
 
     Raises:
         ValueError: as in `group_advantages`.
@@ -68,9 +73,11 @@ def multi_reward_advantages(
             "expected [B, K] and [K]"
         )
     dtype = check_rewards("multi_reward_advantages", rewards, group)
-    columns = [group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps) for reward in rewards.unbind(1)]
+    columns = [
+        group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps, ddof=ddof) for reward in rewards.unbind(1)
+    ]
     total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
-    return ((total - total.mean()) / (_std(total) + eps)).to(dtype)
+    return ((total - total.mean()) / (_std(total, ddof) + eps)).to(dtype)
 
 
 def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
@@ -86,16 +93,16 @@ def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
     return dtype
 
 
-def _group_moments(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def _group_moments(reward: Tensor, group: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     """Return each sample's reward minus its group's mean, and its group's standard deviation, both `[B]`."""
     # A group's id is its first index in sorted order: below B, and found without counting the groups on the host.
     ids = torch.searchsorted(torch.sort(group).values, group.contiguous())
     zeros = torch.zeros_like(reward)
     count = zeros.index_add(0, ids, torch.ones_like(reward))[ids]
     centred = reward - zeros.index_add(0, ids, reward)[ids] / count
-    variance = zeros.index_add(0, ids, centred**2)[ids] / (count - 1).clamp(min=1)
+    variance = zeros.index_add(0, ids, centred**2)[ids] / (count - ddof).clamp(min=1)
     return centred, torch.sqrt(variance)
 
 
-def _std(reward: Tensor) -> Tensor:
-    return torch.sqrt(((reward - reward.mean()) ** 2).sum() / max(len(reward) - 1, 1))
+def _std(reward: Tensor, ddof: int) -> Tensor:
+    return torch.sqrt(((reward - reward.mean()) ** 2).sum() / max(len(reward) - ddof, 1))

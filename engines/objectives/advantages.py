@@ -22,12 +22,18 @@ class AdvantageConfig:
         clip: Bound of the advantages, which are clipped to [-clip, clip]; None clips nothing.
         combine: How several rewards become one advantage: sum (of the weighted rewards) or gdpo (each reward is normalised
             in its group, then weighted, then normalised over the batch, arXiv 2601.05242).
+        ddof: Delta degrees of freedom of the standard deviations: 1 (unbiased) or 0 (of the population, as numpy's, which
+            Flow-GRPO's code takes).
+        drop_zero: Leave samples with advantage 0 out of the loss, its KL term and the count that it is averaged over, as
+            Flow-GRPO's code does. Otherwise they get the KL term, and count.
     """
 
     scale: Scale = "group"
     eps: float = 1e-4
     clip: float | None = None
     combine: Literal["sum", "gdpo"] = "sum"
+    ddof: Literal[0, 1] = 1
+    drop_zero: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, eps=SMALLEST, clip=SMALLEST)
@@ -45,7 +51,7 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
     if not rewards.shape[1]:
         return rewards.new_zeros(len(rewards))
     if config.combine == "gdpo" and rewards.shape[1] > 1:
-        advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps)
+        advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     else:
-        advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps)
+        advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     return advantage if config.clip is None else advantage.clamp(-config.clip, config.clip)

@@ -21,15 +21,22 @@ class KLConfig:
 
     Args:
         coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.
-        weight: Weight of the KL of a recorded step: rate (times |dt|, as Flow-GRPO's code has it) or exact (times 1). For
-            samples with noise on them the term is mean |v - v_ref|^2, and this stays rate.
+        weight: Weight of the KL of a recorded step: exact (the KL of the two Gaussian steps, as the code of Flow-CPS,
+            DanceGRPO and DDPO has it), rate (times |dt|, as Flow-GRPO's code has it, whose std is a rate) or auto (rate for
+            flow_sde, exact for the other samplers). For samples with noise on them the term is mean |v - v_ref|^2.
     """
 
     coef: float = 0.0
-    weight: Literal["rate", "exact"] = "rate"
+    weight: Literal["auto", "rate", "exact"] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, "kl", coef=(0, math.inf))
+
+    def weight_of(self, sampler: str) -> Literal["rate", "exact"]:
+        """Return the weight of the KL of a sampler's steps."""
+        if self.weight != "auto":
+            return self.weight
+        return "rate" if sampler == "flow_sde" else "exact"
 
 
 class LossConfig(NamedTuple):

@@ -54,6 +54,8 @@ class Nft:
         old_rise: Growth of the decay d per rollout.
         old_cap: Largest decay d, below 1.
         old_delay: Number of rollouts before d grows; with old delayed only.
+        old_unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
+            rollout). old_rise and old_delay are per n.
         weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
     """
 
@@ -64,6 +66,7 @@ class Nft:
     old_rise: float = 0.001
     old_cap: float = 0.5
     old_delay: int = 0
+    old_unit: Literal["rollouts", "updates"] = "rollouts"
     weight_min: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class Nft:
         nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
         if self.old_cap == 1:
             raise ValueError("objective.old_cap is 1, and an old policy with decay 1 never learns: use below 1")
+        if self.old == "none" and self.old_unit != "rollouts":
+            raise ValueError(f"objective.old_unit is {self.old_unit} and objective.old is none: nothing is counted")
         if self.old != "delayed" and self.old_delay:
             raise ValueError(f"objective.old_delay is {self.old_delay} and objective.old is {self.old}: only delayed waits")
 
@@ -79,9 +84,10 @@ class Nft:
         """The old policy lags behind unless `old` is none."""
         return TRAITS if self.old == "none" else replace(TRAITS, old_decay=self.old_decay)
 
-    def old_decay(self, rollouts: int) -> float:
-        """Return d, the share of the old policy that stays after a number of rollouts."""
-        return min(self.old_rise * max(rollouts - self.old_delay, 0), self.old_cap)
+    def old_decay(self, rollouts: int, updates: int) -> float:
+        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
+        done = updates if self.old_unit == "updates" else rollouts
+        return min(self.old_rise * max(done - self.old_delay, 0), self.old_cap)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the probability that a sample is good, in [0, 1]."""

@@ -100,8 +100,8 @@ class ObjectiveTraits:
         recorded_form: form of the log-probabilities that the rollout records, if not `rollout.form`.
         teacher: folder of the teacher's weights.
         preferences: folder of given preferences.
-        old_decay: `rollouts -> d`; after each rollout the old policy becomes d old + (1 - d) policy. None: the old policy
-            is the policy before the rollout's first update.
+        old_decay: `(rollouts, updates) -> d`, of the numbers made so far; after each rollout the old policy becomes
+            d old + (1 - d) policy. None: the old policy is the policy before the rollout's first update.
         refuses: `config -> problems`, one line per combination of settings that has no meaning with this objective.
     """
 
@@ -118,7 +118,7 @@ class ObjectiveTraits:
     recorded_form: Form | None = None
     teacher: Path | None = None
     preferences: Path | None = None
-    old_decay: Callable[[int], float] | None = None
+    old_decay: Callable[[int, int], float] | None = None
     refuses: Callable[[RunSettings], Iterator[str]] = nothing
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -35,7 +35,9 @@ class RolloutConfig:
             ODE steps (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
         window_low: Index of the first step that the window may cover.
         window_high: Index after the last step that the window may cover; None is the end of the schedule.
-        fraction: Fraction of the recorded steps that is trained on, drawn per sample and rollout, as in DanceGRPO.
+        fraction: Fraction of the recorded steps that is trained on; their number is rounded down, and at least 1.
+        pick: Which of the recorded steps those are: random (drawn per sample and rollout, as in DanceGRPO) or first (the
+            noisiest, as in Flow-GRPO, whose last step takes noise and is not trained on).
         form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
             sum (nats).
@@ -54,6 +56,7 @@ class RolloutConfig:
     window_low: int = 0
     window_high: int | None = None
     fraction: float = 1.0
+    pick: Literal["random", "first"] = "random"
     form: Form = "density"
     reduction: Reduction = "mean"
     guidance: Guidance = field(default_factory=Guidance)
@@ -123,6 +126,10 @@ class RolloutConfig:
     def batch(self) -> int:
         """Number of samples per rollout."""
         return self.prompts * self.group
+
+    def trained_of(self, recorded: int) -> int:
+        """Return how many of a number of recorded steps are trained on."""
+        return max(math.floor(self.fraction * recorded + 1e-9), 1)  # 0.6 x 15 is 8.999... in floating point
 
     def bound_sampler(self, levels: Tensor, prediction: Prediction = "velocity") -> Sampler:
         """Return the sampler with its hyper-parameters bound.

@@ -57,4 +57,5 @@ def correct(
     # Of all ranks, so that each has the same diagnostics.
     computed, known = (gather(values)[: share.batch] for values in (own, recorded))
     factor, info = rollout_weights(computed, known, mode=config.mode, threshold=config.threshold, level=config.level)
-    return items._replace(log_prob_old=log_prob, weight=items.weight * share.rows(factor).T.flatten()), info
+    # The weight is that of the policy gradient, whose loss is linear in the advantage; a KL term has no weight.
+    return items._replace(log_prob_old=log_prob, target_weight=items.target_weight * share.rows(factor).T.flatten()), info

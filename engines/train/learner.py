@@ -67,7 +67,11 @@ class Learner:
         self.schedule = schedule
         self.sampler = config.rollout.bound_sampler(schedule.levels, job.model.prediction)
         self.loss_config = LossConfig(
-            config.rollout.form, config.rollout.reduction, config.kl.coef, config.kl.weight, config.implementation
+            config.rollout.form,
+            config.rollout.reduction,
+            config.kl.coef,
+            config.kl.weight_of(config.rollout.sampler_name),
+            config.implementation,
         )
         # An item of preferences is two samples, and the model sees both.
         self.width = 2 if config.objective.traits.trains_on == "preferences" else 1
@@ -89,7 +93,8 @@ class Learner:
         group, reward = torch.arange(batch) // config.rollout.group, rewards @ weights
         if traits.trains_on == "preferences":
             return self._best_and_worst(samples, reward, group, key)
-        target_weight = objective.target_weight(reward, advantages(rewards, weights, group, config.advantage), group)
+        advantage = advantages(rewards, weights, group, config.advantage)
+        target_weight = objective.target_weight(reward, advantage, group)
         check_target_weight(objective, target_weight, batch)
         slots = len(samples.prompts)
         share, device = Share(self.world.data_rank * slots, slots, batch), self.world.device
@@ -104,9 +109,12 @@ class Learner:
             taken = torch.ones(batch, config.noising.each)
             flat = self._noised(samples.trajectory.final, share.numbers, own_target, own_weight, key)
         # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
-        every = not traits.skips_zero or (config.kl.coef > 0 and not traits.mean_over_kept)
-        adds = taken if every else taken * (target_weight != 0).to(taken.dtype)[:, None]
-        count = int((adds if traits.mean_over_kept else taken).sum())
+        drops = config.advantage.drop_zero
+        over_kept = traits.mean_over_kept or drops
+        every = not (traits.skips_zero or drops) or (config.kl.coef > 0 and not over_kept)
+        kept = (advantage if drops else target_weight) != 0
+        adds = taken if every else taken * kept.to(taken.dtype)[:, None]
+        count = int((adds if over_kept else taken).sum())
         return Work(flat, samples.cond, adds, count, share, correction)
 
     def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
@@ -157,12 +165,15 @@ class Learner:
 
     def _taken_steps(self, recorded: int, key: Key) -> Tensor:
         """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
-        batch, fraction = self.config.rollout.batch, self.config.rollout.fraction
-        if fraction == 1:
+        rollout, batch = self.config.rollout, self.config.rollout.batch
+        trained = rollout.trained_of(recorded)
+        if trained == recorded:
             return torch.ones(batch, recorded)
+        if rollout.pick == "first":
+            return (torch.arange(recorded) < trained).float().expand(batch, -1)
         drawn = uniform(fold_in(fold_in(key, Stream.FRACTION), torch.arange(batch)), (batch, recorded))
         place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
-        return (place < max(round(fraction * recorded), 1)).float()
+        return (place < trained).float()
 
     def _corrected(self, flat: Items, cond: Cond, trajectory: Trajectory, share: Share) -> tuple[Items, CorrectionInfo]:
         """Return recorded steps with the old log-probs, and velocities, that the update itself computes, and weights."""

@@ -109,7 +109,7 @@ class Trainer:
         learnt, rewards, spread = self._learn(root, seconds)
         if (old_decay := self.config.objective.traits.old_decay) is not None:
             with metrics.timed(seconds, "update"):
-                self.policies.follow(self.engine, old_decay(rollouts + 1))
+                self.policies.follow(self.engine, old_decay(rollouts + 1, self.engine.updates))
         self.progress.samples += 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent

@@ -114,6 +114,8 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
         yield f"noising is set, and {name} trains on the steps of its rollouts: leave it as it is"
     if rollout.solver != "euler":
         yield f"rollout.solver is {rollout.solver}, whose steps are no transition, and {name} trains on steps: use euler"
+    if rollout.pick == "first" and rollout.fraction == 1:
+        yield "rollout.pick is first, and rollout.fraction is 1, which takes all recorded steps: use a fraction below 1"
     if not config.takes_ratios and (rollout.form, rollout.reduction) != ("density", "mean"):
         yield f"rollout.form or rollout.reduction is set, and {name} takes no log-probability: leave them as they are"
     if deterministic_end and config.recorded_form != "unscaled" and rollout.may_be_last_alone:
@@ -136,6 +138,8 @@ def _clean_samples(config: RunSettings) -> Iterator[str]:
         yield f"rollout.form or rollout.reduction is set, and {name} takes no log-probability: leave them as they are"
     if rollout.fraction != 1:
         yield f"rollout.fraction is {rollout.fraction:g}, and {name} trains on no recorded steps: use noising.each"
+    if rollout.pick != "random":
+        yield f"rollout.pick is {rollout.pick}, and {name} trains on no recorded steps: leave it as it is"
     if rollout.is_deterministic and (rollout.window is not None or rollout.window_low or rollout.window_high is not None):
         yield (
             f"rollout.window is set, and {rollout.sampler_name} has no stochastic steps: leave the window of {name} as it is"
@@ -173,9 +177,9 @@ def _policies(config: RunSettings) -> Iterator[str]:
 def _kl(config: RunSettings) -> Iterator[str]:
     """Yield settings of the KL term that do nothing."""
     traits, name = config.objective.traits, name_of(config.objective)
-    if config.kl.coef == 0 and config.kl.weight != "rate":
+    if config.kl.coef == 0 and config.kl.weight != "auto":
         yield f"kl.weight is {config.kl.weight}, and kl.coef is 0, so that there is no KL: use kl.coef > 0"
-    elif config.kl.weight != "rate" and not config.takes_ratios:
+    elif config.kl.weight != "auto" and not config.takes_ratios:
         yield f"kl.weight is {config.kl.weight}, and the KL term of {name} is mean |v - v_ref|^2: leave it as it is"
     if config.kl.coef > 0 and not traits.takes_kl and "ref" not in traits.compares_with:
         yield (

@@ -3,6 +3,7 @@
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -49,6 +50,28 @@ def test_it_is_the_loop_one_would_write(scale: Scale, samples: list[tuple[float,
     assert_close(group_advantages(reward, group, scale=scale), reference(reward, group, scale=scale), **LIMIT)
     got = group_advantages(reward, group, scale=scale, eps=0.5)
     assert_close(got, reference(reward, group, scale=scale, eps=0.5), **LIMIT)
+
+
+@given(samples=pairs, ddof=st.sampled_from([0, 1]))
+def test_the_standard_deviation_is_numpys(samples: list[tuple[float, int]], ddof: int) -> None:
+    reward, group = tensors(samples)
+    values, names = reward.numpy(), group.numpy()
+    centred = values - np.array([values[names == name].mean() for name in names])
+    batch = values.std(ddof=ddof) if len(values) > ddof else 0.0
+    got = group_advantages(reward, group, scale="batch", ddof=ddof)
+    assert_close(got, torch.from_numpy(centred / (batch + 1e-4)), **LIMIT)
+    spread = [values[names == name].std(ddof=ddof) if (names == name).sum() > ddof else 0.0 for name in names]
+    got = group_advantages(reward, group, ddof=ddof)
+    assert_close(got, torch.from_numpy(centred / (np.array(spread) + 1e-4)), **LIMIT)
+    both = multi_reward_advantages(reward[:, None], torch.ones(1), group, ddof=ddof)
+    total = got.numpy() - got.numpy().mean()
+    deviation = got.numpy().std(ddof=ddof) if len(total) > ddof else 0.0
+    assert_close(both, torch.from_numpy(total / (deviation + 1e-4)), **LIMIT)
+
+
+def test_a_ddof_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ddof is 2, expected 0 or 1"):
+        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), ddof=2)
 
 
 def test_the_defaults_are_those_of_grpo() -> None:

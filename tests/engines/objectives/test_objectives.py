@@ -73,7 +73,7 @@ RUN: dict[str, Sequence[Any]] = {
     "objective": tuple(ANSWERS),
     "train": ("full", "lora"),
     "kl.coef": (0.0, 0.1),
-    "kl.weight": ("rate", "exact"),
+    "kl.weight": ("auto", "exact"),
     "correction": ("none", "truncate"),
     "minibatches": (1, 2),
 }

@@ -57,6 +57,7 @@ class Spied(tiny.Run):
         super().__init__(config, world, job)
         self.trajectories: list[Trajectory] = []
         self.updates: list[Update] = []
+        self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
         engine, learner = self.trainer.engine, self.trainer.learner
         optimize, learn, learn_given = engine.update, learner.items, learner.preference_items
 
@@ -66,7 +67,7 @@ class Spied(tiny.Run):
 
         def learnt(samples: Any, *args: Any) -> Any:
             self.trajectories.append(samples.trajectory)
-            self.prompts = list(samples.prompts)
+            self.prompts, self.scores = list(samples.prompts), args[0]
             return learn(samples, *args)
 
         def learnt_given(given: Any, *args: Any) -> Any:
@@ -195,6 +196,7 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
 OLD: dict[str, tuple[Nft, list[float]]] = {
     "none": (Nft(old="none"), [0.0, 0.0, 0.0, 0.0]),
     "linear": (Nft(old="linear", old_rise=0.2, old_cap=0.5), [0.2, 0.4, 0.5, 0.5]),
+    "by updates": (Nft(old="linear", old_rise=0.1, old_cap=0.5, old_unit="updates"), [0.2, 0.4, 0.5, 0.5]),
     "delayed": (Nft(old="delayed", old_rise=0.3, old_cap=0.4, old_delay=2), [0.0, 0.0, 0.3, 0.4]),
 }
 
@@ -305,6 +307,44 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     assert drawn[0] != drawn[1]
 
 
+def test_the_first_steps(one: World, tmp_path: Path) -> None:
+    """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
+    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, fraction=0.99, pick="first"), micro_batch=8), one)
+    record = run.rollout()
+    update, levels = run.updates[-1], run.trainer.schedule.levels
+    assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
+    assert set(update.items.level.tolist()) == set(levels[: tiny.STEPS - 1].tolist())
+    last = run.trajectories[0]
+    assert last.log_prob.shape[1] == tiny.STEPS
+    assert not torch.equal(last.x_next[:, -1], last.x[:, -1])
+
+
+@pytest.mark.parametrize(("coef", "drop"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Path, coef: float, drop: bool) -> None:
+    """They get neither loss nor KL, and do not count; otherwise they get the KL, and count."""
+    rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
+    config = tiny.config(
+        tmp_path, rollout=STEPS, micro_batch=8, seed=1, kl=KLConfig(coef), advantage=AdvantageConfig(drop_zero=drop)
+    )
+    run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
+    run.rollout()
+    assert set(run.prompts) == {"0", "1"}
+    kept = 4 if drop else 8
+    assert (run.infos[0].items, run.updates[0].over) == (kept * tiny.STEPS, kept * tiny.STEPS)
+
+
+@pytest.mark.parametrize(("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact")])
+def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: str) -> None:
+    """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
+    rollout = replace(STEPS, sampler=sampler, window=2, window_high=tiny.STEPS - 1)
+    learners = [
+        Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.learner
+        for weight in ("auto", factor)
+    ]
+    assert learners[0].loss_config == learners[1].loss_config
+    assert learners[0].loss_config.kl_weight == factor
+
+
 def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
     """They are not computed, and the loss is still a mean over all; but for RAFT, which fits what it keeps."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
@@ -361,7 +401,9 @@ def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, 
     own = items.log_prob_old.unflatten(0, (tiny.STEPS, 8)).T
     weight, info = correction.rollout_weights(own, known, mode=mode, threshold=threshold, level=level)
     assert float((own - known).abs().max()) > 1e-5
-    torch.testing.assert_close(run.updates[0].weight, weight.T.flatten())
+    assert torch.equal(run.updates[0].weight, torch.ones(8 * tiny.STEPS))  # a KL term is not corrected
+    advantage = group_advantages(run.scores[:, 0], torch.arange(8) // 4)
+    torch.testing.assert_close(items.target_weight, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
     assert record["correction"]["limited"] == pytest.approx(float(info.limited))
     if threshold < 1e30:
         assert 0 < record["correction"]["limited"] < 1
