@@ -86,7 +86,7 @@ def check_literal(owner: str, field: str, value: object, accepted: Collection[ob
         raise ValueError(f"{_name(owner, field)} is {value!r}, expected {_accepted(value, accepted)}")
 
 
-def check_literals(config: Any, owner: str | None = None) -> None:
+def check_literals(config: object, owner: str | None = None) -> None:
     """Raise ValueError unless every field of a dataclass with a Literal type has one of its values.
 
     `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are understood.
@@ -96,11 +96,11 @@ def check_literals(config: Any, owner: str | None = None) -> None:
         owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig; "" for none.
     """
     owner = _owner(config) if owner is None else owner
-    for field, members in _field_types(type(config)):
+    for field, members in _fields(config):
         _check_literal_field(owner, field, getattr(config, field), members)
 
 
-def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
+def check_fields(config: object, owner: str | None = None, **bounds: tuple[float, float]) -> None:
     """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
 
     `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in a config's `__post_init__` is all that its numbers need.
@@ -117,7 +117,7 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
         ValueError: a value is not accepted, not finite or out of bounds.
     """
     owner = _owner(config) if owner is None else owner
-    for field, members in _field_types(type(config)):
+    for field, members in _fields(config):
         value = getattr(config, field)
         _check_literal_field(owner, field, value, members)
         if set(members) <= {int, float, NoneType}:
@@ -128,12 +128,17 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
             raise TypeError(f"{_name(owner, field)} is a {type(value).__name__}, expected True or False")
 
 
-def _owner(config: Any) -> str:
+def _owner(config: object) -> str:
     return type(config).__name__.removesuffix("Config").lower()
 
 
 def _name(owner: str, field: str) -> str:
     return f"{owner}.{field}" if owner else field
+
+
+def _fields(config: object) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    kind: Any = type(config)
+    return _field_types(kind)
 
 
 @functools.cache

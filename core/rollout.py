@@ -189,8 +189,8 @@ def plan_steps(
                 f"{function}: {error}: steps outside the window are the ODE's, over noise levels; pass "
                 "deterministic=partial(ddim, eta=0) for DDIM"
             ) from error
-    for name, steps in (("window", window), ("record", record.steps or ())):
-        if out := [step for step in steps if not 0 <= step < T]:
+    for name, chosen in (("window", window), ("record", record.steps or ())):
+        if out := [step for step in chosen if not 0 <= step < T]:
             raise ValueError(f"{function}: {name} holds steps {out}, expected 0 to {T - 1}")
     samplers = tuple(transition if step in window else deterministic for step in range(T))
     steps = record.steps
