@@ -158,8 +158,17 @@ def start(*args: str, folder: Path | None = None, **variables: str) -> Process:
 
 
 def fluvial(*args: str, ranks: int = 1, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end on a number of ranks; the output is that of all of them, by rank."""
-    with _started("fluvial.engines", *args, ranks=ranks) as processes:
+    """Run the command line to its end on a number of ranks; see `program`."""
+    return program("fluvial.engines", *args, ranks=ranks, timeout=timeout)
+
+
+def program(target: str, *args: str, ranks: int = 1, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a module, or `module:function` of the tests' workers, to its end on a number of ranks.
+
+    Returns:
+        The first exit code that is not 0, if any, and the output of all ranks, in their order.
+    """
+    with _started(target, *args, ranks=ranks) as processes:
         codes = _finished(processes, timeout)
         out, err = ("".join(getattr(process, name) for process in processes) for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess([*args], next((code for code in codes if code), 0), out, err)

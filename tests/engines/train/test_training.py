@@ -5,8 +5,6 @@ import io
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -401,48 +399,19 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("kind", "says"),
     [
-        ("return torch.full((len(p),), float('nan'))", "reward 'it' is nan for prompt"),
-        ("return torch.ones(1)", "reward 'it' returned shape [1] for 4 images"),
-        ("raise KeyError('no model')", "reward 'it' raised KeyError"),
-        ("sys.exit()", "reward 'it' raised SystemExit"),
-        ("time.sleep(600)", "reward 'it' took over 1 s"),
+        ("nan", "reward 'it' is nan for prompt"),
+        ("shape", "reward 'it' returned shape [1] for 4 images"),
+        ("raises", "reward 'it' raised KeyError"),
+        ("exits", "reward 'it' raised SystemExit"),
+        ("hangs", "reward 'it' took over 1 s"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bad_reward_ends_every_process(tmp_path: Path, body: str, says: str, ranks: int) -> None:
+def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import os, sys, time, torch\n"
-        "from dataclasses import replace\n"
-        "from pathlib import Path\n"
-        "from fluvial.engines.cli.main import exit_with\n"
-        "from fluvial.engines.rewards import runner\n"
-        "from fluvial.engines.train import job as jobs\n"
-        "from fluvial.engines.train.config import RolloutConfig, TrainConfig\n"
-        "from fluvial.engines.train.trainer import train\n"
-        f"runner.TIMEOUT = {1.0 if 'sleep' in body else 100.0}\n"
-        "def reward(x, p):\n"
-        "    last = int(os.environ.get('RANK', 0)) == int(os.environ.get('WORLD_SIZE', 1)) - 1\n"
-        "    if not last: return torch.arange(float(len(p)))\n"
-        f"    {body}\n"
-        "def command(args):\n"
-        "    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)\n"
-        f"    out = Path({str(tmp_path / 'run')!r})\n"
-        "    config = TrainConfig(out=out, updates=1, micro_batch=4, final_samples=8, rollout=rollout)\n"
-        "    train(config, replace(jobs.handwriting(), rewards={'it': reward})); return 0\n"
-        "exit_with(command, [])\n"
-    )
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, "-P", *launcher, str(script)],
-        env={**launch.environment(), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = launch.program("faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
     assert len(ours) == 1, done.stderr
@@ -625,32 +594,8 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
     out = tmp_path / "run"
     launch.train(out, "--updates", "2")
-    script = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
-        "from fluvial.engines.cli.main import main\nmain(sys.argv[1:])\n"
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-c",
-            script,
-            "train",
-            "handwriting",
-            "--out",
-            str(out),
-            *launch.SMALL,
-            "--updates",
-            "4",
-            "--resume",
-        ],
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
+    done = launch.program("faulty_runs:full_disk", *flags)
     assert done.returncode == 1, done.stderr
     assert "earlier checkpoints are as they were" in launch.one_line(done.stderr)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]
