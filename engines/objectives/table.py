@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.objectives.awm import Awm
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.distill import Distill
@@ -62,6 +64,22 @@ def check_objective(objective: Any) -> None:
     if not isinstance(objective.traits, ObjectiveTraits):
         got = type(objective.traits).__name__
         raise UsageError(f"objective {plugins.spec_of(kind)} has traits of type {got}, expected ObjectiveTraits")
+
+
+@contextmanager
+def located(objective: Objective, method: str) -> Iterator[None]:
+    """Turn an exception of a person's own objective into one line that names it; those of a built-in one are faults of ours.
+
+    Raises:
+        RunError: the method raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FluvialError) or type(objective) in OBJECTIVES.values():
+            raise
+        said = " ".join(str(error).split())
+        raise RunError(f"objective {name_of(objective)} raised {type(error).__name__} in {method}: {said}") from error
 
 
 def check_loss(objective: Objective, loss: Any, info: Any, items: int) -> None:

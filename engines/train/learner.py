@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.advantages import advantages
 from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.table import check_loss, check_target_weight
+from fluvial.engines.objectives.table import check_loss, check_target_weight, located
 from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
 from fluvial.engines.rollout.items import Items, Share, flatten, given, rebalance, select
@@ -94,7 +94,8 @@ class Learner:
         if traits.trains_on == "preferences":
             return self._best_and_worst(samples, reward, group, key)
         advantage = advantages(rewards, weights, group, config.advantage)
-        target_weight = objective.target_weight(reward, advantage, group)
+        with located(objective, "target_weight"):
+            target_weight = objective.target_weight(reward, advantage, group)
         check_target_weight(objective, target_weight, batch)
         slots = len(samples.prompts)
         share, device = Share(self.world.data_rank * slots, slots, batch), self.world.device
@@ -262,7 +263,8 @@ class Learner:
         if batch.v_old is None and self.policies.old_is_the_policy:
             batch = batch._replace(v_old=v.detach())
         transition = None if batch.level_next is None else self.sampler(batch.level, batch.level_next)
-        loss, info = objective.loss(v, batch, transition, self.loss_config)
+        with located(objective, "loss"):
+            loss, info = objective.loss(v, batch, transition, self.loss_config)
         check_loss(objective, loss, info, len(batch.level))
         return loss, info
 

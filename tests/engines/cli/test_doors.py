@@ -1,0 +1,275 @@
+"""A person's own objective, sampler, reward, recipe and model train from the command line; broken ones end in one line."""
+
+import importlib
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fluvial.engines.cli import main as cli
+from fluvial.models.handwriting import BASE
+
+TINY = [*launch.SMALL, "--updates", "2", "--minibatches", "1"]
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def finish(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a command line and expect it to succeed."""
+    code = cli.run(args)
+    assert code == 0, capfd.readouterr().err
+
+
+def moved(run: Path) -> bool:
+    """Return whether a run's weights are other ones than the shipped base, and finite."""
+    before, after = load_file(BASE / WEIGHTS), load_file(run / "weights" / WEIGHTS)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
+    return any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """Return the records of a run's updates."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The objective's fields are flags; what is resumed is found again by its name in the record."""
+    out = tmp_path / "run"
+    finish(["train", "toy_doors:recipe", "--out", str(out), "--objective.scale", "0.5"], capfd)
+    record = json.loads((out / "config.json").read_text())
+    assert record["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
+    assert record["rollout"]["sampler"] == "toy_doors:walk"
+    assert moved(out)
+    assert len(metrics(out)) == 2
+    finish(["train", "toy_doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
+    assert json.loads((out / "config.json").read_text())["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
+    assert len(metrics(out)) == 3
+
+
+def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are named by flags; the other recipe gives other weights."""
+    out = tmp_path / "run"
+    own = ["--rollout.sampler", "toy_doors:walk", "--rollout.eta", "0.5", "--rewards", "toy_doors:bold", "characters=0.5"]
+    finish(["train", "handwriting", "--out", str(out), *TINY, *own], capfd)
+    assert moved(out)
+    assert {"reward/toy_doors:bold", "reward/characters"} <= set(metrics(out)[0]) or "reward" in metrics(out)[0]
+
+
+def test_an_own_model_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It comes with a file of prompts and a reward, since there is no job for it."""
+    (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
+    out = tmp_path / "run"
+    own = ["--model", "toy_doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
+    finish(["train", "toy_doors:recipe", "--out", str(out), *own], capfd)
+    assert moved(out)
+
+
+def test_an_installed_package_is_found_by_its_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe, an objective, a sampler and a reward by their short names."""
+    folder = tmp_path / "site"
+    (folder / "installed_doors-1.0.dist-info").mkdir(parents=True)
+    (folder / "installed_doors.py").write_text(
+        textwrap.dedent("""
+        from dataclasses import dataclass, replace
+        import toy_doors
+        from toy_doors import bold, walk
+
+        @dataclass(frozen=True)
+        class Pull(toy_doors.Pull):
+            \"\"\"The same.
+
+            Args:
+                scale: Factor of the loss.
+            \"\"\"
+
+        def recipe():
+            found = toy_doors.recipe()
+            return replace(
+                found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler="walk"), updates=1
+            )
+        """)
+    )
+    (folder / "installed_doors-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n"
+    )
+    (folder / "installed_doors-1.0.dist-info" / "entry_points.txt").write_text(
+        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.objectives]\npull = installed_doors:Pull\n"
+        "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    out = tmp_path / "run"
+    finish(["train", "pull", "--out", str(out)], capfd)
+    assert moved(out)
+    monkeypatch.delitem(sys.modules, "installed_doors")
+
+
+BROKEN = """
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import toy_doors
+from fluvial.core.transitions import Transition
+from fluvial.engines import recipes
+from fluvial.engines.objectives.protocol import ObjectiveTraits
+
+number = 3
+
+def returns_list():
+    return [1]
+
+def needs(data):
+    return toy_doors.recipe()
+
+def raises():
+    raise KeyError("no such file")
+
+def wrong_field():
+    return replace(toy_doors.recipe(), updates=0)
+
+class Loose(toy_doors.Pull):
+    def loss(self, v):
+        return v
+
+@dataclass(frozen=True)
+class Crooked(toy_doors.Pull):
+    def loss(self, v, items, transition, config):
+        loss, info = super().loss(v, items, transition, config)
+        return loss.mean(), info
+
+@dataclass(frozen=True)
+class Narrow(toy_doors.Pull):
+    def loss(self, v):
+        return v
+
+class Plain:
+    traits = ObjectiveTraits(trains_on="steps")
+
+@dataclass(frozen=True)
+class Faulty(toy_doors.Pull):
+    def loss(self, v, items, transition, config):
+        return v.no_such_attribute, None
+
+def crooked():
+    return replace(toy_doors.recipe(), objective=Crooked())
+
+def narrow():
+    return replace(toy_doors.recipe(), objective=Narrow())
+
+def plain():
+    return replace(toy_doors.recipe(), objective=Plain())
+
+def faulty():
+    return replace(toy_doors.recipe(), objective=Faulty())
+
+def kind():
+    return replace(toy_doors.recipe(), objective=toy_doors.Pull)
+
+def one_argument(level):
+    return level
+
+def no_transition(level, level_next, *, eta):
+    return level
+
+def wide(level, level_next, *, eta):
+    return Transition(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3))
+
+def stumbles(level, level_next, *, eta):
+    raise KeyError("a key of mine")
+
+def lonely(images):
+    return images.mean()
+
+def short(images, prompts):
+    return images.mean()
+
+def says_nothing(images, prompts):
+    return None
+
+def fails(images, prompts):
+    raise RuntimeError("no GPU here")
+
+def no_model():
+    return 3
+"""
+FAILS = "import torch\nraise RuntimeError('this module\\nfails')\n"
+
+# (what is typed, exit code, what the line must say)
+WRONG = [
+    ("train broken:returns_list", 2, "recipe 'broken:returns_list' returned a list, expected a TrainConfig"),
+    ("train broken:needs", 2, "recipe 'broken:needs' has the signature (data)"),
+    ("train broken:raises", 2, "recipe 'broken:raises' raised KeyError: 'no such file'"),
+    ("train broken:wrong_field", 2, "recipe 'broken:wrong_field' raised ValueError: updates is 0"),
+    ("train broken:number", 2, "recipe 'broken:number' is of type int"),
+    ("train broken:raisess", 2, "broken has no 'raisess'; did you mean 'raises'?"),
+    ("train nowhere:recipe", 2, "there is no module 'nowhere'"),
+    ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
+    ("train broken:", 2, "expected module:name"),
+    ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, items, transition, config)"),
+    ("train broken:plain", 2, "is not a frozen dataclass"),
+    ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
+    ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),
+    ("train toy_doors:recipe --rollout.sampler broken:one_argument", 2, "has the signature (level), expected a function of"),
+    (
+        "train toy_doors:recipe --rollout.sampler broken:no_transition",
+        2,
+        "no_transition returns a Tensor, expected a Trans",
+    ),
+    ("train toy_doors:recipe --rollout.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
+    ("train toy_doors:recipe --rollout.sampler broken:stumbles", 2, "a key of mine"),
+    ("train toy_doors:recipe --rollout.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
+    ("train toy_doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
+    ("train toy_doors:recipe --rewards broken:short", 1, "expected"),
+    ("train toy_doors:recipe --rewards broken:says_nothing", 1, "None"),
+    ("train toy_doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
+    ("train toy_doors:recipe --rewards failing:reward", 2, "importing failing raised RuntimeError: this module fails"),
+    ("train toy_doors:recipe --model broken:no_model --prompts {prompts} --rewards toy_doors:bold", 2, "broken:no_model"),
+    ("train toy_doors:recipe --model broken:none --prompts {prompts} --rewards toy_doors:bold", 2, "module 'broken' has no attribute 'none'"),
+    (
+        "train toy_doors:recipe --model toy_doors:adapter --rewards toy_doors:bold",
+        2,
+        "needs prompts to train on",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on the path with a module of broken things, one that fails, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken.py").write_text(BROKEN)
+    (folder / "failing.py").write_text(FAILS)
+    (folder / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
+    return folder
+
+
+@pytest.mark.parametrize(("words", "code", "says"), WRONG, ids=[words for words, _, _ in WRONG])
+def test_a_broken_one_ends_in_one_line(
+    words: str,
+    code: int,
+    says: str,
+    broken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, or 1 if it fails in the run; never a traceback."""
+    monkeypatch.syspath_prepend(broken)
+    importlib.invalidate_caches()
+    args = words.format(prompts=broken / "prompts.txt").split()
+    found = cli.run([*args, "--out", str(tmp_path / "run")])
+    line = launch.one_line(capfd.readouterr().err)
+    assert found == code, line
+    assert says in line
+    assert line.startswith("fluvial: ")

@@ -1,0 +1,71 @@
+"""What a person brings without editing the package: an objective, a sampler, a reward, a recipe and a model of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fluvial.core import log_prob
+from fluvial.core.transitions import Transition, dance_sde
+from fluvial.engines import TrainConfig, recipes
+from fluvial.engines.objectives.losses import KLConfig, LossConfig
+from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.rollout.items import Items, given
+from fluvial.models.handwriting import BASE, Handwriting
+
+
+class PullInfo(NamedTuple):
+    """Diagnostics per item, `[P]`."""
+
+    log_prob: Tensor
+
+
+@dataclass(frozen=True)
+class Pull:
+    """REINFORCE on recorded steps, without a clip.
+
+    Args:
+        scale: Factor of the loss.
+    """
+
+    scale: float = 1.0
+    traits = ObjectiveTraits(trains_on="steps", rewards="advantages")
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the advantage."""
+        return advantage
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PullInfo]:
+        """Return -A log p."""
+        new = log_prob(given(transition), items.x, v, given(items.x_next))
+        return -self.scale * items.target_weight * new, PullInfo(new.detach())
+
+
+def walk(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
+    """Return a step of Dance-SDE with half the noise."""
+    return dance_sde(level, level_next, eta=eta / 2)
+
+
+def bold(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the mean brightness."""
+    return images.flatten(1).mean(1)
+
+
+def recipe(model: str = "handwriting") -> TrainConfig:
+    """Pull towards bold strokes (a toy; arXiv 0000.00000)."""
+    config = recipes.grpo(model)
+    rollout = replace(config.rollout, sampler="toy_doors:walk", eta=0.5)
+    return replace(
+        config,
+        rollout=replace(rollout, prompts=2, group=4, steps=4, window=2, window_high=4),
+        out=Path("runs/pull"), objective=Pull(), kl=KLConfig(), train="full", updates=2, minibatches=1, micro_batch=8,
+        rewards=("toy_doors:bold",), eval_every=0, eval_samples=8, final_samples=8, checkpoint_every=1,
+        optimizer=replace(config.optimizer, lr=0.02, schedule="constant", ema_decay=0.0),
+    )  # fmt: skip
+
+
+def adapter() -> Any:
+    """Return a model that is trained under the name toy_doors:adapter."""
+    return Handwriting(BASE)
