@@ -235,7 +235,11 @@ WRONG = [
     ("train toy_doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
     ("train toy_doors:recipe --rewards failing:reward", 2, "importing failing raised RuntimeError: this module fails"),
     ("train toy_doors:recipe --model broken:no_model --prompts {prompts} --rewards toy_doors:bold", 2, "broken:no_model"),
-    ("train toy_doors:recipe --model broken:none --prompts {prompts} --rewards toy_doors:bold", 2, "module 'broken' has no attribute 'none'"),
+    (
+        "train toy_doors:recipe --model broken:none --prompts {prompts} --rewards toy_doors:bold",
+        2,
+        "'broken' has no attribute 'none'",
+    ),
     (
         "train toy_doors:recipe --model toy_doors:adapter --rewards toy_doors:bold",
         2,
