@@ -1,4 +1,7 @@
-"""Recipes: a run is a frozen dataclass, built by a function here. The command line is generated from it."""
+"""Recipes: functions that return a run, from which the command line makes its flags.
+
+Each has settings for large models and others for the built-in ones, which train in minutes on a CPU.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,25 +20,26 @@ from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.models import LoraConfig
 
 HANDWRITING, UNET = BUILT_IN
-# On the built-in models most recipes make two updates of a rollout of 128 samples, and these one; all make 50 rollouts.
+# On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
-# What the policy gradients have in common: as yifan123/flow_grpo publishes it for SD3.5-M, and on handwriting a random
-# window of 5 stochastic steps within the six noisiest, which decide what is written.
+# Shared by the policy gradients: Flow-GRPO's published rollout for SD3.5-M, and for handwriting a random window of 5
+# stochastic steps within the six noisiest, which decide what is written.
 PUBLISHED = RolloutConfig(prompts=48, group=24, eta=0.7, guidance=Guidance(scale=4.5))
 NOISIEST = RolloutConfig(prompts=16, group=8, window=5, window_high=6)
 PUBLISHED_ADVANTAGE, BATCH = AdvantageConfig(scale="batch", clip=5.0), AdvantageConfig(scale="batch")
-# Without noise in the steps, for objectives that need no log-probabilities.
+# For objectives that need no log-probabilities.
 ODE = RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
-    """Flow-GRPO (arXiv 2505.05470): the policy gradient of the stochastic steps of a flow, clipped, in groups.
+    """Flow-GRPO (arXiv 2505.05470): a clipped policy gradient on the stochastic steps of a flow, in groups.
 
-    Published (yifan123/flow_grpo, SD3.5-M, OCR): 10 SDE steps at eta 0.7, guidance 4.5, 48 prompts of 24 samples and two
-    updates on them, advantages over the batch's standard deviation clipped at 5, clip range 1e-4, KL 0.04 times |dt|, LoRA
-    at 3e-4. On handwriting: a random window of 5 stochastic steps within the six noisiest, which decide what is written
-    (Flow-GRPO-Fast; MixGRPO, 2507.21802), 16 prompts of 8 samples, no KL, a rate that falls to 0. Full fine-tuning wants
-    another rate and a KL there: --train full --optimizer.lr 2e-4 --kl.coef 0.1.
+    The settings are those of the published OCR run on SD3.5-M (flow_grpo, general_ocr_sd3): eta 0.7, guidance 4.5, 48
+    prompts of 24 samples, two updates per rollout, advantages divided by the batch's standard deviation and clipped at
+    5, clip range 1e-4, KL 0.04, LoRA of rank 32 at learning rate 3e-4. On handwriting a random window of 5 stochastic
+    steps lies within the six noisiest, which decide what is written (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802), with 16
+    prompts of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a
+    KL there: train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
     return _recipe(
         model,
@@ -54,11 +58,11 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
-    """DanceGRPO (arXiv 2505.07818): GRPO on a reverse SDE of constant noise, of which a part of the steps is trained on.
+    """DanceGRPO (arXiv 2505.07818): GRPO on a reverse SDE with a constant noise rate, trained on a part of the steps.
 
-    Published (XueZeyue/DanceGRPO, FLUX): eta 0.3, 16 steps, groups of 12 that begin with the same noise, 60 % of the steps
-    of each sample, no KL, clip range 1e-4, full fine-tuning at 1e-5. On handwriting LoRA, the noisier steps alone and eta
-    0.8.
+    As published for FLUX (XueZeyue/DanceGRPO, 16 GPUs): eta 0.3, groups of 12 samples that start from the same noise, 60
+    % of the 16 steps, no KL, clip range 1e-4, full fine-tuning at learning rate 1e-5. Prompts per rollout are the
+    paper's 32. On handwriting it trains LoRA, with eta 0.8, on the noisier steps alone.
     """
     return _recipe(
         model,
@@ -78,11 +82,12 @@ def dance(model: str = HANDWRITING) -> TrainConfig:
 
 
 def cps(model: str = HANDWRITING) -> TrainConfig:
-    """Flow-CPS (arXiv 2509.05952): GRPO on steps that keep the path's coefficients, so that no surplus noise is left.
+    """Flow-CPS (arXiv 2509.05952): GRPO with steps that preserve the path's coefficients, so that no surplus noise is left.
 
-    Published (yifan123/flow_grpo): eta 0.8, a window of 3 within the first half, the log-probability as the negative squared
-    error (form unscaled), clip range 1e-5, no KL, no guidance, 24 samples a prompt. On handwriting the true density, whose
-    gradient does not depend on the step's noise being 1: --rollout.form unscaled is the published one there too.
+    Settings of flow_grpo's fast run without guidance: eta 0.8, a window of 3 steps in the first half, the negative
+    squared error as log-probability (rollout.form unscaled), clip range 1e-5, no KL, 24 samples per prompt. The authors'
+    own runs (IamCreateAI/FlowCPS) take all steps with eta 0.7 or 0.9. On handwriting the log-probability is the true
+    density.
     """
     return _recipe(
         model,
@@ -99,9 +104,10 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
 
 
 def guard(model: str = HANDWRITING) -> TrainConfig:
-    """GRPO-Guard (arXiv 2510.22319): a ratio that is centred and scaled so that every step's gradient is of one size.
+    """GRPO-Guard (arXiv 2510.22319): a ratio that is centred and scaled so that every step's gradient has the same size.
 
-    Published: as Flow-GRPO, with a clip range of 2e-6. On handwriting a wider one.
+    The clip range is the published 2e-6; the rest is as in grpo, without the KL. The published run divides advantages by
+    the group's standard deviation and trains at learning rate 1e-4. On handwriting the clip range is 1e-3.
     """
     return _recipe(
         model,
@@ -118,9 +124,10 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
 
 
 def dppo(model: str = HANDWRITING) -> TrainConfig:
-    """Flow-DPPO (arXiv 2606.11025): the exact KL of a step decides which pairs are held back, in place of a clipped ratio.
+    """Flow-DPPO (arXiv 2606.11025): the exact KL of a step, in place of a clipped ratio, decides which pairs are held back.
 
-    Published: a KL threshold of 1e-5 nats a dimension. On handwriting 1e-4.
+    The KL threshold is the published 1e-5 nats per dimension; the rest is as in grpo, without the KL term. On
+    handwriting the threshold is 1e-4.
     """
     return _recipe(
         model,
@@ -137,11 +144,11 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
 
 
 def ddpo(model: str = UNET) -> TrainConfig:
-    """DDPO (arXiv 2305.13301): the clipped policy gradient over DDIM steps of epsilon; with kl.coef DPOK (2305.16381).
+    """DDPO (arXiv 2305.13301): a clipped policy gradient on DDIM steps of a model of epsilon; DPOK with a KL (2305.16381).
 
-    Published (SD 1.5): 50 steps at eta 1, guidance 5, clip range 1e-4, advantages by prompt clipped at 5, LoRA at 3e-4. On
-    handwriting-unet 10 steps, of which the noisier ones are stochastic, and a rate of 2e-3: at 5e-4 50 updates end at
-    0.93, at 2e-3 above 0.99.
+    As published for SD 1.4 (kvablack/ddpo-pytorch): 50 steps at eta 1, guidance 5, clip range 1e-4, advantages per
+    prompt clipped at 5, LoRA at learning rate 3e-4. On handwriting-unet it takes 10 steps, the noisier ones stochastic,
+    and a learning rate of 2e-3: at 5e-4, 50 updates end at 0.93 of the codes right, at 2e-3 above 0.99.
     """
     return _recipe(
         model,
@@ -160,11 +167,12 @@ def ddpo(model: str = UNET) -> TrainConfig:
 
 
 def nft(model: str = HANDWRITING) -> TrainConfig:
-    """DiffusionNFT (arXiv 2509.16117): on re-noised samples of an ODE, towards the good and away from the bad.
+    """DiffusionNFT (arXiv 2509.16117): on noised samples of an ODE, towards good ones and away from bad ones.
 
-    Published (SD3.5-M): 10 steps of DPM-Solver++ 2M without guidance, 48 prompts of 24 samples, all levels of the schedule,
-    beta 1 and an old policy of decay min(0.001 n, 0.5), or for OCR beta 0.1 and min(0.0075 (n - 75), 0.999); advantages
-    clipped at 5; velocity KL 1e-4; LoRA at 3e-4. On handwriting 4 levels a sample.
+    As published for SD3.5-M (NVlabs/DiffusionNFT, sd3_geneval): DPM-Solver++ 2M without guidance, 48 prompts of 24
+    samples, beta 1, an old policy with decay min(0.001 n, 0.5), advantages clipped at 5, velocity KL 1e-4, LoRA at
+    learning rate 3e-4. It trains on all 10 levels of the schedule, the published run on 9 random ones. The published OCR
+    run has beta 0.1 and the decay 0.0075 (n - 75), at most 0.999. On handwriting it trains on 4 levels per sample.
     """
     return _recipe(
         model,
@@ -184,10 +192,10 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
 
 
 def awm(model: str = HANDWRITING) -> TrainConfig:
-    """AWM (arXiv 2509.25050): the policy gradient whose log-probability is the matching error of re-noised samples.
+    """AWM (arXiv 2509.25050): a policy gradient whose log-probability is the matching error of samples with noise on them.
 
-    Published: the weighting ghuber, samples of any sampler, the clipped surrogate. On handwriting the ODE, 4 levels a
-    sample.
+    The weighting ghuber is the published one; batch, clip range and learning rate are those of Flow-GRPO. The published
+    runs sample with SA-Solver and have two KL terms. On handwriting the samples are the ODE's, with 4 levels per sample.
     """
     return _recipe(
         model,
@@ -207,10 +215,11 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
 
 
 def dpo(model: str = HANDWRITING) -> TrainConfig:
-    """Diffusion-DPO (arXiv 2311.12908), online: the best against the worst of each group; or offline, from a file.
+    """Diffusion-DPO (arXiv 2311.12908): fit the preferred of two samples more; online from a rollout, or from a folder.
 
-    Published: beta 2000 (SD 1.5) to 5000 (SDXL), in pairs from people. `fluvial preferences` writes a folder of pairs from a
-    model's samples and a reward; --objective.preferences trains on one. On handwriting online, groups of 8.
+    Online, the pairs are the best and the worst sample of each group. Offline, they come from a folder that `fluvial
+    preferences` wrote (objective.preferences), as in the published runs, which train on pairs that people chose, with
+    beta 2000 (paper, SD 1.5) or 5000 (code). On handwriting it is online, with groups of 8 and beta 100.
     """
     return _recipe(
         model,
@@ -229,9 +238,8 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
 def raft(model: str = HANDWRITING) -> TrainConfig:
     """RAFT (arXiv 2304.06767): flow matching on the best samples of each group.
 
-    On handwriting with a velocity KL of 1: samples of few steps are paler than what the model was trained on, and without
-    the KL a model that learns from its own fades, round by round, to blank images (from 0.51 of the codes right to none in
-    50 updates).
+    On handwriting with a velocity KL of 1: samples of few steps are paler than the data of pre-training. Without the KL,
+    a model that learns from its own samples fades to blank images (from 0.51 of the codes right to none in 50 updates).
     """
     return _recipe(
         model,
@@ -247,7 +255,7 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
 
 
 def sft(model: str = HANDWRITING) -> TrainConfig:
-    """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as pre-training did."""
+    """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
     return _recipe(
         model,
         Sft(),
@@ -262,10 +270,10 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
 
 
 def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
-    """On-policy distillation (arXiv 2306.13649): the student walks, a teacher says which step it would have taken.
+    """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
 
-    The teacher is a folder of weights, --objective.teacher; by default what `fluvial train grpo` leaves. Rewards are
-    watched, not learnt from.
+    The teacher is a folder of weights (objective.teacher), by default what `fluvial train grpo` exports. Rewards are
+    measured, not learnt from.
     """
     return _recipe(
         model,
@@ -276,7 +284,7 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
 
 
 def handwriting(model: str = HANDWRITING) -> TrainConfig:
-    """Flow-GRPO (arXiv 2505.05470) as `make train` runs it: 80 rollouts of 128 samples, one update of each."""
+    """Flow-GRPO (arXiv 2505.05470) as `make train` runs it: 80 rollouts of 128 samples, one update each."""
     return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
 
 
@@ -305,12 +313,14 @@ def _recipe(
     tuned: dict[str, Any] | None = None,
     **published: Any,
 ) -> TrainConfig:
-    """Return a run with the published numbers, or for the built-in models with those that were found on them.
+    """Return a run.
 
     Args:
         model: what is trained.
-        objective, rollout, published: as published, where not said otherwise with LoRA of rank 32.
-        tuned: what is else on handwriting.
+        objective: objective of large models.
+        rollout: rollout of large models.
+        published: further settings of large models; by default LoRA of rank 32 at learning rate 3e-4.
+        tuned: settings of the built-in models, where they differ from those of large models or from the shared ones below.
     """
     config = TrainConfig(
         Path("runs") / "x",
