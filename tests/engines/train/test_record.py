@@ -1,0 +1,116 @@
+"""A run's record: any run that can be built is read back as itself."""
+
+import json
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fluvial.engines.objectives.table import OBJECTIVES
+from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.engines.train.recipes import HANDWRITING, RECIPES, UNET
+from fluvial.engines.train.record import as_record, recorded
+
+WORD = st.text("abc/._=:é \n", min_size=1, max_size=8)
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of a field's type, most of which are accepted."""
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of(*(values_of(member) for member in get_args(kind)))
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_origin(kind) is tuple:
+        members = get_args(kind)
+        if members[1:] == (...,):
+            return st.lists(values_of(members[0]), max_size=3).map(tuple)
+        return st.tuples(*(values_of(member) for member in members))
+    return {
+        bool: st.booleans(), int: st.integers(0, 40), float: st.floats(0, 2), str: WORD, Path: WORD.map(Path),
+        NoneType: st.none(), Any: st.sampled_from(list(SAMPLERS)),
+    }[kind]  # fmt: skip
+
+
+def leaves(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the path and the type of each field of a dataclass that holds no dataclass."""
+    types, found = get_type_hints(type(config)), []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        path = (*prefix, field.name)
+        found += leaves(value, path) if is_dataclass(value) else [(path, types[field.name])]
+    return found
+
+
+def changed(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """Return a dataclass with one field changed."""
+    first, *rest = path
+    return replace(config, **{first: changed(getattr(config, first), tuple(rest), value) if rest else value})
+
+
+@given(st.data(), st.sampled_from(sorted(RECIPES)), st.sampled_from([HANDWRITING, UNET, "someone/a-model"]))
+@settings(max_examples=150)
+def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) -> None:
+    """Every recipe, with any of its fields changed, through JSON text."""
+    config = RECIPES[recipe](model)
+    accepted = 0
+    for path, kind in data.draw(st.lists(st.sampled_from(leaves(config)), max_size=6)):
+        try:
+            config = changed(config, path, data.draw(values_of(kind)))
+            accepted += 1
+        except (ValueError, TypeError):  # a combination without a meaning
+            continue
+    assume(accepted or data.draw(st.booleans()))
+    record = as_record(config)
+    text = json.dumps(record)
+    assert recorded(json.loads(text)) == config
+    assert json.loads(text) == record == as_record(recorded(record))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_field_of_an_objective_is_recorded(name: str) -> None:
+    """Under the objective's name."""
+    objective = OBJECTIVES[name]()
+    record = as_record(
+        next(config for recipe in RECIPES.values() if type((config := recipe()).objective) is type(objective))
+    )
+    assert set(record["objective"]) == {"name", *(field.name for field in fields(objective))}
+    assert record["objective"]["name"] == name
+
+
+LITERALS = [
+    (path, get_args(literal))
+    for recipe in RECIPES.values()
+    for path, kind in leaves(recipe())
+    for literal in ([kind] if get_origin(kind) is Literal else get_args(kind))
+    if get_origin(literal) is Literal
+]
+
+
+def test_there_are_choices() -> None:
+    """The next test is about all of them: settings of the run, of its parts and of objectives."""
+    names = {".".join(path) for path, _ in LITERALS}
+    assert {"train", "rollout.solver", "engine.comm", "objective.old", "objective.weighting", "rollout.form"} <= names
+    assert len(names) > 20
+
+
+CHOICES = {".".join(path): (path, choices) for path, choices in LITERALS}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_wrong_choice_is_refused(name: str) -> None:
+    """In Python as on the command line, with the accepted values and the nearest match."""
+    path, choices = CHOICES[name]
+    runs = [recipe() for recipe in RECIPES.values()]
+    config = next(run for run in runs if path in dict(leaves(run)))
+    near = next((choice for choice in choices if isinstance(choice, str) and len(choice) > 3), None)
+    wrong = f"{near}x" if near else "nonsense"
+    with pytest.raises(ValueError, match=rf"{path[-1]} is '{wrong}', expected ") as refused:
+        changed(config, path, wrong)
+    message = str(refused.value)
+    assert all(repr(choice) in message for choice in choices), message
+    assert message.startswith(".".join(path)), message
+    assert near is None or f"did you mean {near!r}?" in message
