@@ -4,6 +4,7 @@ The noise of a sample depends on its id alone, and every chunk has the same size
 the number of ranks nor on the rank that makes it.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import transitions
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
@@ -45,7 +46,7 @@ class Guidance:
     gradient: Literal["both", "conditional"] = "both"
 
     def __post_init__(self) -> None:
-        check_number("guidance", "scale", self.scale, low=0)
+        check_fields(self, "rollout.guidance", scale=(0, math.inf))
 
     def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.

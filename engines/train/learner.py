@@ -12,6 +12,7 @@ from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.preferences import Preference
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.advantages import advantages
@@ -26,6 +27,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies, predictions
 from fluvial.kernels import step_log_prob
+from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import guided_velocity
 
@@ -58,6 +60,9 @@ class Learner:
         engine: engine of the policy.
         policies: the policies that the objective compares with.
         schedule: the model's schedule, its timesteps on the device.
+
+    Raises:
+        UsageError: the sampler cannot be used, or the implementation does not run on this device.
     """
 
     def __init__(
@@ -73,6 +78,10 @@ class Learner:
             config.kl.weight_of(config.rollout.sampler_name),
             config.implementation,
         )
+        try:
+            resolve("train", config.implementation, [torch.empty(0, device=world.device)])
+        except ValueError as error:
+            raise UsageError(str(error).removeprefix("train: ")) from error
         # An item of preferences is two samples, and the model sees both.
         self.width = 2 if config.objective.traits.trains_on == "preferences" else 1
         self.micro_batch = max(config.micro_batch // self.width, 1)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
@@ -13,11 +14,13 @@ import tiny_jobs as tiny
 import torch
 from torch import Tensor
 
+from fluvial.core import transitions
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives import LossConfig, losses
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
     OBJECTIVES,
@@ -32,6 +35,7 @@ from fluvial.engines.objectives.table import (
     Sft,
     name_of,
 )
+from fluvial.engines.rollout.items import Items
 from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.engines.train.config import (
     AdvantageConfig,
@@ -386,3 +390,65 @@ def test_hyper_parameters_out_of_range() -> None:
         with pytest.raises(ValueError, match=r"expected|use|only") as refused:
             made()
         assert "\n" not in str(refused.value)
+
+
+# Which implementation runs.
+
+IMPLEMENTED = [name for name in ANSWERS if name != "distill, mean_kl"]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTED)
+def test_every_objective_hands_the_implementation_on(name: str) -> None:
+    """Each loss, and each KL term, ends in a kernel that says that there is no Triton for these tensors."""
+    objective, config = ANSWERS[name], LossConfig(kl_coef=0.1)
+    drawn = torch.rand(9, 2, 2, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
+    wide = objective.traits.trains_on == "preferences"
+    x, v, x_next, x0, target, v_old, v_ref, v_teacher, _ = drawn if wide else drawn[:, :, 0]
+    level, numbers = torch.tensor([0.8, 0.4]), torch.tensor([0.5, 0.25])
+    items = Items(
+        x=x, level=level, timestep=None, sample=torch.arange(2), target_weight=numbers, weight=torch.ones(2),
+        level_next=level / 2, x_next=x_next, log_prob_old=-numbers, x0=x0, target=target, v_old=v_old, v_ref=v_ref,
+        v_teacher=v_teacher,
+    )  # fmt: skip
+    transition = transitions.dance_sde(level, level / 2, eta=0.5)
+    assert objective.loss(v, items, transition, config)[0].shape == (2,)
+    with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"):
+        objective.loss(v, items, transition, config._replace(implementation="triton"))
+    if name.startswith("clipped"):
+        return  # its loss and its KL are one kernel
+    if objective.traits.takes_kl:
+        seen: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (losses, *(sys.modules[type(objective).__module__],)):
+                for kernel in ("velocity_error", "step_log_prob", "nft_loss"):
+                    if hasattr(module, kernel):
+                        patch.setattr(module, kernel, spied(getattr(module, kernel), seen))
+            objective.loss(v, items, transition, config._replace(implementation="reference"))
+        assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
+        assert set(seen) == {"reference"}
+
+
+def spied(kernel: Any, seen: list[str]) -> Any:
+    """Return a kernel that notes the implementation that it is called with."""
+
+    def called(*args: Any, implementation: str = "missing", **options: Any) -> Any:
+        seen.append(implementation)
+        return kernel(*args, implementation=implementation, **options)
+
+    return called
+
+
+def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
+    """Triton on a CPU is refused before the first rollout."""
+    rollout = RolloutConfig(**(GROUPS | ODE))
+    with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
+        tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Raft(), implementation="triton"), one)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_implementation_of_nothing() -> None:
+    """Matching a teacher's steps calls no kernel, unless there is a KL."""
+    rollout, objective = RolloutConfig(**GROUPS), Distill(teacher=TEACHER)
+    with pytest.raises(ValueError, match="implementation is compiled, and no kernel takes part in distill"):
+        tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled")
+    tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled", kl=KLConfig(0.1))
