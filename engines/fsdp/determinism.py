@@ -1,20 +1,47 @@
-"""One switch for algorithms that give the same bits every time."""
+"""What makes the same numbers give the same bits: a switch for torch's algorithms, and inputs with one layout in memory.
+
+What is promised:
+
+- The same machine, versions, ranks, threads and micro-batch give the same bits, run after run. A GPU needs `deterministic`.
+- The first ratio of a rollout is exactly 1 if the old log-probabilities were recorded in micro-batches of the size that the
+  update uses, with the same parameters requiring gradients. Every processor and number of threads keeps this promise.
+- Otherwise results agree to rounding: another processor, number of threads or micro-batch sums in another order.
+  `max_log_ratio` bounds how far rollout and update may differ.
+
+Two causes would break the second promise. The bits of a matrix product can depend on its operands' addresses: MKL's do on
+an AMD CPU, modulo 16 bytes. So the network gets its inputs from `fresh_copy`, in a rollout and in an update. And torch
+multiplies a batch as one matrix if the weight requires a gradient, else as many. So adapters are added before the first
+rollout.
+
+MKL_CBWR=COMPATIBLE would also remove the first cause. It is not set, because MKL accepts it only before its first product,
+never takes it back, and computes up to five times slower with it.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import optree
 import torch
+from optree import PyTree
+from torch import Tensor
+
+
+def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
+    """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
+    return optree.tree_map(
+        lambda tensor: tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format), tensors
+    )
 
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Let torch use deterministic algorithms only, and refuse operations that have none; as before afterwards.
+    """Make torch use deterministic algorithms only, and raise on operations that have none; restored afterwards.
 
     The same seed then gives the same bits on the same machine, versions and number of ranks. On CUDA some algorithms are
-    slower, cuBLAS takes a workspace of its own (it must be asked for before cuBLAS is first used), and cuDNN's benchmark is
-    off. On a CPU with a fixed number of threads what fluvial does gives the same bits anyway.
+    slower, cuDNN's benchmark is off, and cuBLAS gets a fixed workspace. CUBLAS_WORKSPACE_CONFIG stays set, because cuBLAS
+    reads it once. A CPU with a fixed number of threads needs none of this.
     """
     if not on:
         yield

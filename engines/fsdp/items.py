@@ -7,6 +7,8 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
+from fluvial.engines.fsdp.determinism import fresh_copy
+
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, micro_batch: int | None, pad_to: int | None) -> int:
     """Return the number of items.
@@ -32,11 +34,12 @@ def check_items(items: PyTree[Tensor], weight: Tensor | None, *, micro_batch: in
 def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, device: torch.device) -> Iterator[PyTree[Tensor]]:
     """Yield the items of a pytree, `[P, ...]`, in ceil(pad_to / micro_batch) micro-batches on a device.
 
-    All have the same size: missing rows repeat items from the first on. Micro-batches without repeats are views.
+    All have the same size: missing rows repeat items from the first on. Each is a fresh copy, so that a forward pass has the
+    same bits as that of the rollout, wherever its items lie among the others.
     """
     first = optree.tree_leaves(items)[0]
     held = len(first)
     for start in range(0, pad_to, micro_batch):
         stop = start + micro_batch
         rows = slice(start, stop) if stop <= held else torch.arange(start, stop, device=first.device) % held
-        yield optree.tree_map(lambda tensor, rows=rows: tensor[rows].to(device, non_blocking=True), items)
+        yield fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)

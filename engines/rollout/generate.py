@@ -20,6 +20,7 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
+from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, solve
@@ -197,7 +198,8 @@ def generate(
     for start in range(0, len(ids), micro_batch):
         rows = slice(start, start + micro_batch)
         own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, first_ids))
-        cond = optree.tree_map(lambda tensor: tensor.to(device), sampling.guidance.encode(model, prompts[rows]))
+        # As in an update, where the conditioning is gathered by row: the same layout gives the same bits.
+        cond = fresh_copy(sampling.guidance.encode(model, prompts[rows]), device)
         velocity = _velocity(model, module, cond, sampling)
         with torch.no_grad():
             noise = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))

@@ -5,10 +5,13 @@ negative prompt, or with the sign changed. `record` runs the pipeline with a `Re
 transformer's inputs; the sample among them is found by its values. Then it looks for the `Combination` of the outputs that
 gives the velocity to the bit. A pipeline is refused if there is none.
 
-    recording = record(pipe, prompts, key=key(0), steps=10, sampler="flow_sde", eta=0.7, guidance_scale=4.0)
     add_lora(pipe.transformer, LoraConfig(), ["to_q", "to_k", "to_v"])
+    recording = record(pipe, prompts, key=key(0), steps=10, sampler="flow_sde", eta=0.7, guidance_scale=4.0)
     check_replay(pipe.transformer, recording, micro_batch=8)  # before the first update
     v = replay(pipe.transformer, recording, sample, step)     # pairs of any samples and recorded steps
+
+The adapter is added before the recording: torch multiplies a batch in another way if a weight requires a gradient, so that
+after a recording with the whole transformer trainable the first ratio would be 1 to rounding only.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,11 +1,12 @@
 """How far two results of the same mathematics may lie apart, derived from dtypes and operation counts, not guessed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Half- and single-precision inputs are computed in float32, float64 in float64.
 COMPUTE_DTYPE = {
@@ -63,6 +64,46 @@ def log_prob_tolerance(dtype: torch.dtype, *, residual: Tensor, std: Tensor, mag
     return tolerance(
         "log_prob", dtype, condition=condition * (elements if reduction == "sum" else 1), reduced=max(elements, 1)
     )
+
+
+# How far apart two ways to compute the same result may lie, in units of the noise that `rounding_tolerance` measures. The
+# difference and the noise are both the largest of equally many differences between two draws of the same rounding errors, so
+# their ratio is near 1 (at most 2.2 in 150 comparisons on two processors); faults are hundreds of units large.
+ROUNDING = 8.0
+
+
+@contextmanager
+def last_bits_moved(modules: Iterable[nn.Module], seed: int) -> Iterator[None]:
+    """Move every float32 parameter by one unit in the last place, up or down at random; restored afterwards."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {p: p.data for module in modules for p in module.parameters() if p.dtype == torch.float32}
+    try:
+        for parameter, kept in parameters.items():
+            up = torch.rand(kept.shape, generator=generator) < 0.5
+            parameter.data = torch.nextafter(kept, torch.where(up, torch.inf, -torch.inf))
+        yield
+    finally:
+        for parameter, kept in parameters.items():
+            parameter.data = kept
+
+
+def rounding_tolerance(compute: Callable[[], Tensor], modules: Collection[nn.Module], expected: Tensor) -> Tolerance:
+    """Return how far another way to compute a result may lie from it, by measuring what rounding does to the result.
+
+    Moving every parameter by one unit in the last place changes nearly all intermediate values in their last bits. So every
+    later rounding is drawn again, and the rest of the computation magnifies it as before. The same happens where another
+    processor, address or batch size makes products sum in another order. Two moves are measured, and the larger counts.
+
+    Args:
+        compute: the whole computation, e.g. a pipeline's call.
+        modules: the networks that it uses.
+        expected: what it returns.
+    """
+    noise = torch.finfo(expected.dtype).eps * expected.abs().max().item()  # of the last rounding
+    for seed in range(2):
+        with last_bits_moved(modules, seed):
+            noise = max(noise, (compute() - expected).abs().max().item())
+    return {"rtol": 0.0, "atol": ROUNDING * noise}
 
 
 # Kolmogorov's limit: sqrt(n) D exceeds this once in a thousand fixed keys.

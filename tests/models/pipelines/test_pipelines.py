@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_pipelines import (
     start,
     theirs,
 )
+from tolerances import rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
@@ -36,6 +38,7 @@ def one() -> Iterator[World]:
         yield world
 
 
+@pytest.mark.bits
 @each_row
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folders: Callable[[str], Path]) -> None:
@@ -43,11 +46,14 @@ def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folde
     row, folder = ROWS[name], folders(name)
     model, pipeline = opened(name, folder), theirs(row, folder)
     module = model.build()
-    for count in (1, 3):
-        for size in row.sizes[:1] if row.variant else row.sizes:
+    for size in row.sizes[:1] if row.variant else row.sizes:
+        for count in (3, 1):
             x, prompts = start(model, count, size), row.prompts[:count]
             schedule = model.schedule(STEPS, tuple(x.shape[1:]))
-            expected = images_of(row, pipeline, model, x, prompts, scale)
+            compute = partial(images_of, row, pipeline, model, x, prompts, scale)
+            expected = compute()
+            if count == 3:
+                tolerance = rounding_tolerance(compute, networks(pipeline), expected)
             assert torch.equal(schedule.levels, levels_of(pipeline.scheduler))
             assert torch.equal(schedule.timesteps, pipeline.scheduler.timesteps)
             assert expected.std() > 0.05
@@ -55,8 +61,13 @@ def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folde
             for forwards in ("one",) if scale == 1 else ("one", "two"):
                 latents = sampled(model, module, x, conditions(model, prompts, scale), schedule, forwards=forwards).final
                 found = model.decode(latents)
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(found, expected, **tolerance)
                 assert (count, scale, row.exact) != (1, 1.0, True) or torch.equal(found, expected)
+
+
+def networks(pipeline: Any) -> list[nn.Module]:
+    """Return the parts of a pipeline that compute."""
+    return [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
 
 
 def levels_of(scheduler: Any) -> Tensor:
@@ -83,6 +94,7 @@ def test_guidance_and_prompt_change_the_samples(name: str, folders: Callable[[st
         assert (finals[i] - finals[j]).abs().flatten(1).amax(1).min() > 1e-3
 
 
+@pytest.mark.bits
 @each_row
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Callable[[str], Path]) -> None:

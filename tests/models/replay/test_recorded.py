@@ -75,6 +75,7 @@ def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -
     assert torch.equal(pipe.scheduler.timesteps, recording.schedule.timesteps)
 
 
+@pytest.mark.bits
 @each
 def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -> None:
     """To the bit in the batch of a step, so that the first ratio is exactly 1; up to rounding in other batches."""
@@ -219,6 +220,7 @@ def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
     assert torch.equal(recorded(pipe, "sana", latents=latents).trajectory.x[:, 0], latents)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", WITHOUT_ADAPTER)
 def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> None:
     """LoRA with the clipped surrogate and AdamW: first ratios of 1, gradients everywhere, and a better policy."""
@@ -226,9 +228,9 @@ def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> 
     away: dict[str, Any] = (
         {} if name == "flux2" else {"negative_prompt": "bad"}
     )  # FLUX.2 is guided away from the empty prompt alone
-    recording = recorded(pipe, name, prompts=["a red fox"] * 4, window=[0, 1], **away)
     module: nn.Module = pipe.transformer
     add_lora(module, LoraConfig(rank=2, alpha=4.0), ROWS[name].targets)
+    recording = recorded(pipe, name, prompts=["a red fox"] * 4, window=[0, 1], **away)
     assert check_replay(module, recording, micro_batch=4) < 1e-5
     trained = {
         parameter_name: parameter for parameter_name, parameter in module.named_parameters() if parameter.requires_grad
