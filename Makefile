@@ -10,13 +10,20 @@ WORKERS ?= -n 2 --dist worksteal
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-gpu lint bench bench-gpu clean
+.PHONY: train test test-lesser-cpu test-gpu lint bench bench-gpu clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)
+
+# The tests marked `bits` on the code paths of an AMD processor with AVX2 (tests/README.md, "Bits"). Needs Linux and a C compiler.
+test-lesser-cpu: $(VENV)/installed-test
+	@mkdir -p build
+	$(CC) -shared -fPIC -o build/not_intel.so tests/helpers/not_intel.c
+	LD_PRELOAD=$(CURDIR)/build/not_intel.so ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FLUVIAL_LESSER_CPU=1 \
+		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m bits $(WORKERS) $(ARGS)
 
 test-gpu: $(VENV)/installed-test
 	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)

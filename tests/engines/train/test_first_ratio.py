@@ -1,0 +1,54 @@
+"""The first ratio of a run is exactly 1 where a network tells how its inputs lie in memory, on any number of threads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_token_job
+import torch
+from addresses import misplaced, placed
+from rich.console import Console
+from tiny_token_job import Toy, ToyCond
+from torch import Tensor, nn
+
+from fluvial.engines.fsdp.engine import OptimizerConfig
+from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.train.trainer import train
+
+
+class Telling(Toy):
+    """A model whose prompt embeddings lie anywhere, and whose prediction tells on every processor how its inputs lie."""
+
+    def encode(self, prompts: Sequence[str]) -> ToyCond:
+        """The embeddings at odd addresses, one of them turned."""
+        text, pooled = super().encode(prompts)
+        return ToyCond(placed(text.mT.contiguous(), 1).mT, placed(pooled, 3))
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """The transformer's output, plus what tells how the inputs lie."""
+        return super().predict(module, x, sigma, cond, timestep=timestep) + 1e-3 * misplaced(x, *cond)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A number of threads, restored afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.bits
+def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int) -> None:
+    """Samples of an odd number of values, so that a micro-batch of an update begins at an odd address of all of them."""
+    job = tiny_token_job.job()
+    job = replace(job, model=Telling(), shape=(7, job.shape[1]))
+    config = TrainConfig(
+        out=tmp_path / "run", updates=1, micro_batch=1, final_samples=2, train="full",
+        rollout=RolloutConfig(prompts=2, group=2, steps=4, eta=0.5), optimizer=OptimizerConfig(lr=1e-3),
+    )  # fmt: skip
+    summary = train(config, job, console=Console(quiet=True))
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
