@@ -227,9 +227,9 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
 def _walk(velocity: Velocity, noise: Tensor, keys: Key, sampling: Sampling, prediction: Prediction) -> Trajectory:
     """Return the trajectory from initial noise along the schedule."""
     deterministic, steps = deterministic_step(prediction), sampling.stochastic
-    if steps is None:
-        transition, window, record = deterministic, (), Record(steps=())
-    else:
+    no_steps: Collection[int] = ()
+    transition, window, record = deterministic, no_steps, Record(steps=())
+    if steps is not None:
         transition, window = steps.transition, steps.window
         record = Record(
             steps=None if steps.window and steps.record else (), form=steps.form, reduction=steps.reduction,
