@@ -72,8 +72,8 @@ FAULTS = (
         "tests/core/test_gaussian.py::test_density_is_that_of_torch",
     ),
     Fault(
-        "the std of a group divided by its size", "core/advantages.py",
-        "/ (count - 1).clamp(min=1)", "/ count",
+        "the ddof of a group's std ignored", "core/advantages.py",
+        "/ (count - ddof).clamp(min=1)", "/ count",
         "tests/core/test_advantages.py::test_it_is_the_loop_one_would_write",
     ),
     Fault(

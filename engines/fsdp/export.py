@@ -272,7 +272,7 @@ def _config(module: nn.Module) -> str | None:
 def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
     """Give a folder to write to, whose files are moved to `out` when all are there and on disk.
 
-    Files of `out` that match the pattern and were not written anew are removed. An index goes before the files that it
+    Files of `out` that match the pattern and were not written again are removed. An index goes before the files that it
     lists are replaced, so that who opens the folder between two moves finds an error and never two exports in one.
     """
     folder = out / ".partial"  # within, because that is the same disk even if `out` is a link

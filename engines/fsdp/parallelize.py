@@ -148,7 +148,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module take its floating-point inputs in the dtype that it computes in, except numbers a sample."""
+    """Let a module take its floating-point inputs in the dtype that it computes in, except one number per sample."""
 
     def cast(value: Any) -> Any:
         samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1

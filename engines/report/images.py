@@ -27,7 +27,7 @@ def sheet_of(
         prompts: n captions.
         scores: `[n]`.
         title: written above.
-        columns: images a row.
+        columns: number of images per row.
         width: of a image, about, in pixels.
     """
     drawn = [as_image(image, width=width) for image in images]

@@ -59,7 +59,7 @@ def sampled(row: SamplerRow, window: range) -> tuple[Trajectory, Tensor, Tensor]
 
 
 def estimates(row: SamplerRow, window: range, loss_of: str, *, baseline: bool = True) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss in theta, a number a sample and recorded step, times minus one, and the exact gradient."""
+    """Return minus the gradient of the loss in theta, per sample and recorded step, and the exact gradient."""
     trajectory, grid, theta = sampled(row, window)
     _, _, sampler, still = problem(row)
     reward = -((trajectory.final[:, 0] - GOAL) ** 2)

@@ -201,7 +201,7 @@ def reference_coefficients(row: SamplerRow, level: Tensor, level_next: Tensor, e
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective: a number a sample (a pair, a row of steps), of tensors whose first axis is the batch."""
+    """An objective: one number per sample (pair, row of steps), from tensors whose first axis is the batch."""
 
     name: str
     policy: tuple[str, ...]  # what the current policy computed, which gets gradients

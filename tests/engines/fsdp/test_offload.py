@@ -66,7 +66,7 @@ def test_offloaded_storages_are_empty_and_come_back(one: World, parameters: bool
 
 
 def test_samples_are_made_while_the_optimizer_state_is_away(one: World) -> None:
-    """With the parameters in place; the rest is refused in words until it is back."""
+    """With the parameters in place; everything else raises until it is back."""
     engine, items = trained(one), data(3)[0]
     with engine.inference() as module:
         there = module(items["x"])

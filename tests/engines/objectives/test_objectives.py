@@ -1,4 +1,4 @@
-"""The whole product of options: every combination trains, or is refused in words before anything is loaded."""
+"""The whole product of options: every combination trains, or raises before anything is loaded."""
 
 import math
 import re

@@ -120,7 +120,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
     assert record["rollout"]["sampler"] == "own_objects:drift"
-    del sys.modules["own_objects"]  # another process loads it anew
+    del sys.modules["own_objects"]  # another process loads it again
     again = recorded(record)
     assert type(again.objective) is objective_type("own_objects:Weighted")
     summary = train(replace(again, updates=2, resume=True))

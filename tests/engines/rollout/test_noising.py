@@ -1,4 +1,4 @@
-"""Clean samples with noise put on them anew: at which levels, by which key, and what is asked of the model there."""
+"""Re-noised clean samples: their levels, their keys, and what is asked of the model there."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,7 +22,7 @@ SCHEDULES: dict[Prediction, Schedule] = {
 
 
 def keys(count: int = B) -> Key:
-    """A key a sample."""
+    """Return one key per sample."""
     return fold_in(key(3), torch.arange(count))
 
 

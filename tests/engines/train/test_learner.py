@@ -116,7 +116,7 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["clipped", "awm", "dpo"])
 def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective: str) -> None:
-    """Every pair of a sample is in the same minibatch, and in one an epoch; epochs are shuffled anew."""
+    """Every pair of a sample is in the same minibatch, and in one an epoch; each epoch has another order."""
     kinds: dict[str, dict[str, Any]] = {
         "clipped": {"rollout": replace(STEPS, prompts=4, group=2)},
         "awm": {"rollout": replace(ODE, prompts=4, group=2), "objective": Awm()},
@@ -298,7 +298,7 @@ def test_a_resumed_run_is_the_same(one: World, tmp_path: Path, changes: dict[str
 
 
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
-    """Half of each sample's steps, drawn for each sample and rollout anew; the loss is their mean."""
+    """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
     run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, fraction=0.5), updates=2, micro_batch=8), one)
     drawn = []
     for _ in range(2):

@@ -1,0 +1,82 @@
+"""The vocabulary of the project: words of its own making do not come back into the code, the texts and the tests."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("core", "kernels", "models", "engines", "bench", "tests", ".ci")
+KINDS = {".py", ".md", ".toml", ".yaml", ".yml"}
+OTHERS = {"Makefile", "run"}
+UNITS = "nats|numbers?|values?|bytes|bits|tensors?|keys?|rows?|floats?|seconds?|forwards|passes|images?|items?|steps?"
+OWNERS = "sample|step|rank|dimension|rollout|update|pixel|prompt|group|micro-batch|process|GPU|block|file|row|token|element"
+# Pattern of what is wrong, and what to write.
+BANNED = {
+    r"\bpictures?\b": "image",
+    r"\bfilms?\b": "video",
+    r"\banew\b": "again, new",
+    r"(?<!LLM )(?<!VLM )(?<!LLM-)(?<!VLM-)(?<!as-a-)\bjudges?\b": "evaluator",
+    r"\breaders?\b": "recogniser; for a person, user",
+    r"\bis refused in words\b": "raises",
+    r"\b(?:is|are) given back\b": "is returned",
+    # "nats a dimension", "two forward passes a step": a plural or a number before, so that "gives a step a name" is none.
+    rf"\b(?:{UNITS}) an? (?:{OWNERS})\b(?! (?:of|that|which|has|is|in|with)\b)": "per ...",
+}
+# Lines that say something else: {file: what the line holds}.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    # torch.distributed.checkpoint has storage readers.
+    "engines/checkpoint/checkpoint.py": ("reader",),
+    "engines/fsdp/loading.py": ("reader",),
+}
+
+
+def files() -> list[Path]:
+    """Return the texts of the project, except this one."""
+    paths = [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    texts = [path for path in paths if path.is_file() and (path.suffix in KINDS or path.name in OTHERS)]
+    return sorted(path for path in texts if path != Path(__file__))
+
+
+def offences() -> Iterator[str]:
+    """Yield the lines with a banned word: where, the line, and what to write."""
+    for path in files():
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if any(part in line for part in ALLOWED.get(name, ())):
+                continue
+            for pattern, better in BANNED.items():
+                if found := re.search(pattern, line, re.IGNORECASE):
+                    yield f"{name}:{number}: {found[0]!r}, write {better!r}: {line.strip()}"
+
+
+def test_no_banned_word_is_in_use() -> None:
+    """Each offence is one line: where, what, and what to write."""
+    found = [*offences()]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one picture", "Pictures", "films", "drawn anew", "the judges agree", "a reader of digits",
+        "in nats a dimension", "a key a sample, two forwards a step", "five numbers a sample", "is refused in words",
+        "the value is given back",
+    ],
+)  # fmt: skip
+def test_the_patterns_find_what_they_are_for(text: str) -> None:
+    """Each banned word, however it is spelled."""
+    assert any(re.search(pattern, text, re.IGNORECASE) for pattern in BANNED)
+
+
+@pytest.mark.parametrize(
+    "text", ["an LLM judge", "gives a step of two values", "nats per dimension", "a sample a user sees", "judgement"]
+)
+def test_the_patterns_leave_plain_english_alone(text: str) -> None:
+    """Words that only contain a banned one, and articles that are no "per"."""
+    assert not any(re.search(pattern, text, re.IGNORECASE) for pattern in BANNED)
+
+
+if __name__ == "__main__":  # the offenders, one per line
+    print(*offences(), sep="\n")
