@@ -1,0 +1,177 @@
+"""What the READMEs show holds: their Python runs, their commands parse, their links lead to files."""
+
+import doctest
+import json
+import re
+import shlex
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluvial.engines.cli import main as cli
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
+READMES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS if (ROOT / folder / "README.md").exists())]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(name: str) -> list[list[str]]:
+    """Return the command lines of fluvial and of its benchmarks in a README's shell blocks, as words without comments."""
+    text = "\n".join(blocks(name, "sh")).replace("\\\n", " ")
+    lines = [part for line in text.splitlines() for part in re.split(r"\s&&\s", line)]
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in found if words and is_fluvials(words)]
+
+
+def is_fluvials(words: Sequence[str]) -> bool:
+    """Return whether a command line starts fluvial or one of its benchmarks."""
+    return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
+
+
+def inline(name: str, start: str) -> list[str]:
+    """Return the pieces of code within a README's sentences that begin with a word, without those that leave a gap."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = [" ".join(piece.split()) for piece in re.findall(r"`([^`]+)`", text)]
+    return [piece for piece in found if piece.startswith(start) and not re.search(r"\b[A-Z]{2,}\b|\.\.\.|[<>]", piece)]
+
+
+def every_flag() -> set[str]:
+    """Return the flags of all commands and benchmarks."""
+    from fluvial.bench import aot, kernels, objectives, phases, traffic
+    from fluvial.bench.update.cases import UpdateConfig
+    from fluvial.engines.cli import eval as evaluation
+    from fluvial.engines.cli import preferences, sample
+    from fluvial.engines.cli.parse import field_names
+    from fluvial.engines.plan.plan import PlanConfig
+    from fluvial.engines.train import pretrain, recipes
+
+    configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
+    configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig()]
+    configs += [evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
+    configs += [aot.AotConfig(), kernels.KernelsConfig(), objectives.ObjectivesConfig(), phases.PhasesConfig()]
+    configs += [traffic.TrafficConfig(), UpdateConfig()]
+    names = {name for config in configs for name in field_names(config)}
+    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward"}
+
+
+COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [
+    (name, line) for name in READMES for line in inline(name, "fluvial ") if len(line.split()) > 2
+]
+# Flags of other tools.
+OTHERS = "--nproc-per-node", "--max-restarts", "--no-deps", "--hypothesis-profile", "--import-mode", "--device", "--only"
+
+
+def test_every_folder_has_a_readme() -> None:
+    missing = [folder for folder in FOLDERS if not (ROOT / folder / "README.md").exists()]
+    assert not missing
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READMES)
+def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a doctest, in a folder of its own; examples without a prompt would not be run, so there are none."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(name, "python"):
+        assert ">>>" in block, f"{name} shows Python without a prompt:\n{block}"
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.REPORT_ONLY_FIRST_FAILURE
+    results = doctest.testfile(str(ROOT / name), module_relative=False, optionflags=options)
+    assert results.failed == 0
+    assert results.attempted >= len(blocks(name, "python"))
+
+
+@pytest.fixture
+def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
+    from fluvial.bench import __main__ as bench
+    from fluvial.bench import aot, kernels, objectives, phases, traffic
+    from fluvial.engines.cli import eval as evaluation
+    from fluvial.engines.cli import preferences, sample
+    from fluvial.engines.plan import check, plan
+    from fluvial.engines.train import pretrain, recipes, trainer
+
+    reached: list[str] = []
+
+    def noted(name: str, answer: Any = None) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            reached.append(name)
+            return answer
+
+        return call
+
+    for module, name, answer in (
+        (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
+        (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
+        (check, "check", None),
+        *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
+    mine: Any = types.ModuleType("mine")
+    mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    monkeypatch.chdir(tmp_path)
+    return reached
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[f"{name}: {line}" for name, line in COMMANDS])
+def test_a_command_of_a_readme_parses(name: str, line: str, stubbed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It reaches its work, which is stubbed, or prints its help."""
+    words = shlex.split(line)
+    start = next(i for i, word in enumerate(words) if word in ("fluvial", "fluvial.engines", "fluvial.bench"))
+    arguments = words[start + 1 :]
+    if "--resume" in arguments:
+        record_a_run(arguments)
+    if words[start] == "fluvial.bench":
+        from fluvial.bench.__main__ import main
+
+        code = cli.run(arguments, main)
+    else:
+        code = cli.run(arguments)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert stubbed or shown.out.startswith(("usage:", "--model"))
+
+
+def record_a_run(arguments: Sequence[str]) -> None:
+    """Write the record of the run that a command resumes."""
+    from fluvial.engines.train import recipes
+    from fluvial.engines.train.record import as_record
+
+    out = Path(arguments[arguments.index("--out") + 1])
+    out.mkdir(parents=True)
+    record = as_record(replace(recipes.RECIPES[arguments[1]](), out=out))
+    (out / "config.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_flags_within_the_sentences_of_a_readme_exist(name: str) -> None:
+    used = {word.partition("=")[0] for piece in inline(name, "--") for word in piece.split() if word.startswith("--")}
+    assert not used - every_flag() - set(OTHERS)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_links_of_a_readme_lead_to_files(name: str) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", (ROOT / name).read_text())
+    local = [target for target in targets if "://" not in target]
+    missing = [target for target in local if not (ROOT / name).parent.joinpath(target).exists()]
+    assert not missing
+
+
+def test_a_wrong_flag_in_a_readme_would_be_found(stubbed: list[str]) -> None:
+    """The commands are parsed, not merely read."""
+    assert cli.run(["train", "grpo", "--rollout.etaa", "1"]) == 2
+    assert cli.run(["train", "grpo", "--rollout.eta", "1"]) == 0
+    assert stubbed == ["fluvial.engines.train.trainer.train"]
