@@ -1,4 +1,4 @@
-"""Export: weights one full tensor at a time, and the files that diffusers' from_pretrained and load_lora_weights open."""
+"""Export: full tensors one at a time, and the files that diffusers' from_pretrained and load_lora_weights open."""
 
 import errno
 import json
@@ -35,23 +35,23 @@ def export(
     max_shard_size: int | str = "5GB",
     world: World,
 ) -> None:
-    """Write a (sharded) module as a model folder that `from_pretrained` opens; every rank must take part.
+    """Write a (sharded) module as a model folder that `from_pretrained` opens. Every rank must take part.
 
-    An nn.ModuleDict of models is written as a folder each, within `out`, by their names.
+    An nn.ModuleDict of models is written as one folder per model, by name, within `out`.
 
-    Memory: rank 0 holds one file's tensors on the host, the others one tensor.
+    Memory: rank 0 holds the tensors of one file on the host, the others one tensor.
 
     Args:
-        module: a diffusers model, which gets its config.json, or any other, of which the weights alone are written.
-        out: folder. What it holds besides weights and config.json stays.
-        average: parameters to write in place of the module's own, by name.
-        merge: fold the adapter `default` into the weights.
-        dtype: of what is written; by default that of the parameters.
-        max_shard_size: bytes of a file, or text such as "5GB".
-        world: of the world.
+        module: diffusers model, written with its config.json, or any other module, written without.
+        out: folder. Its other files stay.
+        average: parameters to write instead of the module's own, by name.
+        merge: whether the adapter `default` is folded into the weights.
+        dtype: dtype of the files, by default that of the parameters.
+        max_shard_size: bytes per file, or text such as "5GB".
+        world: process group the module is sharded over.
 
     Raises:
-        RunError: the folder cannot be written. The weights it had stay as they were until all files are written.
+        RunError: the folder cannot be written. Its earlier weights stay until all files are written.
     """
     tensors = weights(module, average=average, merge=merge, dtype=dtype)
     for name, network, like in _networks(module, layout(module, average=average, merge=merge, dtype=dtype)):
@@ -67,19 +67,22 @@ def weights(
     merge: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, copy of the full tensor on the CPU), one at a time; every rank must take part.
+    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
 
-    Without adapters on the module: its parameters and persistent buffers, as its state dict names and orders them. With
-    adapters, `merge` gives the tensors of the plain module, W + (alpha / rank) B A computed in float32; else `adapter` gives
-    those of that adapter alone, named as PEFT and diffusers do in files. At most one layer is gathered at a time.
+    Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
+    `merge` yields the tensors of the plain module, W + (alpha / rank) B A computed in float32. Otherwise `adapter` yields
+    the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
 
     Args:
-        average: (sharded) tensors in place of the module's own, by the names of its parameters.
-        adapter: which one is given, or merged; `default` is merged if none is named.
-        dtype: floating-point tensors are cast to it at the end.
+        module: module, sharded or not.
+        average: (sharded) tensors to use instead of the module's own, by name of the parameter.
+        adapter: adapter to yield or to merge; by default `default` is merged.
+        merge: whether the adapter is folded into the weights.
+        dtype: dtype that floating-point tensors are cast to at the end.
 
     Raises:
-        ValueError: the module has adapters and neither was chosen, it has none of that name, or `average` does not fit it.
+        ValueError: the module has adapters and neither argument is given, it has no adapter of that name, or `average` does
+            not fit it.
     """
     for name, source in _sources(module, average, adapter, merge).items():
         yield name, source.full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -93,7 +96,7 @@ def layout(
     merge: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return what `weights` yields for the same arguments, as tensors on the meta device."""
+    """Return the tensors that `weights` yields for the same arguments, on the meta device."""
     return {
         name: torch.empty(source.weight.shape, dtype=_dtype(source.weight, dtype), device="meta")
         for name, source in _sources(module, average, adapter, merge).items()
@@ -109,18 +112,18 @@ def write_model(
     max_shard_size: int | str = "5GB",
     world: World,
 ) -> None:
-    """Write weights to safetensors as diffusers names and splits them, a file as soon as its last tensor is there.
+    """Write weights to safetensors, named and split as diffusers does; each file once its last tensor has arrived.
 
     Args:
-        weights: (name, full tensor), the same names on every rank; rank 0 writes.
+        weights: (name, full tensor), with the same names on every rank. Rank 0 writes them.
         out: folder.
         like: tensors on the meta device with the names, shapes and dtypes of the weights.
-        config: text of config.json; None writes none.
-        max_shard_size: bytes of a file, or text such as "5GB".
-        world: of the world.
+        config: text of config.json; None writes no such file.
+        max_shard_size: bytes per file, or text such as "5GB".
+        world: process group that exports.
 
     Raises:
-        RunError: the folder cannot be written. The weights it had stay as they were until all files are written.
+        RunError: the folder cannot be written. Its earlier weights stay until all files are written.
     """
     plan = split_torch_state_dict_into_shards(
         {**like}, filename_pattern=f"{MODEL}{{suffix}}.safetensors", max_shard_size=max_shard_size
@@ -156,21 +159,21 @@ def write_lora(
     dtype: torch.dtype | None = None,
     world: World,
 ) -> None:
-    """Write one adapter as a file that the `load_lora_weights` of a diffusers pipeline opens; every rank must take part.
+    """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens. Every rank must take part.
 
-    Rank and alpha are written too, so that loading scales the adapter as training did. Of an nn.ModuleDict of models each
-    has its file in a folder within `out`, by their names.
+    Rank and alpha are written too, so that loading scales the adapter as training did. The adapters of an nn.ModuleDict of
+    models are written to one folder per model, by name, within `out`.
 
     Args:
-        module: with adapters, sharded or not.
+        module: module with adapters, sharded or not.
         out: folder.
-        adapter: its name.
-        average: parameters to write in place of the module's own, by name.
-        dtype: of what is written; by default that of the parameters.
-        world: of the world.
+        adapter: name of the adapter.
+        average: parameters to write instead of the module's own, by name.
+        dtype: dtype of the file, by default that of the parameters.
+        world: process group the module is sharded over.
 
     Raises:
-        RunError: the folder cannot be written. The adapter it had stays as it was.
+        RunError: the folder cannot be written. Its earlier adapter stays.
         ValueError: the module has no adapter of that name.
     """
     from diffusers import UNet2DConditionModel
@@ -179,11 +182,11 @@ def write_lora(
     like = layout(module, average=average, adapter=adapter, dtype=dtype)
     configs: Any = module.peft_config
     settings = configs[adapter]
-    # No more than it takes, so that other versions of PEFT find nothing that they do not know.
+    # Only what loading needs, so that other versions of PEFT find no unknown setting.
     scale = {"r": settings.r, "lora_alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
     tensors = weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, own in _networks(module, like):
-        part = "unet" if isinstance(network, UNet2DConditionModel) else "transformer"  # what diffusers' pipelines call it
+        part = "unet" if isinstance(network, UNet2DConditionModel) else "transformer"  # its name in diffusers' pipelines
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(own, islice(tensors, len(own)), strict=True)}
         place = out / name
@@ -193,7 +196,7 @@ def write_lora(
 
 
 def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """Yield each model of a module, with its name and those of `like`, by their names in it; a model alone has no name."""
+    """Yield the name of each model of a module, the model, and its part of `like`. A model alone has an empty name."""
     if not isinstance(module, nn.ModuleDict):
         yield "", module, dict(like)
         return
@@ -203,14 +206,14 @@ def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[s
 
 
 class _Source(NamedTuple):
-    """Where one exported tensor comes from: W, or W + scaling B A."""
+    """Source of one exported tensor: W, or W + scaling B A."""
 
     weight: Tensor
     factors: tuple[Tensor, Tensor] | None = None  # A [rank, in], B [out, rank]
     scaling: float = 1.0
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
-        """Gather what it takes, and return the full tensor, on the device of its shards."""
+        """Gather the shards, and return the full tensor on their device."""
         tensor = _gathered(self.weight)
         if self.factors is not None:
             a, b = (_gathered(factor).float() for factor in self.factors)
@@ -221,7 +224,7 @@ class _Source(NamedTuple):
 def _sources(
     module: nn.Module, average: Mapping[str, Tensor] | None, adapter: str | None, merge: bool
 ) -> dict[str, _Source]:
-    """Return where each exported tensor comes from, by its exported name."""
+    """Return the source of each exported tensor, by its exported name."""
     state: dict[str, Tensor] = module.state_dict()
     for name, tensor in (average or {}).items():
         if name not in state or state[name].shape != tensor.shape:
@@ -232,7 +235,7 @@ def _sources(
     if adapter is None and not layers:
         return {name: _Source(tensor) for name, tensor in state.items()}
     if adapter is None and not merge:
-        raise ValueError("export: the module has adapters, so choose one of them or merge=True")
+        raise ValueError("export: the module has adapters: name one with `adapter`, or set merge=True")
     names = adapter_names(module, adapter or "default")
     if not merge:
         return {short: _Source(state[full]) for short, full in names.items()}
@@ -263,19 +266,19 @@ def _config(module: nn.Module) -> str | None:
     if not isinstance(module, ConfigMixin):
         return None
     settings = json.loads(module.to_json_string())
-    # FSDP made the class of a sharded module up.
+    # FSDP2 gives a sharded module a class of its own.
     settings["_class_name"] = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
 @contextmanager
 def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
-    """Give a folder to write to, whose files are moved to `out` when all are there and on disk.
+    """Yield a temporary folder, whose files are moved to `out` when all of them are on the disk.
 
-    Files of `out` that match the pattern and were not written again are removed. An index goes before the files that it
-    lists are replaced, so that who opens the folder between two moves finds an error and never two exports in one.
+    Files of `out` that match the pattern and were not written again are removed. An index is removed before its files are
+    replaced: opening the folder between two moves then fails, rather than mixing two exports.
     """
-    folder = out / ".partial"  # within, because that is the same disk even if `out` is a link
+    folder = out / ".partial"  # within `out`, so on the same disk even if `out` is a link
     try:
         with _writing(out, world):
             if world.is_main:
@@ -303,7 +306,7 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
 
 @contextmanager
 def _writing(out: Path, world: World) -> Iterator[None]:
-    """Turn what goes wrong in writing into a RunError of one line, on every rank if on one."""
+    """Turn errors of writing into a RunError of one line, on every rank if on one."""
     with world.agreed():
         try:
             yield

@@ -1,7 +1,7 @@
-"""Floating-point operations of forward and backward passes, of any module, and what part of the device's peak they are.
+"""Floating-point operations of any module's forward and backward passes, and model FLOPs utilisation (MFU).
 
-MFU = model FLOPs / (seconds * peak * ranks). What activation checkpointing computes again is not the model's (Chowdhery et
-al., arXiv 2204.02311, appendix B), so it is counted apart.
+MFU = model FLOPs / (seconds * peak * ranks). Operations that activation checkpointing computes again are not the model's
+(Chowdhery et al., arXiv 2204.02311, appendix B), so they are counted separately.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 aten = torch.ops.aten
 
-# An operation's FLOPs, by PyTorch's formulas; it has none for the attention kernels of the CPU.
+# FLOPs per operation by PyTorch's formulas, which leave out the CPU's attention kernels.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -31,10 +31,10 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 class FlopCounter(TorchDispatchMode):
     """Count the floating-point operations of matrix products, convolutions and attention while the mode is on.
 
-    A product of an `m x k` and a `k x n` matrix is 2 m k n. Of a linear layer the backward pass costs that for the weight's
-    gradient, if it is trained, and that for the input's, if one is asked for. Operations on sharded tensors are counted as
-    this rank computes them. Elementwise work and custom kernels (fluvial's own) count nothing. PyTorch's formula of fused
-    attention counts the scores once more in the backward pass, because its kernels compute them again.
+    The product of an `m x k` and a `k x n` matrix counts 2 m k n. A linear layer's backward pass counts as much for the
+    gradient of its weight, if that is trained, and for that of its input, if that is needed. Operations on sharded tensors
+    count as this rank computes them. Elementwise work and custom kernels (fluvial's own) count 0. PyTorch's formula for
+    fused attention counts the scores once more in the backward pass, because its kernels compute them again.
 
     Attributes:
         model: operations of the forward and backward passes.
@@ -48,20 +48,20 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back here as operations on its local tensors
+            return NotImplemented  # it returns here as operations on local tensors
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # only asks for shapes, on behalf of an operation on sharded tensors
+            return func(*args, **kwargs)  # computes shapes only, for an operation on sharded tensors
         formula = FORMULAS.get(func.overloadpacket)
         if formula is None:
             if _has_kernel(func):
                 return func(*args, **kwargs)
-            with self:  # an operation that is made of others, as inference mode leaves them
+            with self:  # a composite operation, which inference mode does not take apart
                 decomposed = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
         out = func(*args, **kwargs)
         flops = int(formula(*args, **kwargs, out_val=out))
-        # A backward pass takes no gradients of its own: what runs in it with gradients on is a forward pass once more.
+        # A backward pass records no gradients: what runs in it with gradients on is a recomputed forward pass.
         if self._where.is_bw and torch.is_grad_enabled():
             self.recomputed += flops
         else:
@@ -71,7 +71,7 @@ class FlopCounter(TorchDispatchMode):
 
 @cache
 def _has_kernel(func: Any) -> bool:
-    """Whether an operation has code of its own: taken apart it would round differently, and counting must change no bit."""
+    """Return whether an operation has its own kernel. Taken apart it would round differently."""
     keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
@@ -83,7 +83,7 @@ class Peak(NamedTuple):
     float32: float  # in full precision: no TF32
 
 
-# By the words that a device's name holds, as CUDA and ROCm spell it; of rows that fit, the one with the most words counts.
+# By words of a device's name as CUDA and ROCm spell it; of the rows that fit, the one with the most words counts.
 # Source: the vendors' data sheets. NVIDIA: A100, A10, A40, RTX A6000, L4, L40, L40S, H100, H200, GH200 and HGX B200 product
 # data sheets (which print most bfloat16 numbers with sparsity: twice these), and the architecture white papers of Ampere
 # GA102, Ada and RTX Blackwell for GeForce. AMD: Instinct MI300X and MI325X data sheets.
@@ -110,12 +110,12 @@ PEAKS: dict[str, Peak] = {
     "MI300X": Peak(1307.4e12, 163.4e12),
     "MI325X": Peak(1307.4e12, 163.4e12),
 }
-# A part of a GPU, or another GPU of nearly the same name: nothing is known of it.
+# Words that name a part of a GPU, or a GPU of nearly the same name: their peaks are not known.
 OTHERS = {"MIG", "Laptop", "D", "Ti", "Max-Q"}
 
 
 def peak_of(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of a device of a name, in a dtype; None where it is not known."""
+    """Return the peak dense FLOP/s of the device of this name in a dtype, None if it is not known."""
     words = set(re.split(r"[\s-]+", name))
     rows = [row for row in PEAKS if set(row.split()) <= words]
     if not rows or words & OTHERS:
@@ -125,7 +125,7 @@ def peak_of(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of a device in a dtype; None where it is not known (a CPU)."""
+    """Return the peak dense FLOP/s of a device in a dtype, None if it is not known, as for a CPU."""
     return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
@@ -133,10 +133,10 @@ def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
     """Return model FLOPs utilisation: flops / (seconds * peak * ranks).
 
     Args:
-        flops: of the model in that time, over all ranks, without what was recomputed.
-        seconds: that they took.
+        flops: operations of the model on all ranks, without recomputed ones.
+        seconds: time they took.
         peak: FLOP/s of one rank's device.
-        ranks: devices.
+        ranks: number of devices.
 
     Raises:
         ValueError: seconds, peak or ranks are not above 0.

@@ -1,4 +1,4 @@
-"""Weights from files into a sharded module: each rank reads its own shards, so none ever holds the whole model."""
+"""Loading of weights into a sharded module: each rank reads its own shards, so none holds the whole model."""
 
 import hashlib
 import json
@@ -23,13 +23,14 @@ from fluvial.models.protocol import Weights
 def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
 
-    Adapters are left as they are: the folder holds the weights beneath them. Values are cast to the module's dtypes. Memory:
-    the shards themselves, and one tensor's shard while it is read.
+    Every rank must take part. Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
+    module's dtypes. Memory: the shards themselves, and one tensor's shard while it is read.
 
     Args:
-        module: as `parallelize` left it.
-        folder: as diffusers saves a model, in one file or in several with their index; or one for each of its models.
-        world: of the processes; every rank must take part.
+        module: module that `parallelize` returned.
+        folder: model folder of diffusers, with one weight file or several and their index; or a folder for each network of
+            the module by name.
+        world: process group the module is sharded over.
 
     Raises:
         UsageError: a tensor is missing or has another shape, or a file cannot be read.
@@ -56,10 +57,10 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a model folder's safetensors, from their headers alone.
+    """Return the shape of every tensor in a model folder's safetensors, from the headers alone.
 
     Raises:
-        UsageError: there are none, or one cannot be read.
+        UsageError: there are no weight files, or one cannot be read.
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
@@ -74,10 +75,10 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def fingerprint(folder: Weights) -> str:
     """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
 
-    Training moves every tensor, so two sets of weights differ there; the whole of a large model is not read.
+    Training moves every tensor, so first rows tell two sets of weights apart without reading a large model.
 
     Raises:
-        UsageError: there are none, or one cannot be read.
+        UsageError: there are no weight files, or one cannot be read.
     """
     if isinstance(folder, Mapping):
         prints = {name: fingerprint(each) for name, each in folder.items()}
@@ -94,23 +95,23 @@ def fingerprint(folder: Weights) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return what a tensor is called in a model without adapters: PEFT puts `base_layer` between a layer and its weight."""
+    """Return a tensor's name in the model without adapters; PEFT puts `base_layer` between a layer and its weight."""
     return name.replace(".base_layer.", ".")
 
 
 class _Only(FileSystem):
-    """A model folder as the library's reader lists it: the files of the weights alone."""
+    """A model folder as the library's reader lists it: the weight files alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def ls(self, path: Any) -> list[str]:
-        """Return their paths."""
+        """Return the paths of the weight files."""
         return [str(file) for file in weight_files(self.folder)]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, as tensors that share the module's storage."""
+    """Return parameters and persistent buffers by name; they share the module's storage."""
     return {
         name: tensor.detach() if isinstance(tensor, DTensor) else tensor.data for name, tensor in module.state_dict().items()
     }

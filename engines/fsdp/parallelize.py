@@ -1,4 +1,4 @@
-"""How a module lies on the world, and what is done to its blocks before: one small function for each."""
+"""Preparation and sharding of a module over the world: one small function per step."""
 
 import math
 import warnings
@@ -19,8 +19,8 @@ from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Results that selective checkpointing keeps: dear to compute, and a block has few of them. Of matrix products every second
-# is kept, since each costs as much memory as what it saves.
+# Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
+# too: each costs as much memory as it saves.
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -33,28 +33,29 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the module lies on the world, and what is given up for memory.
+    """Sharding, precision, checkpointing and offload of a module.
 
     Args:
-        comm: "keep" gathers parameters once an update and keeps them unsharded until its last backward pass; "reshard"
-            frees them after each use and gathers them again.
-        grad_sync: "last" reduces gradients once an update, and holds them unsharded until then; "every" reduces them after
-            each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
-        replicas: copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all ranks.
-        context_parallel: ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509, by
-            diffusers); 1 gives every rank samples of its own.
-        compute: dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            CUDA). What is trained, and every adapter, has float32 masters; what is frozen is held in this dtype. Numbers a
-            sample (noise levels, timesteps) stay as they are.
-        reduce: dtype that gradients are reduced in.
-        checkpointing: what is kept for the backward pass, and computed again if not. "none" keeps all; "block" keeps each
-            block's inputs alone; "selective" keeps attention and every second matrix product as well.
-        offload: "always" keeps shards of parameters, gradients and optimizer state on the CPU, and moves what is used;
-            "phases" moves to the CPU what the present phase of training does not use, e.g. the optimizer state in a rollout.
-        compile: compile the repeated blocks (torch.compile, one region for all that are alike). Rollout and update are then
-            two programs, which may round differently.
-        attention: diffusers' attention backend, e.g. native, flash, _native_cudnn; by default the model's.
-        deterministic: let torch use deterministic algorithms only, and refuse operations that have none.
+        comm: communication of parameters. "keep" gathers them once per update and keeps them unsharded until its last
+            backward pass; "reshard" frees them after each use and gathers them again, which takes the least memory.
+        grad_sync: synchronisation of gradients. "last" reduces them once per update and holds them unsharded until then;
+            "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
+        replicas: number of copies of the sharded module, each on its part of the ranks (hybrid sharding); 1 shards over all
+            ranks.
+        context_parallel: number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
+            by diffusers); 1 gives every rank its own samples.
+        compute: dtype of the gathered parameters and the computation: float32, bfloat16, or auto (bfloat16 on CUDA, float32
+            on a CPU). Trained parameters and all adapters have float32 masters; frozen parameters are held in this dtype.
+            Numbers per sample (noise levels, timesteps) keep their dtype.
+        reduce: dtype in which gradients are reduced.
+        checkpointing: activations kept for the backward pass; the rest is computed again. "none" keeps all, "block" the
+            inputs of each block, "selective" also the results of attention and of every second matrix product.
+        offload: "always" keeps the shards of parameters, gradients and optimizer state on the CPU and moves them as needed;
+            "phases" moves to the CPU what a phase of training does not use, e.g. the optimizer state during a rollout.
+        compile: whether the repeated blocks are compiled (torch.compile, one region for blocks that are alike). Rollout and
+            update are then two programs, which may round differently.
+        attention: attention backend of diffusers, e.g. native, flash, _native_cudnn; by default the model's.
+        deterministic: whether torch uses deterministic algorithms only, and raises for operations that have none.
     """
 
     comm: Literal["keep", "reshard"] = "keep"
@@ -73,12 +74,12 @@ class EngineConfig:
         check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
         if self.compile and self.checkpointing == "selective":
             raise ValueError(
-                "engine: checkpointing is selective and compile is on, but a compiled block decides itself what it keeps: "
-                "use checkpointing none or block"
+                "engine.checkpointing is selective and engine.compile is on, but a compiled block chooses what it keeps: "
+                "set engine.checkpointing to none or block"
             )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype that is computed in on a device."""
+        """Return the dtype of the computation on a device."""
         if self.compute == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return DTYPES[self.compute]
@@ -108,9 +109,9 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
-    """Prepare the module's blocks as configured, make each a unit of communication, and return the module, on its device.
+    """Prepare and shard a module in place, each block as a unit of communication, and return it on its device.
 
-    Parameters on the meta device stay there, sharded, until `loading.load_weights` gives them values.
+    Parameters on the meta device stay there, sharded, until `loading.load_weights` fills them.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
@@ -126,7 +127,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     if config.checkpointing != "none":
         checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
     _move(module, config, world.device, frozen=dtype)
-    # Some of diffusers' blocks return views. What FSDP2 warns of there, operations in place on them, their models do not do.
+    # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
     for unit in [*blocks, module]:
@@ -134,21 +135,21 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
             unit,
             mesh=mesh,
             reshard_after_forward=config.comm == "reshard",
-            # FSDP2 would cast all inputs: timesteps and rotary embeddings have more digits than bfloat16 holds. The module's
-            # own inputs are cast above, and what it hands on to its blocks is as in a module that was loaded in bfloat16.
+            # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The
+            # module's own inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
             mp_policy=MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
         )
     for unit in [*blocks, module]:
         assert isinstance(unit, FSDPModule)
-        # The engine divides by one global count itself; a mean over ranks would weigh uneven ranks equally.
+        # The engine divides by one global count; a mean over ranks would weigh uneven ranks equally.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return module
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let a module take its floating-point inputs in the dtype that it computes in, except one number per sample."""
+    """Cast a module's floating-point inputs to the dtype of the computation, except numbers per sample."""
 
     def cast(value: Any) -> Any:
         samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
@@ -162,18 +163,22 @@ def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block's forward; blocks that are alike share one compiled region.
+    """Compile each block's forward in place; blocks that are alike share one compiled region.
 
-    What shards and checkpoints a block stays outside of the region, in eager mode.
+    Sharding and checkpointing of a block stay outside of the region, in eager mode.
     """
     for block in blocks:
         block.forward = torch.compile(block.forward)
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
-    """Let each block keep its inputs alone for the backward pass, or `selective`ly what is dear to compute as well.
+    """Wrap each block's forward so that only its inputs are kept for the backward pass.
 
-    The forward itself is wrapped, inside of what shards the block: its recomputation gathers nothing again.
+    The wrapped forward lies inside the sharding, so computing it again gathers nothing.
+
+    Args:
+        blocks: blocks to wrap, in place.
+        selective: whether results that are expensive to compute are kept too.
     """
     for block in blocks:
         block.forward = partial(
@@ -185,10 +190,10 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
-    """Let the module's attention run on one of diffusers' backends.
+    """Set the module's attention to one of diffusers' backends.
 
     Raises:
-        UsageError: there is no such backend here, or the module's attention does not ask diffusers for one.
+        UsageError: the backend is not available, or the module does not choose its attention through diffusers.
     """
     from diffusers.models.modeling_utils import ModelMixin
 
@@ -196,23 +201,23 @@ def set_attention(module: nn.Module, backend: str) -> None:
         if isinstance(module, ModelMixin):
             module.set_attention_backend(backend)
     except (ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"engine: attention {backend} cannot be used: {error}") from error
-    # Models whose attention is older take no notice, and diffusers does not say so.
+        raise UsageError(f"engine.attention is {backend}, which cannot be used: {error}") from error
+    # Models with older attention ignore the setting, and diffusers does not say so.
     if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
         raise UsageError(
-            f"engine: attention is {backend}, but {type(module).__name__} does not choose its attention through diffusers' "
-            "backends: leave the option out"
+            f"engine.attention is {backend}, but {type(module).__name__} does not choose its attention through diffusers' "
+            "backends: leave it out"
         )
 
 
 def split_tokens(module: nn.Module, degree: int, world: World) -> None:
-    """Let groups of `degree` neighbouring ranks compute each sample together (Ulysses, by diffusers).
+    """Split the tokens of each sample over groups of `degree` neighbouring ranks (Ulysses, by diffusers).
 
-    Every rank of a group is given whole samples and returns whole velocities. A rank's gradient is its tokens' part, so the
+    Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
     sum over all ranks is the gradient of the samples.
 
     Raises:
-        UsageError: the model has no plan for it, or its heads or the ranks do not divide.
+        UsageError: the model has no plan for it, or `degree` does not divide its heads or the ranks.
     """
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
@@ -220,19 +225,19 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
 
     name = type(module).__name__
     if not isinstance(module, ModelMixin) or module._cp_plan is None:
-        raise UsageError(f"engine: context_parallel is {degree}, but {name} has no plan for it in diffusers: use 1")
+        raise UsageError(f"engine.context_parallel is {degree}, but diffusers has no plan for {name}: set it to 1")
     heads = module.config.get("num_attention_heads")
     if heads is not None and heads % degree:
-        raise UsageError(f"engine: context_parallel is {degree}, expected a divisor of the {heads} heads of {name}")
+        raise UsageError(f"engine.context_parallel is {degree}, expected a divisor of the {heads} heads of {name}")
     mesh = world.new_mesh((world.size // degree, 1, degree), ("dp", "ring", "ulysses"))
     parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
     parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
-    # Diffusers' own way to this configuration looks up the device modulo the number of accelerators, which on a CPU is 0.
+    # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
     module._resolve_parallel_config = lambda config: config
     try:
         module.enable_parallelism(config=parallel)
     except ValueError as error:  # an attention backend that cannot
-        raise UsageError(f"engine: context_parallel is {degree}, but {name} cannot be split: {error}") from error
+        raise UsageError(f"engine.context_parallel is {degree}, but {name} cannot be split: {error}") from error
     module._parallel_config = parallel
     dims = {
         name: (split.split_dim, split.expected_dims)
@@ -247,23 +252,30 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
 def _with_whole_tokens(
     forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward, or raise UsageError if its tokens cannot be split; `dims` tells where inputs have them."""
-    way_out = "which it does not divide: choose another resolution or length of prompts, or another degree"
+    """Call a module's forward, or raise UsageError if its tokens cannot be split.
+
+    Args:
+        forward: forward of the module.
+        dims: dimension of the tokens, and number of dimensions, of each input that is split.
+        degree: number of ranks that share a sample.
+        args, kwargs: arguments of the forward.
+    """
+    advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
     for name, (dim, expected) in dims.items():
         value = kwargs.get(name)
-        # Of other dimensions, e.g. a video that is not in patches yet, it is not this input that is split.
+        # An input with other dimensions, e.g. a video before patching, is not split.
         if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
-            raise UsageError(f"engine: context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, {way_out}")
+            raise UsageError(f"engine.context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, {advice}")
     try:
         return forward(*args, **kwargs)
-    except AssertionError as error:  # what is split within the module, diffusers says by an assertion
+    except AssertionError as error:  # diffusers asserts what it splits within the module
         if "divisible by mesh size" not in str(error):
             raise
-        raise UsageError(f"engine: context_parallel is {degree}, but a sample has a number of tokens, {way_out}") from error
+        raise UsageError(f"engine.context_parallel is {degree}, but a sample has a number of tokens, {advice}") from error
 
 
 def _processors(module: nn.Module) -> list[Any]:
-    """Return what computes attention in a model of diffusers."""
+    """Return the attention processors of a diffusers model."""
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention
 
@@ -272,8 +284,8 @@ def _processors(module: nn.Module) -> list[Any]:
 
 
 def _selective() -> tuple[Any, Any]:
-    """Return the contexts of a block's first pass and of its recomputation."""
-    products = {True: 0, False: 0}  # counted apart in the recomputation, so that both passes keep the same ones
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    products = {True: 0, False: 0}  # counted separately in the recomputation, so that both passes keep the same ones
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in ATTENTION:
@@ -288,9 +300,9 @@ def _selective() -> tuple[Any, Any]:
 
 
 def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
-    """Move what has values to the device, except parameters that wait on the CPU; what is not trained becomes `frozen`.
+    """Move parameters and buffers that have values to the device, unless parameters stay on the CPU.
 
-    Adapters that follow the trained one keep float32: in bfloat16 a slow average would never move.
+    Frozen parameters are cast to the dtype `frozen`. Adapters keep float32: in bfloat16 a slow average would never move.
     """
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):

@@ -1,4 +1,4 @@
-"""The processes of a run: one, or as many as torchrun started. The code above sees no difference."""
+"""The process group of a run: one process, or as many as torchrun started. Other modules see no difference."""
 
 import os
 import re
@@ -21,11 +21,10 @@ from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessErro
 T = TypeVar("T")
 _entered: ContextVar["World | None"] = ContextVar("world", default=None)
 
-STORE = "fluvial/store"  # the key of rank 0's port in torchrun's store
-# Seconds that a collective waits for the other world, unless a run says otherwise.
-TIMEOUT = 600.0
-# What gloo and nccl say when another process is gone or silent. Gloo has no exception of its own, and other faults of its
-# transport (tensors of unequal sizes, say) are the program's.
+STORE = "fluvial/store"  # key of rank 0's port in torchrun's store
+TIMEOUT = 600.0  # default seconds that a collective waits for the other ranks
+# Messages of gloo and nccl when another process is gone or silent. Gloo has no exception class of its own, and other errors
+# of its transport, e.g. for tensors of unequal sizes, are faults of the program.
 GONE = re.compile(
     r"closed by peer|connection (was (likely )?)?(reset|refused|closed)|broken pipe|remote process exit|network error"
     r"|communicator was aborted",
@@ -36,10 +35,10 @@ SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others: its rank, their number, its device, and the mesh that parameters are sharded on.
+    """This process among the others: its rank, the number of ranks, its device, and the mesh for sharded parameters.
 
-    Groups of `sequence` neighbouring ranks work on the same samples (context parallelism); `data_rank` of `data_size` is
-    this rank's group among the groups.
+    Groups of `sequence` neighbouring ranks work on the same samples (context parallelism). `data_rank` is the index of this
+    rank's group, `data_size` the number of groups.
     """
 
     rank: int
@@ -47,57 +46,57 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     sequence: int = 1
-    group: dist.ProcessGroup | None = None  # that the collectives below are made in; None: that of all of torch
+    group: dist.ProcessGroup | None = None  # of the collectives below; None means torch's default group
     timeout: float = TIMEOUT  # seconds that a collective waits for the other ranks
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run folder and talks to the person."""
+        """Whether this process writes the run folder and the console."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """The group of this rank: ranks of a group have the same samples."""
+        """Index of this rank's group; the ranks of a group have the same samples."""
         return self.rank // self.sequence
 
     @property
     def data_size(self) -> int:
-        """The number of groups."""
+        """Number of groups."""
         return self.size // self.sequence
 
     def grouped(self, sequence: int) -> "World":
         """Return this world with groups of `sequence` ranks.
 
         Raises:
-            UsageError: the ranks are no multiple of it.
+            UsageError: `sequence` does not divide the number of ranks.
         """
         if self.size % sequence:
-            raise UsageError(f"engine: context_parallel is {sequence}, expected a divisor of the {self.size} ranks")
+            raise UsageError(f"engine.context_parallel is {sequence}, expected a divisor of the {self.size} ranks")
         return replace(self, sequence=sequence)
 
     def background(self) -> "World":
-        """Return this world with a group of its own on the CPU, for collectives of another thread; all ranks take part."""
+        """Return this world with a new group on the CPU, for collectives of another thread. Every rank must take part."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
     def hybrid_mesh(self, replicas: int) -> DeviceMesh:
-        """Return the mesh of a number of copies of what is sharded, each on its share of the ranks.
+        """Return the mesh for a number of replicas, each sharded over its part of the ranks.
 
         Raises:
-            UsageError: the ranks are no multiple of the replicas.
+            UsageError: `replicas` does not divide the number of ranks.
         """
         if replicas == 1:
             return self.mesh
         if self.size % replicas:
-            raise UsageError(f"engine: replicas is {replicas}, expected a divisor of the {self.size} ranks")
+            raise UsageError(f"engine.replicas is {replicas}, expected a divisor of the {self.size} ranks")
         return self.new_mesh((replicas, self.size // replicas), ("replicate", "shard"))
 
     def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """Return a mesh of all ranks whose collectives wait for each other no longer than this world's do."""
+        """Return a mesh of all ranks with this world's timeout."""
         return _mesh(self.device, shape, names, self.timeout)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the ranks' equally shaped tensors, concatenated by rank along the first dimension, on every rank."""
+        """Return the equally shaped tensors of all ranks, concatenated by rank along the first dimension."""
         if self.size == 1:
             return local
         gathered = [torch.empty_like(local) for _ in range(self.size)]
@@ -105,22 +104,24 @@ class World:
         return torch.cat(gathered)
 
     def gather_items(self, item: T) -> list[T]:
-        """Return the ranks' items, by rank, on every rank; they may be anything small that can be pickled."""
+        """Return the items of all ranks, by rank. An item is any small object that can be pickled."""
         gathered: list[Any] = [item] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, item, group=self.group)
         return gathered
 
     def gather_data(self, local: Tensor) -> Tensor:
-        """Return the groups' equally shaped tensors, concatenated along the first dimension, on every rank."""
+        """Return the equally shaped tensors of all groups, concatenated along the first dimension."""
         return self.gather(local).unflatten(0, (self.size, len(local)))[:: self.sequence].flatten(0, 1)
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send each group its rows, and return what this one receives, by sender; within a group each rank does the same.
+        """Send each group its rows, and return the rows that this group receives, ordered by sender.
+
+        Within a group each rank does the same.
 
         Args:
             rows: `[sum(send), ...]`, ordered by receiver.
-            send, receive: numbers of rows to and from each group.
+            send, receive: number of rows to and from each group.
         """
         own = self.rank % self.sequence
         counts = [torch.zeros(self.size, dtype=torch.int64) for _ in range(2)]
@@ -135,9 +136,9 @@ class World:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Let every rank fail if one does: the first to fail raises its FluvialError, the others ElsewhereError.
+        """Make every rank fail if one does: the first rank that failed raises its FluvialError, the others ElsewhereError.
 
-        Without this the others would wait in their next collective for a rank that gave up.
+        Otherwise the others would wait in their next collective for a rank that is gone.
         """
         problem: FluvialError | None = None
         try:
@@ -147,22 +148,22 @@ class World:
         except OSError as error:
             problem = RunError(str(error))
             problem.__cause__ = error
-        # On the CPU, and so by gloo: it says that a process is gone, and no device is waited for.
+        # On the CPU, and so by gloo, which notices a lost process and waits for no device.
         failed = self.gather(torch.tensor([float(problem is not None)])).nonzero().flatten().tolist()
         if failed and failed[0] != self.rank:
-            raise ElsewhereError(f"rank {failed[0]} gave up; its own message says why") from problem
+            raise ElsewhereError(f"rank {failed[0]} failed; its own message says why") from problem
         if problem is not None:
             raise problem if self.is_main else RunError(f"rank {self.rank}: {problem}") from problem
 
 
 @contextmanager
 def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
-    """Join the process group that torchrun set up, or make one of a single process; leave it at the end.
+    """Join the process group that torchrun set up, or make one of a single process; leave it when the context ends.
 
-    Devices are CUDA with nccl where there is a GPU, else the CPU with gloo.
+    The device is a GPU with nccl if there is one, else the CPU with gloo.
 
     Args:
-        timeout: seconds that a collective waits for the other world, once all have joined.
+        timeout: seconds that a collective waits for the other ranks, once all have joined.
 
     Raises:
         UsageError: torchrun started more processes on this machine than it has GPUs.
@@ -180,7 +181,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    # Joining may take longer than a collective: processes start at different speeds.
+    # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
     try:
         store = _store(rank, size, joining) if size > 1 else dist.HashStore()
@@ -195,7 +196,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         finally:
             _entered.reset(token)
         if size > 1:
-            dist.barrier()  # no rank takes the others' connections away while they still talk
+            dist.barrier()  # no rank closes connections while others still use them
     except RuntimeError as error:
         if (reason := _lost(error, timeout)) is None:
             raise
@@ -217,11 +218,11 @@ def current_world() -> World:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a store that the processes find each other with, new for this attempt.
+    """Return a new store through which the processes of this attempt find each other.
 
-    Torchrun keeps one for all its attempts, in which the addresses of the last attempt's processes still lie
-    (pytorch/pytorch#135712), and counts attempts on each machine for itself, so that no count can tell them apart. So rank 0
-    opens another, whose port it leaves in torchrun's; the port of an attempt that is over answers no more.
+    Torchrun keeps one store for all attempts, which still holds the addresses of the last attempt's processes
+    (pytorch/pytorch#135712). It counts attempts on each machine separately, so a count cannot tell them apart. So rank 0
+    opens another store and leaves its port in torchrun's. The port of an earlier attempt does not answer.
 
     Raises:
         RuntimeError: rank 0 did not appear in time.
@@ -249,7 +250,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: float) -> DeviceMesh:
-    """Return a mesh of all ranks, and let its groups and the one of all wait `timeout` seconds."""
+    """Return a mesh of all ranks, and set the timeout of its groups and of the default group."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -259,7 +260,7 @@ def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], 
 
 
 def _lost(error: RuntimeError, timeout: float) -> str | None:
-    """Return why a collective failed if it is another process's doing, else None."""
+    """Return why a collective failed if another process is the cause, else None."""
     text = str(error)
     if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
         return None

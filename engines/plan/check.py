@@ -1,4 +1,4 @@
-"""`fluvial plan NAME --check`: the plan's bytes beside those of updates that run here."""
+"""Check of a plan: its bytes beside those of updates that run here."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from fluvial.engines.report.progress import table
 from fluvial.models import add_lora
 from fluvial.models.shapes import MODELS, blocks
 
-# The plan takes the largest of everything to meet at one moment, so it may exceed what is measured, by as much at most.
+# The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
 EXCESS = 0.2
 
 
@@ -29,35 +29,35 @@ class Compared(NamedTuple):
     kind: str
     planned: int
     measured: int
-    most: int  # what the plan may say
+    most: int  # largest plan that agrees
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan holds what was measured, and not much more."""
+        """Whether the plan covers the measured bytes, and not much more."""
         return self.measured <= self.planned <= self.most
 
 
 class Loss(NamedTuple):
-    """Diagnostics of the check's loss: none but itself."""
+    """Diagnostics of the check's loss: the loss itself."""
 
     loss: Tensor
 
 
 def check(name: str, config: PlanConfig, *, console: Console) -> None:
-    """Run updates of a transformer with random weights here, and print what the plan says beside what they held.
+    """Run updates of a transformer with random weights, and print planned and measured bytes.
 
-    What is held between operations must agree to the byte. The peak of what an update allocates, activations and
-    unsharded tensors, must be within the plan, which may say up to a fifth more.
+    Parameters, optimizer state and gradients must agree to the byte. The peak that an update allocates for activations and
+    unsharded tensors must be within the plan, which may exceed it by a fifth.
 
     Raises:
-        UsageError: it is not the built-in transformer, or the ranks are not the plan's GPUs.
-        RunError: they do not agree.
+        UsageError: the transformer is not the built-in one, or the number of ranks is not the plan's number of GPUs.
+        RunError: plan and measurement do not agree.
     """
     if name != "handwriting":
-        raise UsageError(f"--check runs the transformer here, and {name} is too large for that: expected handwriting")
+        raise UsageError(f"check is set, which runs the transformer here, and {name} is too large for that: use handwriting")
     with init_world() as world:
         if world.size != config.gpus:
-            raise UsageError(f"--check runs on {world.size} process(es), but the plan is for {config.gpus} GPUs")
+            raise UsageError(f"check is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs")
         compared = compare(name, config, world)
         if world.is_main:
             rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}
@@ -70,9 +70,9 @@ def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
     """Return planned and measured bytes of a transformer's updates, on this rank.
 
     Args:
-        name: of a transformer that is small enough to run here.
-        config: of the plan.
-        world: process group.
+        name: name of a transformer that is small enough to run here.
+        config: plan to check.
+        world: process group that runs the updates.
     """
     model, device = MODELS[name], world.device
     module = model.build()
@@ -88,7 +88,7 @@ def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
         loss = engine.module(**batch, return_dict=False)[0].float().square().flatten(1).sum(1)
         return loss, Loss(loss.detach())
 
-    # Where something lies is not compared, so nothing is planned to be on the host.
+    # Devices are not compared, so the plan puts nothing on the host.
     anywhere = replace(config, engine=replace(config.engine, offload="none"))
     planned = plan(name, anywhere, device=device).update
     measured = measure(engine, items, torch.ones(count, device=device), loss_fn, micro_batch=micro_batch)
@@ -104,7 +104,7 @@ def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
 
 
 class Measured(NamedTuple):
-    """Bytes of a rank's part of what an engine holds, and of what an update allocates on top at its peak."""
+    """Bytes that an engine holds on a rank, and the peak that an update allocates beyond them."""
 
     parameters: int
     buffers: int
@@ -115,11 +115,11 @@ class Measured(NamedTuple):
 
 
 def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> Measured:
-    """Take two updates, and return the bytes of the second: the first makes the optimizer's state.
+    """Take two updates, and return the bytes of the second.
 
     Args:
-        engine: that has taken no update yet.
-        items, weight, loss_fn, micro_batch: as `engine.update` takes them; items as many on every rank.
+        engine: engine that has taken no update yet.
+        items, weight, loss_fn, micro_batch: as for `Engine.update`, with the same number of items on every rank.
     """
     gradients: list[int] = []
 
@@ -157,5 +157,5 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's part of tensors."""
+    """Return the bytes of this rank's parts of tensors."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Memory of a training phase in bytes: measured as live storages, and accounted for from shapes alone."""
+"""Memory of a training phase in bytes: measured from live storages, and computed from shapes alone."""
 
 import copy
 import math
@@ -25,20 +25,20 @@ Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to
 class LiveStorages(TorchDispatchMode):
     """Track the bytes of every storage that an operation reads or writes while the mode is on, and their largest sum.
 
-    A storage counts once however many tensors view it, from the first operation that touches it until it is freed, with
-    the size that it has after each operation: FSDP frees and fills storages by resizing them. It works on any device, and in
-    the backward pass, to whose threads PyTorch hands the mode. It does not see what an operation allocates and frees within
-    itself (workspaces), nor what an allocator holds beyond the sizes asked for.
+    A storage counts once, however many tensors view it, from the first operation that touches it until it is freed. It
+    counts with its size after each operation, because FSDP frees and fills storages by resizing them. The mode works on any
+    device and in the backward pass. It does not see memory that an operation allocates and frees internally (workspaces),
+    nor memory that an allocator holds beyond the requested sizes.
 
     Args:
-        exclude: tensors whose storages are not counted, whenever they are touched: what was there before.
-        meta: count the storages on the meta device, which would be allocated on another, and only those. Without it they
-            are passed over (PyTorch makes some to find out shapes).
+        exclude: tensors whose storages are not counted, e.g. those that existed before.
+        meta: whether only storages on the meta device are counted, as stand-ins for those of a real device. Otherwise they
+            are ignored, because PyTorch makes some to compute shapes.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = (), *, meta: bool = False) -> None:
         super().__init__()
-        # Held while the mode lives, so that no new storage takes an excluded one's id.
+        # Kept alive, so that no new storage gets the id of an excluded one.
         self._excluded = {id(storage): storage for storage in map(_storage, exclude)}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._meta, self._sum = meta, 0
@@ -52,12 +52,12 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back here as operations on its local tensors
+            return NotImplemented  # it returns here as operations on local tensors
         out = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, out)):
             if isinstance(leaf, Tensor):
                 self._track(_storage(leaf))
-        # Nothing resizes storages on the meta device, and to look at thousands after each operation takes long.
+        # Storages on the meta device are never resized, and summing thousands after each operation takes long.
         self.peak = max(self.peak, self._sum if self._meta else self.now)
         return out
 
@@ -72,27 +72,25 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, of a sharded one that of this rank's part."""
+    """Return the storage of a tensor, or of this rank's part if it is sharded."""
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 class Accounting(NamedTuple):
-    """Bytes by kind at the peak of a phase, on one rank's device; and apart what waits on its host."""
+    """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
 
-    parameters: (
-        int  # float32 masters of what is trained and of adapters, and the rest in the dtype of the computation; sharded
-    )
+    parameters: int  # sharded: float32 for trained ones and adapters, the dtype of the computation for the rest
     buffers: int  # on every rank
-    moments: int  # AdamW's two and its step counts, float32, sharded
+    moments: int  # state of the optimizer, sharded
     average: int  # float32, sharded
     reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
     gradients: int  # float32, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
-    unsharded_gradients: int  # what accumulated gradients take beyond `gradients`, in the dtype of the reduction
-    communication: int  # gradients of one unit (block or rest) as they were computed, and as they are reduced
+    unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
+    communication: int  # gradients of one unit (block or rest), as computed and as reduced
     activations: int  # of one micro-batch
-    trajectory: int  # what a rollout stored
+    trajectory: int  # tensors that a rollout stored
     host: int
 
     @property
@@ -115,31 +113,32 @@ def account(
     reference: bool = False,
     phase: Phase = "update",
 ) -> Accounting:
-    """Return the bytes that the engine holds on the first rank, which has the largest shards, at the peak of a phase.
+    """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
 
-    The peak of an update is at the start of the last micro-batch's backward pass, or in it. With P parameters, T of them
-    trained, in c bytes for the computation and g for the reduction, on R ranks of one replica:
+    The peak of an update is in the last micro-batch's backward pass. With P parameters, T of them trained, c bytes per value
+    for the computation, g for the reduction, and R ranks per replica:
 
-        parameters (4 T + c (P - T)) / R    moments 8 T / R    average 4 T / R    gradients 4 T / R
-        gathered c P with comm="keep"; else that of the module's rest and two blocks
+        parameters (4 T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients 4 T / R
+        gathered c P with comm="keep", else those of two blocks and of what is in no block
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
-    With offload="always" what is sharded is on the host; with "phases" moments, average and reference are, in a rollout.
+    With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
+    a rollout.
 
     Args:
-        module: what is trained, adapters included; on any device, not yet sharded.
-        blocks: its repeated blocks.
-        optimizer, engine: as the engine takes them.
-        device: to compute on; decides what compute="auto" is.
-        ranks: processes in all.
-        activations: bytes, see `activations`.
-        trajectory: bytes of what a rollout stored.
-        micro_batches: of an update.
-        reference: whether a frozen copy is kept for a KL term, as full fine-tuning needs it.
-        phase: "update" or "rollout": forward passes without gradient.
+        module: module to train, with its adapters, on any device and not sharded.
+        blocks: repeated blocks of the module.
+        optimizer, engine: configuration of the engine.
+        device: device of the computation, which decides compute="auto".
+        ranks: number of processes.
+        activations: bytes of activations, see `activations`.
+        trajectory: bytes of the tensors that a rollout stored.
+        micro_batches: number of micro-batches per update and rank.
+        reference: whether a frozen copy is kept for a KL term, as in full fine-tuning.
+        phase: "update", or "rollout" for forward passes without gradient.
 
     Raises:
-        ValueError: the ranks are no multiple of the replicas.
+        ValueError: `engine.replicas` does not divide the ranks.
     """
     if ranks % engine.replicas:
         raise ValueError(f"account: {ranks} ranks, expected a multiple of the {engine.replicas} replicas")
@@ -172,7 +171,7 @@ def account(
         buffers=sum(buffer.nbytes for buffer in module.buffers()),
         gathered=compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1),
         unsharded_gradients=max(0, accumulated - here["gradients"]),
-        # A single rank copies once more, to divide.
+        # A single rank makes one more copy, to divide.
         communication=(compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units) if update else 0,
         activations=activations,
         trajectory=trajectory,
@@ -191,16 +190,16 @@ def activations(
 ) -> int:
     """Return the peak bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
 
-    The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing: saved tensors and
-    temporary ones both count, each as long as it lives. Attention is taken to run in a fused kernel, which keeps no scores.
-    With context_parallel the result is divided by its degree.
+    The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing. Saved and
+    temporary tensors both count while they live. Attention is assumed to run in a fused kernel, which keeps no scores. With
+    context_parallel the result is divided by its degree.
 
     Args:
-        module: on the meta device, not yet sharded.
-        blocks: its repeated blocks.
-        forward: a forward pass of one micro-batch, whose inputs are on the meta device.
-        engine: as the engine takes it.
-        device: to compute on; decides what compute="auto" is.
+        module: module on the meta device, not sharded.
+        blocks: repeated blocks of the module.
+        forward: forward pass of one micro-batch, whose inputs are on the meta device.
+        engine: configuration of the engine.
+        device: device of the computation, which decides compute="auto".
         grad: whether a backward pass follows.
 
     Raises:
@@ -227,9 +226,9 @@ def activations(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """A forward function whose attention runs in a fused kernel on the meta device too, where PyTorch would not choose one.
+    """A forward function whose attention runs in a fused kernel on the meta device, where PyTorch would not choose one.
 
-    It is entered in the forward itself, because checkpointing runs that again in the backward pass.
+    The mode is entered in the forward itself, because checkpointing runs that again in the backward pass.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -255,7 +254,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention by a fused kernel, with the arguments of `scaled_dot_product_attention`."""
+    """Compute attention with a fused kernel; the arguments are those of `scaled_dot_product_attention`."""
     if enable_gqa:
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -267,23 +266,23 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:
-    """Return the number of values on the first rank: FSDP splits the first dimension, and no rank gets more than it."""
+    """Return the number of values on the first rank, which has the largest part of the first dimension."""
     return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in parameters)
 
 
 def _units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each unit of communication: the blocks, and last the module's rest."""
+    """Return the parameters of each unit of communication: the blocks, then what is in no block."""
     inside = [list(block.parameters()) for block in blocks]
     taken = {id(parameter) for unit in inside for parameter in unit}
     return [*inside, [parameter for parameter in module.parameters() if id(parameter) not in taken]]
 
 
 def _gathered(units: list[list[nn.Parameter]], *, keep: bool, ahead: bool) -> int:
-    """Return the number of values that are unsharded at a time: all, or the rest, a block and what is fetched ahead."""
+    """Return the largest number of unsharded values: all, or those of one block, the prefetched one and the rest."""
     *blocks, rest = [sum(parameter.numel() for parameter in unit) for unit in units]
     return rest + sum(sorted(blocks, reverse=True)[: None if keep else 2 if ahead else 1])
 
 
 def _largest_trained(units: list[list[nn.Parameter]]) -> int:
-    """Return the number of trained values of the unit that has most."""
+    """Return the number of trained values of the unit that has the most."""
     return max(sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units)

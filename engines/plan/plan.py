@@ -1,4 +1,4 @@
-"""`fluvial plan`: memory of a training run on paper, from the engine's own accounting, and the knobs that make it fit."""
+"""The plan of a training run: its memory from the engine's accounting, and the settings that make it fit."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.parallelize import EngineConfig
@@ -28,22 +28,23 @@ Train = Literal["full", "lora"]
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Work out the memory of training a transformer, on each GPU, without running it.
+    """Compute the memory of training a transformer on each GPU, without running it.
 
     Args:
-        gpus: in all.
+        gpus: number of GPUs.
         train: full (all weights) or lora.
-        resolution: of images, in pixels a side; by default the model's.
-        micro_batch: samples a forward pass; by default the model's.
-        micro_batches: of an update, on each GPU.
-        reference: keep a frozen copy for a KL term; LoRA needs none, its reference is the model without adapters.
-        guidance: put both halves of classifier-free guidance through each forward pass.
-        samples: that a rollout makes on each GPU.
-        steps: of each that are stored.
-        memory_gib: of a GPU.
-        reserve_gib: kept free for what is not counted: CUDA and NCCL, gaps in the allocator, decoder, text encoders, reward.
-        table: print what to turn on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
-        check: run an update here and compare its memory with the plan's; only the built-in model has weights for that.
+        resolution: side of the images in pixels; by default the model's.
+        micro_batch: number of samples per forward pass; by default the model's.
+        micro_batches: number of micro-batches per update on each GPU.
+        reference: whether a frozen copy is kept for a KL term. LoRA needs none: its reference is the model without adapters.
+        guidance: whether both halves of classifier-free guidance are in each forward pass.
+        samples: number of samples per rollout on each GPU.
+        steps: number of stored steps per sample.
+        memory_gib: memory of a GPU in GiB.
+        reserve_gib: GiB left free for what is not counted: CUDA and NCCL, gaps in the allocator, decoder, text encoders,
+            rewards.
+        table: whether to print the settings that fit on 1, 8 and 64 GPUs instead, for LoRA and full fine-tuning.
+        check: whether to run updates here and compare their memory with the plan; for the built-in model only.
     """
 
     gpus: int = 1
@@ -64,21 +65,18 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        check_number("plan", "gpus", self.gpus, low=1)
-        check_number("plan", "micro_batches", self.micro_batches, low=1)
-        check_number("plan", "samples", self.samples, low=1)
-        check_number("plan", "steps", self.steps, low=1)
-        if self.micro_batch is not None:
-            check_number("plan", "micro_batch", self.micro_batch, low=1)
-        check_number("plan", "memory_gib", self.memory_gib, low=0)
-        check_number("plan", "reserve_gib", self.reserve_gib, low=0)
+        least_1 = (1, math.inf)
+        check_fields(
+            self, "", gpus=least_1, micro_batches=least_1, samples=least_1, steps=least_1, micro_batch=least_1,
+            memory_gib=(0, math.inf), reserve_gib=(0, math.inf),
+        )  # fmt: skip
         if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
-            raise ValueError(f"plan: resolution is {self.resolution}, expected a multiple of 16")
+            raise ValueError(f"resolution is {self.resolution}, expected a multiple of 16")
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if self.gpus % degree:
-                raise UsageError(f"plan: engine.{name} is {degree}, expected a divisor of the {self.gpus} GPUs")
+                raise UsageError(f"engine.{name} is {degree}, expected a divisor of the {self.gpus} GPUs")
         if self.table and self.check:
-            raise UsageError("plan: table and check are two questions, ask one")
+            raise UsageError("table and check are both set: ask one question at a time")
 
 
 class Plan(NamedTuple):
@@ -95,14 +93,14 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for them, beside the reserve."""
+        """Whether they fit beside the reserve."""
         return self.need <= (self.config.memory_gib - self.config.reserve_gib) * GIB
 
 
-Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # by the flags that turn them
+Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
 
-# What to turn for memory, in the order of what it costs: first a second forward pass, then more communication, then the
-# host's bandwidth, then what can be learned.
+# Settings that save memory, cheapest first: a second forward pass, more communication, the host's bandwidth, and last the
+# number of trained parameters.
 ENGINE_KNOBS: Knobs = {
     "--engine.checkpointing block": lambda config: replace(config, engine=replace(config.engine, checkpointing="block")),
     "--engine.comm reshard": lambda config: replace(config, engine=replace(config.engine, comm="reshard")),
@@ -113,10 +111,15 @@ KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": lambda config: replace(config, t
 
 
 def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
-    """Return the memory of training a transformer on each of a number of devices of a kind.
+    """Return the memory of training a transformer on each device.
+
+    Args:
+        name: name of the transformer in the catalogue.
+        config: plan.
+        device: device of the computation, which decides engine.compute="auto".
 
     Raises:
-        UsageError: no such transformer is known, it has no other resolution, or its tokens cannot be split.
+        UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
     """
     check_known(name)
     model = MODELS[name]
@@ -125,7 +128,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
     module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
-        raise UsageError(f"engine: context_parallel is {degree}, but diffusers has no plan for the tokens of {name}")
+        raise UsageError(f"engine.context_parallel is {degree}, but diffusers has no plan for the tokens of {name}")
     halves = 2 if config.guidance else 1
     inputs = model.inputs(1, resolution)
     latent = inputs["hidden_states"].nbytes
@@ -144,7 +147,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
                 name,
                 config.train,
                 config.lora,
-                # Nothing else of the engine changes what is computed.
+                # No other setting of the engine changes activations.
                 engine=EngineConfig(
                     checkpointing=config.engine.checkpointing if update else "none",
                     compute=config.engine.compute,
@@ -155,7 +158,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
                 resolution=resolution,
                 grad=update,
             ),
-            # The sample before and after each step, and once what it is conditioned on, in float32.
+            # The sample before and after each step, and its conditioning once, in float32.
             trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
             micro_batches=config.micro_batches,
             reference=config.reference and config.train == "full",
@@ -166,13 +169,13 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
 
 
 def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
-    """Return the flags that make a configuration fit, and its plan with them; if nothing does, that with all of them.
+    """Return the flags that make a configuration fit, and its plan with them. If none do, return all flags and their plan.
 
-    Of the combinations that fit it is the one whose dearest knob is cheapest, then whose second dearest is, and so on.
+    Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
     """
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
     for choice in product((False, True), repeat=len(left)):
-        # The product's first factor changes last, and that must be the dearest.
+        # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
         candidate = config
         for flags in turned:
@@ -184,7 +187,7 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
 
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
-    """Print the plan of a configuration, and what to turn if it does not fit."""
+    """Print the plan of a configuration, and the flags that make it fit if it does not."""
     found = plan(name, config)
     unit = _unit(found.need)
     rows = {
@@ -211,7 +214,7 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
 
 
 def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
-    """Print the cheapest flags that fit for LoRA and full fine-tuning on 1, 8 and 64 GPUs, where the engine divides them."""
+    """Print the cheapest flags that fit for LoRA and full fine-tuning on 1, 8 and 64 GPUs."""
     trains: tuple[Train, Train] = ("lora", "full")
     degree = math.lcm(config.engine.replicas, config.engine.context_parallel)
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
@@ -228,7 +231,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
             unit.of(max(phase.host for phase in phases)),
         )
     room = f"{config.memory_gib:g} GiB with {config.reserve_gib:g} GiB kept free"
-    console.print(f"{name}: what to turn so that it fits into {room}", highlight=False)
+    console.print(f"{name}: flags with which it fits into {room}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("flags", "update", "rollout", "host"), rows), highlight=False)
 
 
@@ -248,14 +251,14 @@ def _unit(largest: int) -> Unit:
 
 
 def check_known(name: str) -> None:
-    """Raise UsageError unless there is a transformer of a name to plan for."""
+    """Raise UsageError unless the transformer is in the catalogue."""
     if name not in MODELS:
-        raise UsageError(f"plan knows no transformer {name!r}, expected one of {', '.join(MODELS)} (fluvial --help)")
+        raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
 
 
 @cache
 def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
-    """Return the transformer on the meta device, with adapters if they are what is trained."""
+    """Return the transformer on the meta device, with adapters if only they are trained."""
     with torch.device("meta"):
         module = MODELS[name].build()
     if train == "lora":
@@ -275,7 +278,7 @@ def _activations(
     resolution: int,
     grad: bool,
 ) -> int:
-    """Return the peak bytes of the activations; each takes seconds to find for a large transformer."""
+    """Return the peak bytes of the activations. It takes seconds for a large transformer."""
     model, module = MODELS[name], _module(name, train, lora)
     inputs = model.inputs(samples, resolution)
 

@@ -1,1 +1,1 @@
-"""What a person sees of a run: images, plots, progress."""
+"""Images, plots and progress of a run."""

@@ -1,4 +1,4 @@
-"""Captioned grids of samples for people to look at."""
+"""Captioned grids of samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +26,9 @@ def sheet_of(
         images: `[n, C, H, W]` in [0, 1].
         prompts: n captions.
         scores: `[n]`.
-        title: written above.
-        columns: number of images per row.
-        width: of a image, about, in pixels.
+        title: text above the grid.
+        columns: images per row.
+        width: approximate width of an image, in pixels.
     """
     drawn = [as_image(image, width=width) for image in images]
     font = ImageFont.load_default(size=18)
@@ -51,7 +51,7 @@ def sheet_of(
 
 
 def join(path: Path, parts: Sequence[Path]) -> None:
-    """Write a PNG of other PNGs, one above the other; one that is gone is left out."""
+    """Write a PNG of other PNGs, one above the other. Missing files are left out."""
     stacked([Image.open(part) for part in parts if part.exists()]).save(path)
 
 

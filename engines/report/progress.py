@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, a line every few updates elsewhere."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,10 +12,10 @@ class RunProgress:
     """Progress over updates.
 
     Args:
-        console: where to; None is silent (all ranks but the first).
-        total: updates in all.
-        done: updates at the start.
-        every: updates between lines where there is no terminal.
+        console: console to write to; None is silent, for all ranks but the first.
+        total: number of updates of the run.
+        done: number of updates at the start.
+        every: number of updates between lines if the console is not a terminal.
     """
 
     def __init__(self, console: Console | None, *, total: int, done: int = 0, every: int = 10) -> None:
@@ -43,7 +43,7 @@ class RunProgress:
             self.bar.stop()
 
     def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float], *, updates: int = 1) -> None:
-        """Show `updates` more updates, their numbers and the seconds of their phases."""
+        """Advance by `updates`, and show their numbers and the seconds of their phases."""
         before, self.done = self.done, self.done + updates
         status = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
         status += "  " + " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())

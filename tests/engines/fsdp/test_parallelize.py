@@ -88,7 +88,7 @@ def test_blocks_that_are_alike_share_one_compiled_region(one: World) -> None:
 
 
 def test_compilation_decides_itself_what_it_keeps() -> None:
-    with pytest.raises(ValueError, match="checkpointing is selective and compile is on"):
+    with pytest.raises(ValueError, match=r"engine\.checkpointing is selective and engine\.compile is on"):
         EngineConfig(compile=True, checkpointing="selective")
 
 
@@ -127,7 +127,7 @@ def test_an_attention_backend_is_set_or_refused(one: World) -> None:
     blocks: Any = net.transformer_blocks
     assert {block.attn.processor._attention_backend for block in blocks} == {"native"}
     for module, backend, says in (
-        (tiny_transformers.flux(), "no_such", "attention no_such cannot be used"),
+        (tiny_transformers.flux(), "no_such", "engine.attention is no_such, which cannot be used"),
         (Handwriting(weights=None).build(), "native", "attention is native, but SD3Transformer2DModel does not choose"),
         (Net(), "native", "attention is native, but Net does not choose"),
     ):

@@ -160,7 +160,7 @@ def test_large_transformers_fit_with_what_the_plan_says() -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     """In one line."""
-    with pytest.raises(UsageError, match="knows no transformer 'sd4'"):
+    with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
     with pytest.raises(UsageError, match="images of one size only"):
         plan("handwriting", PlanConfig(resolution=64))

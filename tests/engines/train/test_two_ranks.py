@@ -70,7 +70,7 @@ def test_nan_on_one_rank_skips_the_step_on_both(result: dict[str, Any]) -> None:
 def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
     """With its own message there, and a pointer to it here."""
     assert result["messages"] == [
-        "ElsewhereError: rank 1 gave up; its own message says why",
+        "ElsewhereError: rank 1 failed; its own message says why",
         "RunError: rank 1: out of paper",
     ]
 
