@@ -198,7 +198,7 @@ def test_a_module_of_torch_is_written_without_config(tmp_path: Path, one: World)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "choose one of them or merge=True"),
+        ({}, "name one with `adapter`, or set merge=True"),
         ({"adapter": "ref"}, "there is no adapter ref: the module has default, old"),
         ({"merge": True, "average": {"nowhere": torch.zeros(2)}}, r"nowhere has shape \[2\], the module has nothing there"),
         ({"merge": True, "average": {"proj_out.weight": torch.zeros(2)}}, r"shape \[2\], the module has \[4, 64\]"),
