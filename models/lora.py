@@ -22,9 +22,9 @@ class LoraConfig:
     """A low-rank adapter: W + (alpha / rank) B A, with A and B trained and W frozen (arXiv 2106.09685).
 
     Args:
-        rank: rank of A and B.
-        alpha: scale of the adapter; its output is multiplied by alpha / rank.
-        targets: suffixes of the names of the adapted linear layers, e.g. to_q; None takes the model's own.
+        rank: Rank of the factors A and B.
+        alpha: Scale of the adapter; its output is multiplied by alpha / rank.
+        targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
     """
 
     rank: int = 16

@@ -24,20 +24,20 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule, gradient clipping and moving average of the weights.
 
     Args:
-        name: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second moment and
-            no first, arXiv 1804.04235); or sgd.
-        lr: peak learning rate.
-        betas: decay per update of Adam's first and second moment; the first one is sgd's momentum.
-        eps: term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
+        name: Optimizer: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second
+            moment and no first, arXiv 1804.04235); or sgd.
+        lr: Peak learning rate.
+        betas: Decay per update of Adam's first and second moment; the first one is sgd's momentum.
+        eps: Term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
             shrinks: policy gradients of RMS 5e-9 occur, and 1e-8 then freezes training without an error.
-        weight_decay: decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
-        schedule: learning rate after the warm-up: constant, or cosine down to the floor.
-        warmup: updates over which the learning rate rises linearly to its peak; update 1 of 4 is taken at a quarter.
-        warmup_ratio: warm-up as a fraction of all updates, instead of `warmup`.
-        min_lr_ratio: floor of the cosine schedule, as a fraction of `lr`.
-        max_grad_norm: bound that the gradient's norm over all parameters and ranks is clipped to.
-        ema_decay: decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
-        max_skipped: number of updates in a row with a gradient that is not finite, after which the run stops.
+        weight_decay: Decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
+        schedule: Learning rate after the warm-up: constant, or cosine down to the floor.
+        warmup: Number of updates in which the learning rate rises linearly to its peak; update 1 of 4 has a quarter of it.
+        warmup_ratio: Warm-up as a fraction of all updates, instead of a number of updates.
+        min_lr_ratio: Floor of the cosine schedule, as a fraction of the peak learning rate.
+        max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
+        ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
+        max_skipped: Number of updates in a row with a gradient that is not finite, after which the run stops.
     """
 
     name: OptimizerName = "adamw"

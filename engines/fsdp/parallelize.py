@@ -36,26 +36,26 @@ class EngineConfig:
     """Sharding, precision, checkpointing and offload of a module.
 
     Args:
-        comm: communication of parameters. "keep" gathers them once per update and keeps them unsharded until its last
-            backward pass; "reshard" frees them after each use and gathers them again, which takes the least memory.
-        grad_sync: synchronisation of gradients. "last" reduces them once per update and holds them unsharded until then;
+        comm: When parameters are gathered: "keep" gathers them once per update and keeps them unsharded until its last
+            backward pass; "reshard" frees them after each use and gathers them again.
+        grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
             "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
-        replicas: number of copies of the sharded module, each on its part of the ranks (hybrid sharding); 1 shards over all
+        replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
             ranks.
-        context_parallel: number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
-            by diffusers); 1 gives every rank its own samples.
-        compute: dtype of the gathered parameters and the computation: float32, bfloat16, or auto (bfloat16 on CUDA, float32
-            on a CPU). Trained parameters and all adapters have float32 masters; frozen parameters are held in this dtype.
-            Numbers per sample (noise levels, timesteps) keep their dtype.
-        reduce: dtype in which gradients are reduced.
-        checkpointing: activations kept for the backward pass; the rest is computed again. "none" keeps all, "block" the
-            inputs of each block, "selective" also the results of attention and of every second matrix product.
-        offload: "always" keeps the shards of parameters, gradients and optimizer state on the CPU and moves them as needed;
-            "phases" moves to the CPU what a phase of training does not use, e.g. the optimizer state during a rollout.
-        compile: whether the repeated blocks are compiled (torch.compile, one region for blocks that are alike). Rollout and
-            update are then two programs, which may round differently.
-        attention: attention backend of diffusers, e.g. native, flash, _native_cudnn; by default the model's.
-        deterministic: whether torch uses deterministic algorithms only, and raises for operations that have none.
+        context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
+            by diffusers); 1 gives every rank samples of its own.
+        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
+            CUDA). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers per
+            sample (noise levels, timesteps) keep theirs.
+        reduce: Dtype that gradients are reduced in.
+        checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
+            each block's inputs alone; "selective" keeps attention and every second matrix product as well.
+        offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
+            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
+        compile: Compile the repeated blocks (torch.compile, one region for all of them). Rollout and update are then two
+            programs, which may round differently.
+        attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
+        deterministic: Let torch use deterministic algorithms only, and raise for operations that have none.
     """
 
     comm: Literal["keep", "reshard"] = "keep"

@@ -31,20 +31,23 @@ class PlanConfig:
     """Compute the memory of training a transformer on each GPU, without running it.
 
     Args:
-        gpus: number of GPUs.
-        train: full (all weights) or lora.
-        resolution: side of the images in pixels; by default the model's.
-        micro_batch: number of samples per forward pass; by default the model's.
-        micro_batches: number of micro-batches per update on each GPU.
-        reference: whether a frozen copy is kept for a KL term. LoRA needs none: its reference is the model without adapters.
-        guidance: whether both halves of classifier-free guidance are in each forward pass.
-        samples: number of samples per rollout on each GPU.
-        steps: number of stored steps per sample.
-        memory_gib: memory of a GPU in GiB.
-        reserve_gib: GiB left free for what is not counted: CUDA and NCCL, gaps in the allocator, decoder, text encoders,
-            rewards.
-        table: whether to print the settings that fit on 1, 8 and 64 GPUs instead, for LoRA and full fine-tuning.
-        check: whether to run updates here and compare their memory with the plan; for the built-in model only.
+        gpus: Number of GPUs in all.
+        train: Weights that are trained: full (all of them) or lora.
+        resolution: Height and width of the images, in pixels; by default the model's.
+        micro_batch: Number of samples per forward pass; by default the model's.
+        micro_batches: Number of micro-batches per update, on each GPU.
+        reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
+        guidance: Put both halves of classifier-free guidance through each forward pass.
+        samples: Number of samples per rollout, on each GPU.
+        steps: Number of steps that are stored per sample.
+        memory_gib: Memory of a GPU, in GiB.
+        reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, decoder, text
+            encoders, reward.
+        table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
+        check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
+        lora: Low-rank adapter, where that is what is trained.
+        optimizer: Optimizer, whose state is counted.
+        engine: Sharding, precision, checkpointing and offload.
     """
 
     gpus: int = 1

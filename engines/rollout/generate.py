@@ -35,10 +35,10 @@ class Guidance:
     """Classifier-free guidance of every step, arXiv 2207.12598.
 
     Args:
-        scale: g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
-        negative: negative prompt, which the samples are guided away from; for most models the empty one.
-        forwards: one forward pass for both halves, or two, which take less memory.
-        gradient: halves that the gradient flows through in training, both or the conditional one.
+        scale: Scale g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
+        negative: Negative prompt, which the samples are guided away from; for most models the empty one.
+        forwards: Number of forward passes for the two halves: one, or two, which take less memory.
+        gradient: Halves that the gradient flows through in training, both or the conditional one.
     """
 
     scale: float = 1.0

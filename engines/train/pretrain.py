@@ -37,7 +37,7 @@ class PretrainConfig:
 
     Args:
         out: Folder for the weights.
-        model: handwriting (a transformer, by flow matching) or handwriting-unet (a UNet, by denoising).
+        model: Model to train: handwriting (a transformer, by flow matching) or handwriting-unet (a UNet, by denoising).
         seed: Seed of everything random.
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.

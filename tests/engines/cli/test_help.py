@@ -1,0 +1,90 @@
+"""Every flag's help is a sentence that stands alone, and a recipe's help says where the recipe comes from."""
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import docstring_parser
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.eval import EvalConfig
+from fluvial.engines.cli.parse import field_names
+from fluvial.engines.cli.preferences import PreferencesConfig
+from fluvial.engines.cli.sample import PipelineSampleConfig, SampleConfig
+from fluvial.engines.plan.plan import PlanConfig
+from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining
+from fluvial.engines.train.recipes import RECIPES
+
+CONFIGS: dict[str, Any] = {
+    **{f"train {name}": recipe() for name, recipe in RECIPES.items()},
+    "pretrain handwriting": handwriting_pretraining(),
+    "pretrain handwriting-unet": handwriting_unet_pretraining(),
+    "eval handwriting": EvalConfig(),
+    "sample handwriting": SampleConfig(),
+    "sample folder/pipeline": PipelineSampleConfig(),
+    "preferences handwriting": PreferencesConfig(Path("x")),
+    "plan handwriting": PlanConfig(),
+}
+
+
+def explained(config: Any) -> dict[str, str]:
+    """Return the help of each field of a config and of those in it, as the class's docstring has it, by dotted name."""
+    texts = {}
+    written = {param.arg_name: param.description for param in docstring_parser.parse(type(config).__doc__ or "").params}
+    for field in dataclasses.fields(config):
+        texts[field.name] = " ".join((written.get(field.name) or "").split())
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            texts.update({f"{field.name}.{name}": text for name, text in explained(value).items()})
+    return texts
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_the_help_of_every_flag_is_a_sentence(command: str) -> None:
+    """It begins with a capital letter, a number or a quoted value, ends with a period, and says more than the name."""
+    texts = explained(CONFIGS[command])
+    assert set(field_names(CONFIGS[command])) <= set(texts)
+    wrong = {
+        name: text for name, text in texts.items() if not re.fullmatch(r"[A-Z0-9\"].*[.]", text) or len(text.split()) < 3
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("command", [command for command in CONFIGS if "/" not in command])
+def test_the_help_of_a_command_shows_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    missing = [name for name in field_names(CONFIGS[command]) if not re.search(rf"--(no-)?{re.escape(flag(name))}\b", shown)]
+    assert not missing
+
+
+def flag(name: str) -> str:
+    """Return a field's flag without its dashes."""
+    return name.replace("_", "-")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_help_of_a_recipe_begins_with_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the paper."""
+    cli.run(["train", name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    about = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
+    assert about[:200] in shown
+    assert re.search(r"\b\d{4}\.\d{5}\b", about)
+
+
+def test_the_help_of_a_recipe_does_not_wait_for_model_libraries() -> None:
+    """Their imports take several seconds; a fresh process, as a person starts one."""
+    heavy = "diffusers", "transformers", "peft", "sklearn", "matplotlib", "torch._dynamo", "tensorboard"
+    code = (
+        "import sys, fluvial.engines.cli.main as cli\nassert cli.run(['train', 'grpo', '--help']) == 0\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
