@@ -42,8 +42,8 @@ class Buffer(NamedTuple):
 def allocate(parameter: DTensor, buffer: Buffer) -> DTensor:
     """Return a tensor of zeros for the state of a sharded parameter."""
     shard = parameter.to_local()
-    shape = (shard.shape[0], *buffer.shape[1:]) if buffer.sharded else buffer.shape
-    if buffer.quantised and math.prod(shape):
+    shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
+    if buffer.quantised and 0 not in shape:
         from torchao.optim.subclass_8bit import OptimState8bit
 
         local = OptimState8bit.zeros(shape, buffer.bits == "signed8", BLOCK, shard.device, dtype=torch.float32)

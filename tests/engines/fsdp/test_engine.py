@@ -157,7 +157,8 @@ def test_a_restored_engine_goes_on_to_the_bit(one: World, tmp_path: Path) -> Non
 
     straight = built(0)
     assert steps(straight, 8) == pytest.approx([0.01 * rate for rate in RATES])
-    first, told = built(0), {"fingerprint": {}, "world": one}
+    first = built(0)
+    told: dict[str, Any] = {"fingerprint": {}, "world": one}
     steps(first, 3)
     path = checkpoint.save(tmp_path, first.state(), {"counters": first.counters()}, update=3, keep=1, **told)
     second = built(1)
