@@ -1,0 +1,304 @@
+"""How a resolved run is compared with its publication: what fluvial does for each setting, and why it may differ."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.published.runs import PublishedRun
+
+# hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
+# come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
+Kind = Literal["hardware", "precision", "reward", "model", "method"]
+Reader = Callable[[TrainConfig, PublishedRun], Any]
+
+
+class Deviation(NamedTuple):
+    """A setting that fluvial does not run as published."""
+
+    field: str
+    published: Any
+    ours: Any  # None where fluvial has no such setting
+    kind: Kind
+    why: str
+
+
+def _sampler(config: TrainConfig, run: PublishedRun) -> str:
+    rollout = config.rollout
+    if rollout.sampler_name == "ode":
+        return "dpm2_ode" if rollout.solver == "dpmpp_2m" else "euler_ode"
+    return "ddim_eta" if rollout.sampler_name == "ddim" else rollout.sampler_name
+
+
+def _trained_steps(config: TrainConfig, run: PublishedRun) -> int:
+    rollout = config.rollout
+    recorded = rollout.window_size
+    if rollout.rule.last_step_is_deterministic and rollout.window is None and rollout.window_range[1] == rollout.steps:
+        recorded -= rollout.form != "unscaled"
+    return rollout.trained_of(recorded)
+
+
+def _selection(config: TrainConfig, run: PublishedRun) -> str:
+    rollout, trained = config.rollout, _trained_steps(config, run)
+    if rollout.window is not None:
+        return "window"
+    if rollout.fraction < 1:
+        return rollout.pick
+    return "all_but_last" if trained == rollout.steps - 1 else "all"
+
+
+def _window(config: TrainConfig, run: PublishedRun) -> int | str:
+    if config.rollout.is_deterministic:
+        return 0
+    return "all" if config.rollout.window is None else config.rollout.window
+
+
+def _range(config: TrainConfig, run: PublishedRun) -> list[int]:
+    return list(config.rollout.window_range)
+
+
+def _last_step(config: TrainConfig, run: PublishedRun) -> bool:
+    rollout = config.rollout
+    if rollout.window_range[1] < rollout.steps:
+        return False
+    if rollout.fraction < 1 and rollout.pick == "first":
+        return False
+    return not (rollout.rule.last_step_is_deterministic and rollout.form != "unscaled")
+
+
+def _fraction(config: TrainConfig, run: PublishedRun) -> Any:
+    """Return the published fraction where it yields as many trained steps, or levels per sample, as fluvial trains on."""
+    trained = run.settings.get("trained_steps_per_sample", run.settings.get("noise_levels_per_sample"))
+    on_steps = config.objective.traits.trains_on == "steps"
+    ours = _trained_steps(config, run) if on_steps else config.noising.each
+    return run.settings["timestep_fraction"] if trained in (ours, None) else ours / config.rollout.steps
+
+
+def _guidance_kind(config: TrainConfig, run: PublishedRun) -> str:
+    """Return what fluvial does: FLUX's network takes the scale as an input, Qwen-Image's adapter keeps CFG's lengths."""
+    if config.rollout.guidance.scale == 1:
+        return "distilled" if "FLUX" in run.model else "none"
+    return "true_cfg_renorm" if "Qwen" in run.model else "cfg"
+
+
+def _guidance_scale(config: TrainConfig, run: PublishedRun) -> Any:
+    if run.settings.get("guidance_kind") in ("distilled", "none", None):
+        return run.settings["train_guidance_scale"]  # an input of the network, or without effect
+    return config.rollout.guidance.scale
+
+
+def _per_rollout(interval: Callable[[TrainConfig], int]) -> Reader:
+    return lambda config, run: interval(config) / config.updates_per_rollout
+
+
+def _epochs(config: TrainConfig, run: PublishedRun) -> Any:
+    published = run.settings["total_epochs"]
+    if published == "open" or "total_updates" in run.settings:
+        return published  # stopped by hand, or the other number counts
+    return config.updates / config.updates_per_rollout
+
+
+def _total(config: TrainConfig, run: PublishedRun) -> Any:
+    published = run.settings["total_updates"]
+    return (
+        published
+        if published // config.updates_per_rollout == config.updates // config.updates_per_rollout
+        else config.updates
+    )
+
+
+def _ema_ramp(config: TrainConfig, run: PublishedRun) -> str:
+    return "none"
+
+
+def _targets(config: TrainConfig, run: PublishedRun) -> Any:
+    return list(config.lora.targets or ())
+
+
+READERS: dict[str, Reader] = {
+    "resolution_height": lambda config, run: config.pipeline.height,
+    "resolution_width": lambda config, run: config.pipeline.width,
+    "num_frames": lambda config, run: config.pipeline.frames,
+    "train_sampling_steps": lambda config, run: config.rollout.steps,
+    "eval_sampling_steps": lambda config, run: config.rollout.steps,
+    "train_guidance_scale": _guidance_scale,
+    "eval_guidance_scale": _guidance_scale,
+    "guidance_kind": _guidance_kind,
+    "cfg_in_training_forward": lambda config, run: config.rollout.guidance.scale != 1,
+    "sampler": _sampler,
+    "noise_level": lambda config, run: config.rollout.eta,
+    "sde_window_size": _window,
+    "sde_window_range": _range,
+    "trained_steps_per_sample": _trained_steps,
+    "trained_steps_selection": _selection,
+    "timestep_fraction": _fraction,
+    "last_step_trained": _last_step,
+    "shared_initial_noise": lambda config, run: config.rollout.shared_noise,
+    "prompts_per_rollout": lambda config, run: config.rollout.prompts,
+    "samples_per_prompt": lambda config, run: config.rollout.group,
+    "samples_per_rollout": lambda config, run: config.rollout.batch,
+    "samples_per_update": lambda config, run: config.rollout.batch / config.minibatches,
+    "updates_per_rollout": lambda config, run: config.minibatches,
+    "inner_epochs": lambda config, run: config.epochs,
+    "micro_batch_per_gpu": lambda config, run: config.micro_batch,
+    "ratio_clip_low": lambda config, run: _objective_field(config, "clip_low", "clip"),
+    "ratio_clip_high": lambda config, run: _objective_field(config, "clip_high", "clip"),
+    "advantage_center": lambda config, run: "group",
+    "advantage_scale": lambda config, run: {"batch": "global"}.get(config.advantage.scale, config.advantage.scale),
+    "advantage_std_ddof": lambda config, run: config.advantage.ddof,
+    "advantage_eps": lambda config, run: config.advantage.eps,
+    "advantage_clip": lambda config, run: getattr(config.objective, "adv_clip", config.advantage.clip),
+    "zero_advantage_filter": lambda config, run: config.advantage.drop_zero,
+    "kl_coef": lambda config, run: config.kl.coef,
+    "optimizer": lambda config, run: {"adamw": "AdamW", "adafactor": "Adafactor"}[config.optimizer.name],
+    "learning_rate": lambda config, run: config.optimizer.lr,
+    "adam_beta1": lambda config, run: config.optimizer.betas[0],
+    "adam_beta2": lambda config, run: config.optimizer.betas[1],
+    "adam_eps": lambda config, run: config.optimizer.eps,
+    "weight_decay": lambda config, run: config.optimizer.weight_decay,
+    "max_grad_norm": lambda config, run: config.optimizer.max_grad_norm,
+    "lr_warmup_steps": lambda config, run: config.optimizer.warmup,
+    "ema_enabled": lambda config, run: config.optimizer.ema_decay > 0,
+    "ema_decay": lambda config, run: config.optimizer.ema_decay,
+    "ema_ramp": _ema_ramp,
+    "finetune": lambda config, run: config.train,
+    "lora_rank": lambda config, run: config.lora.rank,
+    "lora_alpha": lambda config, run: config.lora.alpha,
+    "lora_targets": _targets,
+    "total_epochs": _epochs,
+    "total_updates": _total,
+    "save_interval": _per_rollout(lambda config: config.checkpoint_every),
+    "eval_interval": _per_rollout(lambda config: config.eval_every),
+    "seed": lambda config, run: config.seed,
+    "noise_levels_per_sample": lambda config, run: config.noising.each,
+}
+
+
+def _objective_field(config: TrainConfig, *names: str) -> Any:
+    return next((getattr(config.objective, name) for name in names if hasattr(config.objective, name)), None)
+
+
+EVALUATION: tuple[Kind, str] = ("method", "evaluation takes the steps, guidance and solver of the rollout")
+KINDS: dict[str, tuple[Kind, str]] = {
+    **{name: ("method", "has no counterpart that gives this value") for name in READERS},
+    "eval_sampling_steps": EVALUATION,
+    "eval_guidance_scale": EVALUATION,
+    "guidance_kind": ("method", "guidance of this kind is not what the adapter does"),
+    "cfg_in_training_forward": ("method", "the update applies the guidance of the rollout"),
+    "sampler": ("method", "fluvial has no such sampler"),
+    "noise_level": ("method", "the sampler is another"),
+    "samples_per_rollout": ("hardware", "prompts times samples per prompt; the source's number follows from its GPUs"),
+    "samples_per_update": (
+        "hardware",
+        "the samples of a rollout divided by its updates; the source's follows from its GPUs",
+    ),
+    "updates_per_rollout": ("hardware", "the samples of a rollout do not divide by this number"),
+    "prompts_per_rollout": ("hardware", "the samples of a rollout divided by the samples per prompt"),
+    "samples_per_prompt": ("method", "a sample is compared with the others of its group, which has at least two"),
+    "kl_coef": ("method", "fluvial has no KL term of this kind"),
+    "advantage_center": ("method", "rewards are centred in their group"),
+    "advantage_scale": ("method", "fluvial has no such normalisation"),
+    "ema_ramp": ("method", "the decay of the moving average is constant"),
+    "noise_levels_per_sample": ("method", "levels are distinct steps of the sampling schedule, which has fewer"),
+}
+
+Missing = Callable[[Any, PublishedRun], Deviation | None]
+
+
+def _never(field: str, kind: Kind, why: str) -> Missing:
+    return lambda published, run: Deviation(field, published, None, kind, why)
+
+
+def _unless(field: str, matched: Callable[[Any], bool], kind: Kind, why: str) -> Missing:
+    """Return a rule that accepts the values which fluvial does by itself."""
+    return lambda published, run: None if matched(published) else Deviation(field, published, None, kind, why)
+
+
+def _dtype(field: str, *ours: str) -> Missing:
+    return _unless(field, lambda value: value in ours, "precision", f"fluvial computes this in {' or '.join(ours)}")
+
+
+MISSING: dict[str, Missing] = {
+    "eval_sampler": _unless(
+        "eval_sampler",
+        lambda value: value in ("euler_ode", "deterministic"),
+        "method",
+        "evaluation solves the ODE by Euler's method",
+    ),
+    "time_shift": _never("time_shift", "method", "the schedule is that of the pipeline's own scheduler"),
+    "sde_window_draw": _unless(
+        "sde_window_draw",
+        lambda value: value.startswith(
+            ("none", "range equals", "random start per trainer step", "random.seed(0)", "fixed steps")
+        ),
+        "method",
+        "a window of contiguous steps is drawn once per rollout, the same for all samples",
+    ),
+    "advantage_aggregation": _unless(
+        "advantage_aggregation",
+        lambda value: value in ("single", "weighted_reward_sum", "gdpo"),
+        "method",
+        "several rewards are summed by weight, or combined as in GDPO",
+    ),
+    "kl_kind": _unless(
+        "kl_kind",
+        lambda value: value in ("none", "mean_gaussian", "velocity_mse", "mask by per-step KL"),
+        "method",
+        "fluvial has the KL of the Gaussian steps and the squared distance of the predictions",
+    ),
+    "lr_schedule": _unless(
+        "lr_schedule",
+        lambda value: value.startswith(("constant", "cosine with T_max 1e10")),
+        "method",
+        "schedules are constant or cosine",
+    ),
+    "ema_interval": _unless("ema_interval", lambda value: value == 1, "method", "the moving average follows every update"),
+    "lora_init": _unless(
+        "lora_init", lambda value: value == "default", "method", "A is initialised as PEFT does by default"
+    ),
+    "precision_compute": _dtype("precision_compute", "bf16", "fp32"),
+    "precision_trainable": _dtype("precision_trainable", "fp32"),
+    "precision_base": _dtype("precision_base", "bf16", "fp32"),
+    "precision_vae": _dtype("precision_vae", "bf16", "fp32"),
+    "precision_text_encoder": _dtype("precision_text_encoder", "bf16", "fp32"),
+    "precision_logprob": _dtype("precision_logprob", "fp32"),
+    "text_max_length": _never(
+        "text_max_length", "method", "prompts have the length that the pipeline's own call gives them"
+    ),
+    "rewards": _unless(
+        "rewards",
+        lambda value: set(value) <= {"jpeg_compressibility"},
+        "reward",
+        "the reward is one of your own, as module:name",
+    ),
+    "dataset": _never("dataset", "reward", "prompts are a file of your own"),
+    "data_seed": _never("data_seed", "method", "prompts are drawn with the run's seed"),
+    "noise_level_draw": _unless(
+        "noise_level_draw",
+        lambda value: value == "logit_normal" or value.startswith(("random", "all ")),
+        "method",
+        "levels are random distinct steps of the sampling schedule, per sample",
+    ),
+    "loss_weighting": _unless(
+        "loss_weighting",
+        lambda value: value.startswith(
+            ("adaptive: divided by the mean absolute error", "divided by dt", "ghuber power 0.25")
+        ),
+        "method",
+        "fluvial has no such weight",
+    ),
+}
+# What a loss's own numbers are matched by: fields of the objective that `resolve` fills.
+MATCHED_EXTRA = {
+    "nft_beta", "nft_mix_beta", "old_policy_decay", "adaptive_weight_floor", "kl_mask_threshold", "dpo_beta", "beta",
+    "awm_weighting", "ghuber_power", "weighting_scheme", "loss_factor",
+}  # fmt: skip
+
+
+def _extra(published: dict[str, Any], run: PublishedRun) -> Deviation | None:
+    left = {name: value for name, value in published.items() if name not in MATCHED_EXTRA}
+    why = f"fluvial has no setting for {', '.join(left)}"
+    return Deviation("loss_extra", left, None, "method", why) if left else None
+
+
+MISSING["loss_extra"] = _extra
+NOT_SETTINGS: frozenset[str] = frozenset()

@@ -1,0 +1,255 @@
+"""Published runs as configurations of fluvial: each setting matched, or listed with the reason why it is not."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.losses import KLConfig
+from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.objectives.table import Awm, Clipped, Dpo, Dppo, Guard, Nft
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
+from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, READERS, Deviation
+from fluvial.engines.train.published.runs import PublishedRun
+from fluvial.models import LoraConfig
+
+OBJECTIVES: dict[str, str] = {
+    "Flow-GRPO": "clipped", "Flow-GRPO-Fast": "clipped", "Flow-CPS (GRPO)": "clipped", "DanceGRPO": "clipped",
+    "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
+    "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo",
+}  # fmt: skip
+SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
+SOLVERS: dict[str, Literal["euler", "dpmpp_2m"]] = {"dpm2_ode": "dpmpp_2m"}
+OPEN_ROLLOUTS = 1000  # of a run that was stopped by hand, or whose length is not stated
+
+
+class Resolved(NamedTuple):
+    """A published run as fluvial runs it."""
+
+    config: TrainConfig
+    deviations: tuple[Deviation, ...]
+
+
+def resolve(run: PublishedRun) -> Resolved:
+    """Return the configuration of a published run, and in what it differs from what was published.
+
+    A setting that the source does not state keeps the default of fluvial.
+
+    Raises:
+        UsageError: fluvial has no objective for the run's algorithm.
+    """
+    if run.algorithm not in OBJECTIVES:
+        raise UsageError(
+            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective: its settings are listed by "
+            f"fluvial runs {run.name}"
+        )
+    config = _config(run)
+    return Resolved(config, tuple(_deviations(run, config)))
+
+
+def _deviations(run: PublishedRun, config: TrainConfig) -> list[Deviation]:
+    found = []
+    for name, published in run.settings.items():
+        if name in NOT_SETTINGS:
+            continue
+        if name in MISSING:
+            if (deviation := MISSING[name](published, run)) is not None:
+                found.append(deviation)
+        elif not _same(ours := READERS[name](config, run), published):
+            kind, why = KINDS[name]
+            found.append(Deviation(name, published, ours, kind, why))
+    return found
+
+
+def _same(ours: Any, published: Any) -> bool:
+    if isinstance(published, float) and isinstance(ours, int | float):
+        return abs(ours - published) <= 1e-12 * abs(published)
+    return bool(ours == published)
+
+
+def _config(run: PublishedRun) -> TrainConfig:
+    s = run.settings
+    objective, rollout = _objective(run), _rollout(run)
+    on_steps = objective.traits.trains_on == "steps"
+    per_rollout = max(s.get("updates_per_rollout", 1), 1)
+    minibatches = per_rollout if rollout.batch % per_rollout == 0 else 1
+    epochs = s.get("inner_epochs", 1)
+    rollouts = s.get("total_epochs")
+    updates = s.get("total_updates") or (rollouts if isinstance(rollouts, int) else OPEN_ROLLOUTS) * minibatches * epochs
+    updates = max(updates // (minibatches * epochs), 1) * minibatches * epochs
+    return TrainConfig(
+        Path("runs") / run.name,
+        model=run.model,
+        seed=s.get("seed", 0),
+        updates=updates,
+        epochs=epochs,
+        minibatches=minibatches,
+        train=s.get("finetune", "lora"),
+        micro_batch=s.get("micro_batch_per_gpu", 8),
+        eval_every=_interval(s, "eval_interval") * minibatches * epochs,
+        eval_samples=32,
+        final_samples=64,
+        checkpoint_every=max(_interval(s, "save_interval") * minibatches * epochs, 1),
+        objective=objective,
+        rollout=rollout,
+        advantage=_advantage(s) if objective.traits.rewards == "advantages" else AdvantageConfig(),
+        noising=NoisingConfig() if on_steps else _noising(s, rollout),
+        kl=KLConfig(coef=_kl(s)) if objective.traits.takes_kl else KLConfig(),
+        optimizer=_optimizer(s),
+        lora=_lora(s),
+        pipeline=_pipeline(s),
+    )
+
+
+def _objective(run: PublishedRun) -> Objective:
+    s, extra = run.settings, run.settings.get("loss_extra", {})
+    clip = {
+        field: s[name] for field, name in (("clip_low", "ratio_clip_low"), ("clip_high", "ratio_clip_high")) if name in s
+    }
+    beta = extra.get("dpo_beta", extra.get("beta"))
+    builders: Mapping[str, Callable[[], Objective]] = {
+        "clipped": lambda: Clipped(**clip),
+        "guard": lambda: Guard(clip=s["ratio_clip_low"]) if "ratio_clip_low" in s else Guard(),
+        "dppo": lambda: Dppo(kl_threshold=extra.get("kl_mask_threshold", Dppo.kl_threshold)),
+        "nft": lambda: _nft(s, extra),
+        "awm": lambda: Awm(**clip, power=extra.get("ghuber_power", Awm.power)),
+        "dpo": lambda: Dpo() if beta is None else Dpo(beta=float(beta)),
+    }
+    return builders[OBJECTIVES[run.algorithm]]()
+
+
+def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
+    """Return the objective with the decay of the old policy that the run's text describes."""
+    values: dict[str, Any] = {
+        "beta": extra.get("nft_beta", extra.get("nft_mix_beta", 1.0)), "weight_min": extra.get("adaptive_weight_floor", 1e-5),
+        "adv_clip": s.get("advantage_clip", 5.0),
+    }  # fmt: skip
+    text = str(extra.get("old_policy_decay", "min(0.001*step, 0.5)"))
+    if linear := re.fullmatch(r"min\(([\d.]+)\*step, ([\d.]+)\)", text):
+        return Nft(**values, old="linear", old_rise=float(linear[1]), old_cap=float(linear[2]), old_unit="updates")
+    if delayed := re.match(r"0 until step (\d+), then ([\d.]+)\*\(step-\d+\), cap ([\d.]+)", text):
+        return Nft(
+            **values, old="delayed", old_delay=int(delayed[1]), old_rise=float(delayed[2]), old_cap=float(delayed[3]),
+            old_unit="updates",
+        )  # fmt: skip
+    if flat := re.match(r"flat (\d+), rate ([\d.]+), cap ([\d.]+)", text):
+        return Nft(
+            **values, old="delayed", old_delay=int(flat[1]), old_rise=float(flat[2]), old_cap=float(flat[3])
+        )  # fmt: skip
+    return Nft(**values)
+
+
+def _rollout(run: PublishedRun) -> RolloutConfig:
+    s = run.settings
+    steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
+    prompts = s.get("prompts_per_rollout") or max(s.get("samples_per_rollout", group) // group, 1)
+    guidance = Guidance(
+        scale=_scale(s), gradient="both" if s.get("cfg_in_training_forward", True) else "conditional"
+    )  # fmt: skip
+    common: dict[str, Any] = {"prompts": prompts, "group": max(group, 2), "steps": steps, "guidance": guidance}
+    sampler = SAMPLERS.get(s.get("sampler", ""))
+    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo")
+    if sampler is None and trains_on_steps:
+        sampler = "flow_sde"
+    if sampler is None or not trains_on_steps:
+        return RolloutConfig(**common, sampler="ode", eta=0.0, solver=SOLVERS.get(s.get("sampler", ""), "euler"))
+    config = RolloutConfig(
+        **common,
+        sampler=sampler,
+        eta=s.get("noise_level") or 0.7,
+        shared_noise=s.get("shared_initial_noise", False),
+        form="unscaled" if sampler == "cps" else "density",
+    )
+    return _steps(config, s)
+
+
+def _steps(config: RolloutConfig, s: Mapping[str, Any]) -> RolloutConfig:
+    """Return the rollout with its stochastic and its trained steps."""
+    size, (low, high) = s.get("sde_window_size", "all"), s.get("sde_window_range", (0, config.steps))
+    if isinstance(size, int) and size > 0:
+        if "always start 3" in s.get("sde_window_draw", ""):
+            low, high = 3, 3 + size
+        return replace(config, window=size, window_low=low, window_high=min(high, config.steps))
+    trained, fraction = s.get("trained_steps_per_sample"), s.get("timestep_fraction", 1.0)
+    if s.get("trained_steps_selection") == "all_but_last" or config.sampler == "dance_sde":
+        # The last step is left out and the clean estimate decoded, which is an ODE step to the end.
+        config = replace(config, window_high=config.steps - 1)
+    recorded = config.window_range[1] - config.window_low
+    if trained is None or trained >= recorded:
+        return config
+    pick: Literal["first", "random"] = "random" if s.get("trained_steps_selection") == "random" else "first"
+    exact = replace(config, fraction=fraction, pick=pick) if fraction < 1 else config
+    if fraction < 1 and exact.trained_of(recorded) == trained:
+        return exact
+    return replace(config, fraction=trained / recorded, pick=pick)
+
+
+def _scale(s: Mapping[str, Any]) -> float:
+    """Return the scale of classifier-free guidance; 1 where there is none, or the network takes the scale as an input."""
+    return float(s.get("train_guidance_scale", 1.0)) if s.get("guidance_kind") in ("cfg", "true_cfg_renorm") else 1.0
+
+
+def _interval(s: Mapping[str, Any], name: str) -> int:
+    value = s.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _kl(s: Mapping[str, Any]) -> float:
+    return float(s.get("kl_coef", 0.0)) if s.get("kl_kind", "none") in ("mean_gaussian", "velocity_mse") else 0.0
+
+
+def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
+    return AdvantageConfig(
+        scale={"group": "group", "global": "batch"}.get(s.get("advantage_scale", "group"), "group"),  # type: ignore[arg-type]
+        eps=s.get("advantage_eps", 1e-4),
+        clip=s.get("advantage_clip"),
+        combine="gdpo" if s.get("advantage_aggregation") == "gdpo" else "sum",
+        ddof=s.get("advantage_std_ddof", 1),
+        drop_zero=s.get("zero_advantage_filter", False),
+    )
+
+
+def _noising(s: Mapping[str, Any], rollout: RolloutConfig) -> NoisingConfig:
+    each = s.get("noise_levels_per_sample", 1)
+    logit_normal = s.get("noise_level_draw") == "logit_normal"
+    return NoisingConfig(
+        each=each if logit_normal else min(each, rollout.steps), levels="logit_normal" if logit_normal else "schedule"
+    )
+
+
+def _optimizer(s: Mapping[str, Any]) -> OptimizerConfig:
+    adafactor = s.get("optimizer") == "Adafactor"
+    adam: dict[str, Any] = {
+        "betas": (s.get("adam_beta1", 0.9), s.get("adam_beta2", 0.999)), "eps": s.get("adam_eps", 1e-8)
+    }  # fmt: skip
+    return OptimizerConfig(
+        name="adafactor" if adafactor else "adamw",
+        lr=s.get("learning_rate", 1e-4),
+        weight_decay=s.get("weight_decay", 0.0),
+        warmup=s.get("lr_warmup_steps", 0),
+        max_grad_norm=s.get("max_grad_norm", 1.0),
+        ema_decay=s.get("ema_decay", 0.0) if s.get("ema_enabled") else 0.0,
+        **({} if adafactor else adam),
+    )
+
+
+def _lora(s: Mapping[str, Any]) -> LoraConfig:
+    targets = s.get("lora_targets")
+    return LoraConfig(
+        rank=s.get("lora_rank", 32),
+        alpha=float(s.get("lora_alpha", 64)),
+        targets=tuple(targets) if isinstance(targets, list) else None,
+    )
+
+
+def _pipeline(s: Mapping[str, Any]) -> PipelineConfig:
+    return PipelineConfig(
+        height=s.get("resolution_height", 512), width=s.get("resolution_width", 512), frames=s.get("num_frames", 1)
+    )
