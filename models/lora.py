@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,15 @@ class LoraConfig:
     Args:
         rank: Rank of the factors A and B.
         alpha: Scale of the adapter; its output is multiplied by alpha / rank.
+        init: Distribution of A: default (Kaiming uniform, as in PEFT) or gaussian (standard deviation 1 / rank, as in the
+            training scripts of diffusers and Flow-GRPO). B starts at 0.
         targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
     """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | None = None
+    init: Literal["default", "gaussian"] = "default"
 
     def __post_init__(self) -> None:
         check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))
@@ -72,8 +75,9 @@ def add_lora(
         torch.manual_seed(seed)
         for name in adapters:
             adapter = peft.LoraConfig(
-                r=config.rank, lora_alpha=config.alpha, target_modules=list(targets), lora_dropout=0.0, bias="none"
-            )
+                r=config.rank, lora_alpha=config.alpha, target_modules=list(targets), lora_dropout=0.0, bias="none",
+                init_lora_weights=True if config.init == "default" else "gaussian",
+            )  # fmt: skip
             peft.inject_adapter_in_model(adapter, module, adapter_name=name)
     for layer in lora_layers(module).values():
         layer.set_adapter("default")  # freezes the others

@@ -219,7 +219,7 @@ class Engine:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
             self.skipped_in_a_row = 0
-            if self.average:
+            if self.average and (self.updates + 1) % self.config.ema_interval == 0:
                 decay = ema.warmed_decay(self.config.ema_decay, self.updates)
                 with torch.no_grad():
                     self.average = ema.update(self.average, self._local(), decay)

@@ -37,6 +37,8 @@ class OptimizerConfig:
         min_lr_ratio: Floor of the cosine schedule, as a fraction of the peak learning rate.
         max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
         ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
+        ema_interval: Number of updates between two of the moving average. Its decay at update n is min(ema_decay,
+            (1 + n) / (10 + n)), so that the first weights are forgotten soon.
         max_skipped: Number of updates in a row with a gradient that is not finite, after which the run stops.
     """
 
@@ -51,6 +53,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
+    ema_interval: int = 1
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class OptimizerConfig:
         check_fields(
             self, lr=(0, math.inf), eps=above_0, weight_decay=(0, math.inf), warmup=(0, math.inf), warmup_ratio=(0, 1),
             min_lr_ratio=(0, 1), max_grad_norm=(1e-12, math.inf), ema_decay=(0, 1), max_skipped=(1, math.inf),
+            ema_interval=(1, math.inf),
         )  # fmt: skip
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise ValueError(f"optimizer.betas is {self.betas!r}, expected two numbers")
@@ -65,6 +69,10 @@ class OptimizerConfig:
             check_number("optimizer", field, decay, low=0, high=1)
             if decay == 1:
                 raise ValueError(f"optimizer.{field} has a decay of 1, which takes in nothing new: use a number below 1")
+        if self.ema_interval > 1 and not self.ema_decay:
+            raise ValueError(
+                f"optimizer.ema_interval is {self.ema_interval}, and optimizer.ema_decay is 0: set ema_decay > 0"
+            )
         if self.warmup and self.warmup_ratio:
             raise ValueError(
                 f"optimizer.warmup is {self.warmup} and optimizer.warmup_ratio is {self.warmup_ratio:g}: set one of the two"

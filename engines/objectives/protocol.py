@@ -14,6 +14,7 @@ from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig, LossConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.kernels import Implementation
@@ -58,6 +59,10 @@ class RunSettings(Protocol):
     def kl(self) -> KLConfig: ...
     @property
     def correction(self) -> CorrectionConfig: ...
+    @property
+    def evaluation_steps(self) -> int: ...
+    @property
+    def evaluation_guidance(self) -> Guidance: ...
     @property
     def is_built_in(self) -> bool: ...
     @property

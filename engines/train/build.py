@@ -37,6 +37,7 @@ class Parts:
         engine: engine of the network that is trained.
         policies: policies that the objective compares with.
         schedule: schedule with its timesteps on the device.
+        evaluation_schedule: schedule of evaluations, which may have another number of steps.
         source: source of samples.
         learner: maker of updates.
         rewards: rewards with their weights, by name; none where the run makes no samples.
@@ -48,6 +49,7 @@ class Parts:
     engine: Engine
     policies: Policies
     schedule: Schedule
+    evaluation_schedule: Schedule
     source: RolloutSource
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
@@ -80,13 +82,16 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         preferences = _preferences(config, job)
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
     _check_negative_prompt(config, job)
-    schedule = on_device(job.model.schedule(config.rollout.steps, job.shape), world.device)
+    schedule, evaluation_schedule = (
+        on_device(job.model.schedule(steps, job.shape), world.device)
+        for steps in (config.rollout.steps, config.evaluation_steps)
+    )
     learner = Learner(config, job, world, engine, policies, schedule)
     source = RolloutSource(config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler)
     if job.prepare is not None:
         guidance = config.rollout.guidance
-        job.prepare(world, [guidance.negative] if guidance.scale != 1 else [])
-    return Parts(job, engine, policies, schedule, source, learner, rewards, preferences, base)
+        job.prepare(world, [guidance.negative] if config.is_guided else [])
+    return Parts(job, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 
 def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
@@ -129,7 +134,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
 
 def _check_negative_prompt(config: TrainConfig, job: Job) -> None:
     guidance = config.rollout.guidance
-    if guidance.scale != 1 and guidance.negative:
+    if config.is_guided and guidance.negative:
         try:
             job.model.check_prompt(guidance.negative)
         except ValueError as error:

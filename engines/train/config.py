@@ -1,6 +1,6 @@
 """A run of post-training as one frozen dataclass. Combinations without a meaning raise when it is built."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,9 @@ from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import check_objective
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.train.validate import DEFAULT_MAX_LOG_RATIO, config_problems
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
@@ -36,6 +38,8 @@ class PipelineConfig:
         heldout: Text file of prompts to evaluate on, one per line; by default every tenth training prompt is held out.
         text_cache: Folder for prompt embeddings. All prompts are encoded before training and the text encoders dropped;
             without a folder the encoders stay, and encode each batch.
+        text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
+        shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
         frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, else float32.
         trust_remote_code: Run code that comes with the model's folder.
     """
@@ -46,14 +50,37 @@ class PipelineConfig:
     call: tuple[str, ...] = ()
     heldout: Path | None = None
     text_cache: Path | None = None
+    text_tokens: int | None = None
+    shift: float | None = None
     frozen: Literal["auto", "float32", "bfloat16"] = "auto"
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         size = (1, 2**20)
-        check_fields(self, height=size, width=size, frames=size)
+        check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6))
         if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
             raise ValueError(f"pipeline.call holds {wrong[0]!r}, expected name=value")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How held-out prompts are sampled, where that differs from the rollout; the steps are those of the ODE.
+
+    Args:
+        steps: Number of steps of the schedule; None is that of the rollout.
+        guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
+            evaluated with it (DiffusionNFT).
+        solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
+        average: Evaluate and export the moving average of the weights, if there is one, instead of the weights.
+    """
+
+    steps: int | None = None
+    guidance: float | None = None
+    solver: Solver = "euler"
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, steps=(1, 2**31), guidance=(0, 1e6))
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,7 @@ class TrainConfig:
         lora: Rank, scale and layers of the adapters.
         engine: Sharding, precision, activation checkpointing and offloading.
         pipeline: What a pipeline of diffusers is asked for.
+        evaluation: How held-out prompts are sampled, where that differs from the rollout.
     """
 
     out: Path
@@ -141,6 +169,7 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         count, not_negative = (1, 2**31), (0, 2**31)
@@ -179,6 +208,22 @@ class TrainConfig:
     def makes_samples(self) -> bool:
         """Whether there is a rollout; with given data there is none."""
         return not self.objective.traits.offline
+
+    @property
+    def evaluation_steps(self) -> int:
+        """Number of steps of the schedule in evaluations."""
+        return self.evaluation.steps or self.rollout.steps
+
+    @property
+    def evaluation_guidance(self) -> Guidance:
+        """Guidance of evaluations, with the negative prompt of the rollout's."""
+        guidance, scale = self.rollout.guidance, self.evaluation.guidance
+        return guidance if scale is None else replace(guidance, scale=scale)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether rollouts or evaluations need the conditioning of the negative prompt."""
+        return self.rollout.guidance.scale != 1 or self.evaluation_guidance.scale != 1
 
     @property
     def takes_ratios(self) -> bool:

@@ -10,6 +10,7 @@ from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
+from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
@@ -38,6 +39,7 @@ def evaluate(
     micro_batch: int,
     world: World,
     guidance: Guidance = NO_GUIDANCE,
+    solver: Solver = "euler",
     show: int = 16,
 ) -> Evaluation:
     """Sample held-out prompts with the ODE and score them with every evaluator; every rank must take part.
@@ -50,6 +52,7 @@ def evaluate(
         micro_batch: samples per chunk.
         world: process group.
         guidance: guidance of every step.
+        solver: solver of the ODE.
         show: number of images to return.
 
     Raises:
@@ -60,7 +63,7 @@ def evaluate(
     places = (uniform(fold_in(root, Stream.EVALUATION_PROMPTS), (samples,)) * len(job.heldout)).long().tolist()
     prompts = [job.heldout[places[i]] for i in ids]
     requests = Requests(prompts, ids, fold_in(root, Stream.EVALUATION_SAMPLES))
-    chunks = generate(job.model, module, requests, Sampling(job.shape, schedule, guidance), micro_batch=micro_batch)
+    chunks = generate(job.model, module, requests, Sampling(job.shape, schedule, guidance, solver), micro_batch=micro_batch)
     images = torch.cat([chunk.images.cpu() for chunk in chunks])
     scores = []
     for name, evaluator in job.evaluators.items():

@@ -234,17 +234,22 @@ def opened(
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
+    if config.text_tokens is not None:
+        options["text_tokens"] = config.text_tokens
     size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
     try:
         folder = local_folder(name, trust_remote_code=config.trust_remote_code)
         model: Any
         if not has_adapter(folder):
+            if config.shift is not None:
+                raise ValueError("pipeline.shift is set, and the pipeline has no adapter, so that it makes its own schedule")
             options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
             model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
         elif config.call:
             raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
         else:
-            model = open_model(folder, **options)
+            shift = {} if config.shift is None else {"shift": config.shift}
+            model = open_model(folder, **options, **shift)
         shape = model.latent_shape(**size)
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error

@@ -22,7 +22,7 @@ from fluvial.engines.train.record import as_record
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
     "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "collective_timeout", "resume", "resume_from",
-    "engine",
+    "engine", "evaluation",
 }  # fmt: skip
 
 

@@ -71,6 +71,7 @@ class Trainer:
             parts = build_parts(config, job, world)
             self.job, self.engine, self.policies = parts.job, parts.engine, parts.policies
             self.schedule, self.source, self.learner = parts.schedule, parts.source, parts.learner
+            self.evaluation_schedule = parts.evaluation_schedule
             self.rewards, self.preferences = parts.rewards, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
             self.runners = RewardRunners(self.rewards)
@@ -127,15 +128,17 @@ class Trainer:
         return record if spread is None else {**record, "diversity": spread}
 
     def evaluate(self, samples: int | None = None) -> Evaluation:
-        """Return the scores of held-out prompts under the moving average of the weights; every rank must take part.
+        """Return the scores of held-out prompts, sampled as `config.evaluation` says; every rank must take part.
 
         Args:
             samples: number of samples; by default `config.eval_samples`.
         """
-        with self.engine.inference(average=True) as module:
+        config = self.config
+        with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
-                self.job, module, schedule=self.schedule, samples=samples or self.config.eval_samples,
-                micro_batch=self.config.micro_batch, world=self.world, guidance=self.config.rollout.guidance,
+                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
+                micro_batch=config.micro_batch, world=self.world, guidance=config.evaluation_guidance,
+                solver=config.evaluation.solver,
             )  # fmt: skip
             if self.probe is None:
                 return result
@@ -153,7 +156,8 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
         written: dict[str, Any] = {
-            "average": self.engine.averaged(), "dtype": DTYPES[self.config.export_dtype], "world": self.world,
+            "average": self.engine.averaged() if self.config.evaluation.average else None,
+            "dtype": DTYPES[self.config.export_dtype], "world": self.world,
         }  # fmt: skip
         lora = self.config.train == "lora"
         export(self.engine.module, folder / "weights", merge=lora, **written)

@@ -50,6 +50,11 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"objective {name_of(config.objective)} is defined for flows, and {config.model} predicts epsilon: use another "
             "objective or model"
         )
+    if recorded and (config.evaluation_steps != rollout.steps or config.evaluation_guidance != rollout.guidance):
+        raise ValueError(
+            f"evaluation.steps or evaluation.guidance is not the rollout's, and {config.model} has no adapter and knows "
+            "only the steps and the guidance of the rollout: leave them as they are"
+        )
     if (prediction == "epsilon" or recorded) and config.noising.levels != "schedule":
         raise ValueError(
             f"noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: use "

@@ -34,6 +34,7 @@ class Pipeline(ABC):
         dtype: dtype of the text encoders and the VAE. The network is built in float32; the engine chooses its own dtype.
         device: device of the text encoders and the VAE; by default the GPU if there is one.
         text_tokens: number of tokens that a prompt is padded to; by default that of diffusers' pipeline.
+        shift: shift s of a flow's noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
         decode_chunk: number of images that the VAE decodes at a time.
         cache: folder of encoded prompts, so that each prompt is encoded once for all runs and ranks; None keeps none.
         trust_remote_code: whether to run code that the folder contains.
@@ -57,6 +58,7 @@ class Pipeline(ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         text_tokens: int | None = None,
+        shift: float | None = None,
         decode_chunk: int = 4,
         cache: Path | None = None,
         trust_remote_code: bool = False,
@@ -68,6 +70,9 @@ class Pipeline(ABC):
         self.text_tokens = default if text_tokens is None else text_tokens
         if not 1 <= self.text_tokens <= most:
             raise ValueError(f"text_tokens is {text_tokens}, expected 1 to {most}")
+        if shift is not None and (self.prediction != "velocity" or not 0 < shift < 1e6):
+            raise ValueError(f"shift is {shift}, expected a number above 0, for a model that predicts a velocity")
+        self.shift = shift
         if decode_chunk < 1:
             raise ValueError(f"decode_chunk is {decode_chunk}, expected at least 1")
         self.decode_chunk = decode_chunk
@@ -220,7 +225,8 @@ class Pipeline(ABC):
         if self.parts["scheduler"] != "FlowMatchEulerDiscreteScheduler":
             kind = self.parts["scheduler"]
             raise ValueError(f"{self.folder} has the scheduler {kind}, expected FlowMatchEulerDiscreteScheduler")
-        return FlowMatchEulerDiscreteScheduler.from_pretrained(self.folder / "scheduler", local_files_only=True)
+        settings = {} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False, "shift_terminal": None}
+        return FlowMatchEulerDiscreteScheduler.from_pretrained(self.folder / "scheduler", local_files_only=True, **settings)
 
     def decode_with_vae(self, latents: Tensor) -> Tensor:
         """Decode unscaled latents in chunks; return float32 in [0, 1], on the device of the latents."""

@@ -80,7 +80,7 @@ class Wan(Pipeline):
         settings = read_settings(self.folder / "scheduler" / "scheduler_config.json")
         if not settings.get("use_flow_sigmas"):
             raise ValueError(f"{self.folder} has a UniPCMultistepScheduler without use_flow_sigmas, expected with")
-        return FlowMatchEulerDiscreteScheduler(shift=settings.get("flow_shift", 1.0))
+        return FlowMatchEulerDiscreteScheduler(shift=settings.get("flow_shift", 1.0) if self.shift is None else self.shift)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
         """Return the schedule of the scheduler; it is the same for all sizes."""

@@ -98,16 +98,31 @@ def _epochs(config: TrainConfig, run: PublishedRun) -> Any:
 
 
 def _total(config: TrainConfig, run: PublishedRun) -> Any:
-    published = run.settings["total_updates"]
-    return (
-        published
-        if published // config.updates_per_rollout == config.updates // config.updates_per_rollout
-        else config.updates
-    )
+    published, per_rollout = run.settings["total_updates"], config.updates_per_rollout  # a run makes whole rollouts
+    return published if published // per_rollout == config.updates // per_rollout else config.updates
 
 
 def _ema_ramp(config: TrainConfig, run: PublishedRun) -> str:
-    return "none"
+    return "min((1+t)/(10+t), decay)"  # core.ema.warmed_decay
+
+
+def _text_length(config: TrainConfig, run: PublishedRun) -> dict[str, int]:
+    """Return the published limits where the one that the adapter takes, the longest encoder's, is among them."""
+    published: dict[str, int] = run.settings["text_max_length"]
+    length = config.pipeline.text_tokens
+    return published if length in (max(published.values()), None) else {"longest": length or 0}
+
+
+def _evaluation_scale(config: TrainConfig, run: PublishedRun) -> Any:
+    if run.settings.get("guidance_kind") == "distilled":
+        return run.settings["eval_guidance_scale"]  # an input of the network
+    return config.evaluation_guidance.scale
+
+
+def _shift(config: TrainConfig, run: PublishedRun) -> Any:
+    """Return the shift; SD3.5's own scheduler shifts by 3."""
+    own = 3.0 if "stable-diffusion-3" in run.model else None
+    return own if config.pipeline.shift is None else config.pipeline.shift
 
 
 def _targets(config: TrainConfig, run: PublishedRun) -> Any:
@@ -119,9 +134,9 @@ READERS: dict[str, Reader] = {
     "resolution_width": lambda config, run: config.pipeline.width,
     "num_frames": lambda config, run: config.pipeline.frames,
     "train_sampling_steps": lambda config, run: config.rollout.steps,
-    "eval_sampling_steps": lambda config, run: config.rollout.steps,
+    "eval_sampling_steps": lambda config, run: config.evaluation_steps,
     "train_guidance_scale": _guidance_scale,
-    "eval_guidance_scale": _guidance_scale,
+    "eval_guidance_scale": _evaluation_scale,
     "guidance_kind": _guidance_kind,
     "cfg_in_training_forward": lambda config, run: config.rollout.guidance.scale != 1,
     "sampler": _sampler,
@@ -159,11 +174,16 @@ READERS: dict[str, Reader] = {
     "lr_warmup_steps": lambda config, run: config.optimizer.warmup,
     "ema_enabled": lambda config, run: config.optimizer.ema_decay > 0,
     "ema_decay": lambda config, run: config.optimizer.ema_decay,
+    "ema_interval": lambda config, run: config.optimizer.ema_interval,
     "ema_ramp": _ema_ramp,
     "finetune": lambda config, run: config.train,
     "lora_rank": lambda config, run: config.lora.rank,
     "lora_alpha": lambda config, run: config.lora.alpha,
     "lora_targets": _targets,
+    "lora_init": lambda config, run: config.lora.init,
+    "text_max_length": _text_length,
+    "time_shift": _shift,
+    "data_seed": lambda config, run: config.seed,
     "total_epochs": _epochs,
     "total_updates": _total,
     "save_interval": _per_rollout(lambda config: config.checkpoint_every),
@@ -177,19 +197,16 @@ def _objective_field(config: TrainConfig, *names: str) -> Any:
     return next((getattr(config.objective, name) for name in names if hasattr(config.objective, name)), None)
 
 
-EVALUATION: tuple[Kind, str] = ("method", "evaluation takes the steps, guidance and solver of the rollout")
 KINDS: dict[str, tuple[Kind, str]] = {
     **{name: ("method", "has no counterpart that gives this value") for name in READERS},
-    "eval_sampling_steps": EVALUATION,
-    "eval_guidance_scale": EVALUATION,
-    "guidance_kind": ("method", "guidance of this kind is not what the adapter does"),
+    "guidance_kind": ("method", "the adapter has guidance of another kind"),
     "cfg_in_training_forward": ("method", "the update applies the guidance of the rollout"),
     "sampler": ("method", "fluvial has no such sampler"),
     "noise_level": ("method", "the sampler is another"),
     "samples_per_rollout": ("hardware", "prompts times samples per prompt; the source's number follows from its GPUs"),
     "samples_per_update": (
         "hardware",
-        "the samples of a rollout divided by its updates; the source's follows from its GPUs",
+        "a rollout's samples divided by its updates; the source's follows from its GPUs",
     ),
     "updates_per_rollout": ("hardware", "the samples of a rollout do not divide by this number"),
     "prompts_per_rollout": ("hardware", "the samples of a rollout divided by the samples per prompt"),
@@ -197,7 +214,9 @@ KINDS: dict[str, tuple[Kind, str]] = {
     "kl_coef": ("method", "fluvial has no KL term of this kind"),
     "advantage_center": ("method", "rewards are centred in their group"),
     "advantage_scale": ("method", "fluvial has no such normalisation"),
-    "ema_ramp": ("method", "the decay of the moving average is constant"),
+    "ema_ramp": ("method", "the decay of the moving average rises as (1 + n) / (10 + n)"),
+    "data_seed": ("method", "prompts are drawn with the run's seed"),
+    "sde_window_range": ("method", "the source's fixed seed always draws these steps"),
     "noise_levels_per_sample": ("method", "levels are distinct steps of the sampling schedule, which has fewer"),
 }
 
@@ -222,9 +241,8 @@ MISSING: dict[str, Missing] = {
         "eval_sampler",
         lambda value: value in ("euler_ode", "deterministic"),
         "method",
-        "evaluation solves the ODE by Euler's method",
+        "evaluation solves the ODE by Euler's method or DPM-Solver++ 2M",
     ),
-    "time_shift": _never("time_shift", "method", "the schedule is that of the pipeline's own scheduler"),
     "sde_window_draw": _unless(
         "sde_window_draw",
         lambda value: value.startswith(
@@ -251,19 +269,12 @@ MISSING: dict[str, Missing] = {
         "method",
         "schedules are constant or cosine",
     ),
-    "ema_interval": _unless("ema_interval", lambda value: value == 1, "method", "the moving average follows every update"),
-    "lora_init": _unless(
-        "lora_init", lambda value: value == "default", "method", "A is initialised as PEFT does by default"
-    ),
     "precision_compute": _dtype("precision_compute", "bf16", "fp32"),
     "precision_trainable": _dtype("precision_trainable", "fp32"),
     "precision_base": _dtype("precision_base", "bf16", "fp32"),
     "precision_vae": _dtype("precision_vae", "bf16", "fp32"),
     "precision_text_encoder": _dtype("precision_text_encoder", "bf16", "fp32"),
     "precision_logprob": _dtype("precision_logprob", "fp32"),
-    "text_max_length": _never(
-        "text_max_length", "method", "prompts have the length that the pipeline's own call gives them"
-    ),
     "rewards": _unless(
         "rewards",
         lambda value: set(value) <= {"jpeg_compressibility"},
@@ -271,7 +282,6 @@ MISSING: dict[str, Missing] = {
         "the reward is one of your own, as module:name",
     ),
     "dataset": _never("dataset", "reward", "prompts are a file of your own"),
-    "data_seed": _never("data_seed", "method", "prompts are drawn with the run's seed"),
     "noise_level_draw": _unless(
         "noise_level_draw",
         lambda value: value == "logit_normal" or value.startswith(("random", "all ")),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fluvial.core.transitions import MAX_ETA
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
@@ -15,7 +16,7 @@ from fluvial.engines.objectives.table import Awm, Clipped, Dpo, Dppo, Guard, Nft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import PipelineConfig, TrainConfig
+from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, READERS, Deviation
 from fluvial.engines.train.published.runs import PublishedRun
 from fluvial.models import LoraConfig
@@ -104,7 +105,8 @@ def _config(run: PublishedRun) -> TrainConfig:
         kl=KLConfig(coef=_kl(s)) if objective.traits.takes_kl else KLConfig(),
         optimizer=_optimizer(s),
         lora=_lora(s),
-        pipeline=_pipeline(s),
+        pipeline=_pipeline(run),
+        evaluation=_evaluation(s),
     )
 
 
@@ -128,8 +130,8 @@ def _objective(run: PublishedRun) -> Objective:
 def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
     """Return the objective with the decay of the old policy that the run's text describes."""
     values: dict[str, Any] = {
-        "beta": extra.get("nft_beta", extra.get("nft_mix_beta", 1.0)), "weight_min": extra.get("adaptive_weight_floor", 1e-5),
-        "adv_clip": s.get("advantage_clip", 5.0),
+        "beta": extra.get("nft_beta", extra.get("nft_mix_beta", 1.0)),
+        "weight_min": extra.get("adaptive_weight_floor", 1e-5), "adv_clip": s.get("advantage_clip", 5.0),
     }  # fmt: skip
     text = str(extra.get("old_policy_decay", "min(0.001*step, 0.5)"))
     if linear := re.fullmatch(r"min\(([\d.]+)\*step, ([\d.]+)\)", text):
@@ -163,7 +165,7 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     config = RolloutConfig(
         **common,
         sampler=sampler,
-        eta=s.get("noise_level") or 0.7,
+        eta=min(s.get("noise_level") or 0.7, MAX_ETA[sampler]),  # type: ignore[index]
         shared_noise=s.get("shared_initial_noise", False),
         form="unscaled" if sampler == "cps" else "density",
     )
@@ -219,9 +221,9 @@ def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
 def _noising(s: Mapping[str, Any], rollout: RolloutConfig) -> NoisingConfig:
     each = s.get("noise_levels_per_sample", 1)
     logit_normal = s.get("noise_level_draw") == "logit_normal"
-    return NoisingConfig(
-        each=each if logit_normal else min(each, rollout.steps), levels="logit_normal" if logit_normal else "schedule"
-    )
+    if logit_normal:
+        return NoisingConfig(each=each, levels="logit_normal")
+    return NoisingConfig(each=min(each, rollout.steps))
 
 
 def _optimizer(s: Mapping[str, Any]) -> OptimizerConfig:
@@ -229,13 +231,15 @@ def _optimizer(s: Mapping[str, Any]) -> OptimizerConfig:
     adam: dict[str, Any] = {
         "betas": (s.get("adam_beta1", 0.9), s.get("adam_beta2", 0.999)), "eps": s.get("adam_eps", 1e-8)
     }  # fmt: skip
+    decay = s.get("ema_decay", 0.0) if s.get("ema_enabled") else 0.0
     return OptimizerConfig(
         name="adafactor" if adafactor else "adamw",
         lr=s.get("learning_rate", 1e-4),
         weight_decay=s.get("weight_decay", 0.0),
         warmup=s.get("lr_warmup_steps", 0),
         max_grad_norm=s.get("max_grad_norm", 1.0),
-        ema_decay=s.get("ema_decay", 0.0) if s.get("ema_enabled") else 0.0,
+        ema_decay=decay,
+        ema_interval=s.get("ema_interval", 1) if decay else 1,
         **({} if adafactor else adam),
     )
 
@@ -246,10 +250,22 @@ def _lora(s: Mapping[str, Any]) -> LoraConfig:
         rank=s.get("lora_rank", 32),
         alpha=float(s.get("lora_alpha", 64)),
         targets=tuple(targets) if isinstance(targets, list) else None,
+        init=s.get("lora_init", "default"),
     )
 
 
-def _pipeline(s: Mapping[str, Any]) -> PipelineConfig:
+def _pipeline(run: PublishedRun) -> PipelineConfig:
+    s = run.settings
+    lengths = s.get("text_max_length")
     return PipelineConfig(
-        height=s.get("resolution_height", 512), width=s.get("resolution_width", 512), frames=s.get("num_frames", 1)
+        height=s.get("resolution_height", 512),
+        width=s.get("resolution_width", 512),
+        frames=s.get("num_frames", 1),
+        text_tokens=max(lengths.values()) if lengths else None,
+        shift=None if "stable-diffusion-3" in run.model else s.get("time_shift"),  # SD3.5's scheduler has it
     )
+
+
+def _evaluation(s: Mapping[str, Any]) -> EvaluationConfig:
+    guided = s.get("guidance_kind") in ("cfg", "true_cfg_renorm", "none")
+    return EvaluationConfig(steps=s.get("eval_sampling_steps"), guidance=s.get("eval_guidance_scale") if guided else None)
