@@ -113,6 +113,18 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
     return range(start, start + size)
 
 
+def sde_steps(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -> list[int]:
+    """Return `size` distinct steps to take stochastically, in order, drawn uniformly from [lo, hi) of a T-step schedule.
+
+    The arguments and the errors are those of `sde_window`, whose steps are contiguous.
+
+    Source: Flow-Factory and UniRL, which draw steps that need not be adjacent.
+    """
+    hi = T if hi is None else hi
+    sde_window(key, T, size, lo, hi)  # checks
+    return sorted((lo + torch.argsort(uniform(key, (hi - lo,)))[:size]).tolist())
+
+
 def _unshifted(T: int) -> Tensor:
     if isinstance(T, bool) or not isinstance(T, int) or T < 1:
         raise ValueError(f"a schedule cannot have {T!r} steps, expected an integer >= 1")

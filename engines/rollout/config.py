@@ -33,6 +33,8 @@ class RolloutConfig:
         solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
         window: Number of contiguous stochastic steps, placed at random per rollout and trained on; the other steps are
             ODE steps (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
+        contiguous: Whether the stochastic steps of a window are contiguous. If not, they are drawn one by one from the range
+            of the window, per rollout (Flow-Factory, UniRL).
         window_low: Index of the first step that the window may cover.
         window_high: Index after the last step that the window may cover; None is the end of the schedule.
         fraction: Fraction of the recorded steps that is trained on; their number is rounded down, and at least 1.
@@ -53,6 +55,7 @@ class RolloutConfig:
     eta: float = 0.8
     solver: Solver = "euler"
     window: int | None = None
+    contiguous: bool = True
     window_low: int = 0
     window_high: int | None = None
     fraction: float = 1.0
@@ -83,6 +86,10 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.shared_noise is set, and {name} takes no noise, so all samples of a group would be the same: use "
                 "another sampler"
+            )
+        if not self.contiguous and self.window is None:
+            raise ValueError(
+                "rollout.contiguous is False, and rollout.window is None: set the number of stochastic steps as window"
             )
         low, high = self.window_range
         if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:

@@ -92,6 +92,7 @@ class TrainConfig:
         model: Model that is trained: handwriting (the built-in flow), handwriting-unet (the built-in model that predicts
             epsilon), or a pipeline of diffusers by its folder or its id on the Hub (`fluvial models` lists them).
         seed: Seed of everything random; the same seed gives the same bits on the same machine with as many processes.
+        data_seed: Seed of the order of the prompts; None is `seed`.
         updates: Number of optimizer updates in the whole run.
         epochs: Number of passes over the samples of a rollout.
         minibatches: Number of optimizer updates per pass, each on its share of the samples.
@@ -137,6 +138,7 @@ class TrainConfig:
     out: Path
     model: str = "handwriting"
     seed: int = 0
+    data_seed: int | None = None
     updates: int = 100
     epochs: int = 1
     minibatches: int = 1
@@ -174,7 +176,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         count, not_negative = (1, 2**31), (0, 2**31)
         check_fields(
-            self, "", seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count, micro_batch=count,
+            self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
+            micro_batch=count,
             max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
             checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
         )  # fmt: skip

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.rollout import unrecorded
-from fluvial.core.sigmas import sde_window
+from fluvial.core.sigmas import sde_steps, sde_window
 from fluvial.core.transitions import Sampler
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.fsdp.engine import Engine
@@ -55,16 +55,17 @@ class RolloutSource:
         self.config, self.job, self.world = config, job, world
         self.engine, self.policies, self.schedule, self.sampler = engine, policies, schedule, sampler
 
-    def samples(self, root: Key, rewards: RewardRunners) -> SampleBatch:
+    def samples(self, root: Key, rewards: RewardRunners, *, data: Key | None = None) -> SampleBatch:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
 
         Args:
             root: key of the rollout.
+            data: key that the prompts are drawn with; by default `root`.
             rewards: scorers of the images of a rollout; scoring starts while the next chunk is generated.
         """
         rollout = self.config.rollout
         ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
-        places = _places(fold_in(root, Stream.PROMPTS), rollout.prompts, len(self.job.prompts))
+        places = _places(fold_in(data or root, Stream.PROMPTS), rollout.prompts, len(self.job.prompts))
         prompts = [self.job.prompts[places[i // rollout.group]] for i in ids]
         key = fold_in(root, Stream.SAMPLES)
         if not self.config.makes_samples:
@@ -90,11 +91,11 @@ class RolloutSource:
     def _sampling(self, root: Key) -> Sampling:
         """Return how the samples of a rollout are made; the place of the stochastic window is drawn per rollout."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
-        stochastic = None
+        stochastic, draw = None, sde_window if rollout.contiguous else sde_steps
         if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
                 self.sampler,
-                sde_window(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range),
+                draw(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range),
                 record=on_steps,
                 form=config.recorded_form,
                 reduction=rollout.reduction,

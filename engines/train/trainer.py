@@ -168,14 +168,14 @@ class Trainer:
         """Make a rollout and its updates; return what was learnt, the rewards `[B, K]` and the diversity of the samples."""
         if self.preferences:
             with metrics.timed(seconds, "rollout"):
-                chosen = self.source.preferences(root, self.preferences)
+                chosen = self.source.preferences(self._data_key(root), self.preferences)
             with metrics.timed(seconds, "reward"):
                 rewards, self.stopping = self._gathered(torch.empty(0, 0))
             with metrics.timed(seconds, "update"):
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
         with metrics.timed(seconds, "rollout"):
-            batch = self.source.samples(root, self.runners)
+            batch = self.source.samples(root, self.runners, data=self._data_key(root))
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()
@@ -190,6 +190,11 @@ class Trainer:
             work = self.learner.items(batch, rewards, self.runners.weights, root)
             del batch  # the items are a copy of its trajectory
             return self.learner.update(work, root), rewards, spread
+
+    def _data_key(self, root: Key) -> Key:
+        """Return the key of the rollout that prompts, or given preferences, are drawn with."""
+        seed = self.config.data_seed
+        return root if seed is None else fold_in(key(seed), self.engine.updates)
 
     def _gathered(self, rewards: Tensor) -> tuple[Tensor, bool]:
         """Return the rewards `[B, K]` of all samples, on the host, and whether any rank was asked to stop."""

@@ -40,7 +40,7 @@ def _trained_steps(config: TrainConfig, run: PublishedRun) -> int:
 def _selection(config: TrainConfig, run: PublishedRun) -> str:
     rollout, trained = config.rollout, _trained_steps(config, run)
     if rollout.window is not None:
-        return "window"
+        return "window" if rollout.contiguous else "random"
     if rollout.fraction < 1:
         return rollout.pick
     return "all_but_last" if trained == rollout.steps - 1 else "all"
@@ -53,6 +53,8 @@ def _window(config: TrainConfig, run: PublishedRun) -> int | str:
 
 
 def _range(config: TrainConfig, run: PublishedRun) -> list[int]:
+    if "always start" in run.settings.get("sde_window_draw", ""):
+        return list(run.settings["sde_window_range"])  # a fixed seed draws the same steps of the range in every call
     return list(config.rollout.window_range)
 
 
@@ -78,6 +80,12 @@ def _guidance_kind(config: TrainConfig, run: PublishedRun) -> str:
     if config.rollout.guidance.scale == 1:
         return "distilled" if "FLUX" in run.model else "none"
     return "true_cfg_renorm" if "Qwen" in run.model else "cfg"
+
+
+def _guided_update(config: TrainConfig, run: PublishedRun) -> Any:
+    if run.settings.get("guidance_kind") == "distilled":
+        return run.settings["cfg_in_training_forward"]  # an input of the network, in rollout and update
+    return config.rollout.guidance.scale != 1
 
 
 def _guidance_scale(config: TrainConfig, run: PublishedRun) -> Any:
@@ -138,7 +146,7 @@ READERS: dict[str, Reader] = {
     "train_guidance_scale": _guidance_scale,
     "eval_guidance_scale": _evaluation_scale,
     "guidance_kind": _guidance_kind,
-    "cfg_in_training_forward": lambda config, run: config.rollout.guidance.scale != 1,
+    "cfg_in_training_forward": _guided_update,
     "sampler": _sampler,
     "noise_level": lambda config, run: config.rollout.eta,
     "sde_window_size": _window,
@@ -183,7 +191,7 @@ READERS: dict[str, Reader] = {
     "lora_init": lambda config, run: config.lora.init,
     "text_max_length": _text_length,
     "time_shift": _shift,
-    "data_seed": lambda config, run: config.seed,
+    "data_seed": lambda config, run: config.seed if config.data_seed is None else config.data_seed,
     "total_epochs": _epochs,
     "total_updates": _total,
     "save_interval": _per_rollout(lambda config: config.checkpoint_every),
@@ -215,8 +223,6 @@ KINDS: dict[str, tuple[Kind, str]] = {
     "advantage_center": ("method", "rewards are centred in their group"),
     "advantage_scale": ("method", "fluvial has no such normalisation"),
     "ema_ramp": ("method", "the decay of the moving average rises as (1 + n) / (10 + n)"),
-    "data_seed": ("method", "prompts are drawn with the run's seed"),
-    "sde_window_range": ("method", "the source's fixed seed always draws these steps"),
     "noise_levels_per_sample": ("method", "levels are distinct steps of the sampling schedule, which has fewer"),
 }
 
@@ -236,6 +242,8 @@ def _dtype(field: str, *ours: str) -> Missing:
     return _unless(field, lambda value: value in ours, "precision", f"fluvial computes this in {' or '.join(ours)}")
 
 
+# Draws of the stochastic steps, in the words of the sources, that amount to one draw per rollout or to none.
+DRAWS = ("none", "range equals", "random start per trainer step", "random.seed(0)", "fixed", "window size 0: all steps but")
 MISSING: dict[str, Missing] = {
     "eval_sampler": _unless(
         "eval_sampler",
@@ -245,11 +253,9 @@ MISSING: dict[str, Missing] = {
     ),
     "sde_window_draw": _unless(
         "sde_window_draw",
-        lambda value: value.startswith(
-            ("none", "range equals", "random start per trainer step", "random.seed(0)", "fixed steps")
-        ),
+        lambda value: value.startswith(DRAWS) or "need not be adjacent" in value,
         "method",
-        "a window of contiguous steps is drawn once per rollout, the same for all samples",
+        "the stochastic steps are drawn once per rollout, the same for all samples",
     ),
     "advantage_aggregation": _unless(
         "advantage_aggregation",

@@ -89,6 +89,7 @@ def _config(run: PublishedRun) -> TrainConfig:
         Path("runs") / run.name,
         model=run.model,
         seed=s.get("seed", 0),
+        data_seed=s.get("data_seed"),
         updates=updates,
         epochs=epochs,
         minibatches=minibatches,
@@ -178,7 +179,8 @@ def _steps(config: RolloutConfig, s: Mapping[str, Any]) -> RolloutConfig:
     if isinstance(size, int) and size > 0:
         if "always start 3" in s.get("sde_window_draw", ""):
             low, high = 3, 3 + size
-        return replace(config, window=size, window_low=low, window_high=min(high, config.steps))
+        contiguous = "need not be adjacent" not in s.get("sde_window_draw", "")
+        return replace(config, window=size, contiguous=contiguous, window_low=low, window_high=min(high, config.steps))
     trained, fraction = s.get("trained_steps_per_sample"), s.get("timestep_fraction", 1.0)
     if s.get("trained_steps_selection") == "all_but_last" or config.sampler == "dance_sde":
         # The last step is left out and the clean estimate decoded, which is an ODE step to the end.
