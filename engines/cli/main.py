@@ -11,7 +11,9 @@ from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
 
 USAGE = """usage: fluvial COMMAND NAME [--field value ...]
 
-  train RECIPE        Post-train a model. RECIPE is one of those that fluvial train --help lists, or your own module:name.
+  train RECIPE        Post-train a model. RECIPE is one that train --help or runs lists, or your own module:name.
+  runs [NAME]         List the published runs, or print one: its settings, their source, what fluvial does differently.
+  config RECIPE       Print the configuration of a training run as JSON, which train --config FILE reads.
   pretrain MODEL      Train a built-in model's base weights.
   eval MODEL          Score weights on held-out prompts.
   sample MODEL        Draw images of prompts into one PNG.
@@ -25,7 +27,7 @@ qwen-image. fluvial COMMAND NAME --help lists the fields. On several processes:
 torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
-COMMANDS = ("train", "pretrain", "eval", "sample", "preferences", "plan", "models")
+COMMANDS = ("train", "runs", "config", "pretrain", "eval", "sample", "preferences", "plan", "models")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -84,7 +86,7 @@ def _command(args: list[str]) -> int:
         return 0
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
-    if args[0] not in ("train", "models") and len(args) > 1 and args[1] in ("-h", "--help"):
+    if args[0] not in ("train", "runs", "config", "models") and len(args) > 1 and args[1] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
     importlib.import_module(f"fluvial.engines.cli.{args[0]}").run(args[1:])

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +26,7 @@ def run(args: list[str]) -> None:
     if args and args[0] in ("-h", "--help"):
         print(recipes_help(), end="")
         return
-    known = [*listing.recipes(), *listing.installed("recipes")]
-    name = named("train", args, known, "a recipe", fits=lambda word: ":" in word)
-    recipe, flags = _recipe(name), args[1:]
-    from fluvial.engines.train.config import TrainConfig
-
-    # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    default = _built(name, recipe, flags)
-    resumes = "--resume" in flags or typed(flags, "--resume-from")
-    if resumes and not {"-h", "--help"} & set(flags):
-        default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
-    about = inspect.getdoc(recipe) or f"The recipe {name}."
-    config = parsed(TrainConfig, lambda: default, f"fluvial train {name}", flags, about=about)
+    config = configured("train", args)
     from fluvial.engines.train.trainer import train  # imports diffusers, which help need not wait for
 
     with flags_in_errors(config):
@@ -47,12 +37,61 @@ def run(args: list[str]) -> None:
             raise LostProcessError(f"{error}; {advice}") from error
 
 
+def configured(command: str, args: list[str]) -> "TrainConfig":
+    """Return the run that a recipe, or a file, and the typed fields describe.
+
+    Args:
+        command: word that was typed before the arguments, for messages.
+        args: name of the recipe, or --config and a file; then flags.
+
+    Raises:
+        UsageError: the arguments are wrong.
+    """
+    if args[:1] == ["--config"]:
+        if len(args) < 2:
+            raise UsageError(f"--config names no file: fluvial {command} --config run.toml")
+        name, recipe, flags = args[1], _from_file(Path(args[1])), args[2:]
+    else:
+        known = [*listing.recipes(), *listing.installed("recipes")]
+        name = named("train", args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
+        recipe, flags = _recipe(name), args[1:]
+    from fluvial.engines.train.config import TrainConfig
+
+    # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
+    default = _built(name, recipe, flags)
+    resumes = "--resume" in flags or typed(flags, "--resume-from")
+    if resumes and not {"-h", "--help"} & set(flags):
+        default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
+    about = inspect.getdoc(recipe) or f"The recipe {name}."
+    return parsed(TrainConfig, lambda: default, f"fluvial {command} {name}", flags, about=about)
+
+
+def _from_file(path: Path) -> Callable[[], "TrainConfig"]:
+    """Return a recipe that reads a configuration from a JSON or TOML file.
+
+    Raises:
+        UsageError: the file cannot be read, or is not a configuration.
+    """
+    from fluvial.engines.train.record import recorded
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        record = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        found = recorded(record)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{path} is not a configuration, as fluvial config prints it: {error}") from error
+    return lambda: found
+
+
 def recipes_help() -> str:
     """Return what each recipe is and where it comes from, for a person to choose."""
     lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
     for name, about in {**listing.recipes(), **listing.installed("recipes")}.items():
         lines.append(f"  {name:<12} {about}")
     lines += [
+        "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
         "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
@@ -68,11 +107,31 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     Raises:
         UsageError: there is none, or it cannot be called without arguments.
     """
+    if "/" in name:
+        return _published(name)
     from fluvial.engines import plugins
     from fluvial.engines.train.recipes import RECIPES
 
     found: Callable[..., TrainConfig] = plugins.load(name, "recipes", plugins.callable_with(), table=RECIPES)
     return found
+
+
+def _published(name: str) -> Callable[[], "TrainConfig"]:
+    """Return the recipe of a published run."""
+    from fluvial.engines.train.published.resolve import resolve
+    from fluvial.engines.train.published.runs import find
+
+    run = find(name)
+    config, deviations = resolve(run)
+
+    def recipe() -> "TrainConfig":
+        return config
+
+    recipe.__doc__ = (
+        f"{run.algorithm} on {run.model}, as {run.source['repo']} publishes it; {len(deviations)} settings differ "
+        f"(fluvial runs {name})."
+    )
+    return recipe
 
 
 def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
@@ -96,7 +155,7 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
         raise UsageError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(config, TrainConfig):
         raise UsageError(f"recipe {name!r} returned a {type(config).__name__}, expected a TrainConfig")
-    return config if ":" in name else replace(config, out=Path("runs") / name)
+    return config if ":" in name or recipe.__name__ == "<lambda>" else replace(config, out=Path("runs") / name)
 
 
 def _recorded(out: Path) -> Any:

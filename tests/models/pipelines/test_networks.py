@@ -183,3 +183,15 @@ def test_each_expert_computes_its_side(folders: Callable[[str], Path]) -> None:
         assert ran == [part]
         for each in EXPERTS:
             assert (experts[each].proj_out.weight.grad is None) == (each != part)
+
+
+def test_a_shift_of_ones_own_moves_the_noise_levels(folders: Callable[[str], Path]) -> None:
+    """FLUX's levels, which its scheduler shifts by the number of tokens, are the linear ones shifted once by s."""
+    folder = folders("flux")
+    shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
+    shape = plain.latent_shape(*ROWS["flux"].sizes[0])
+    found = shifted_model.schedule(10, shape)
+    torch.testing.assert_close(found.levels, shifted(10, 3.0), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(plain.schedule(10, shape).levels, found.levels)
+    with pytest.raises(ValueError, match=r"shift is 3.0, expected a number above 0, for a model that predicts a velocity"):
+        opened("sd1", folders("sd1"), shift=3.0)

@@ -1,0 +1,25 @@
+"""`fluvial config RECIPE [--field value ...]`: print the configuration that a training run would have, as JSON."""
+
+import json
+
+from fluvial.engines.cli import train
+
+USAGE = """usage: fluvial config RECIPE [--field value ...]
+
+Print the configuration of fluvial train RECIPE with these fields, as JSON. fluvial train --config FILE trains it; FILE may
+be TOML as well.
+"""
+
+
+def run(args: list[str]) -> None:
+    """Print a configuration.
+
+    Raises:
+        UsageError: the arguments are wrong.
+    """
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    from fluvial.engines.train.record import as_record
+
+    print(json.dumps(as_record(train.configured("config", args)), indent=2))

@@ -1,0 +1,154 @@
+"""Published runs: each is read, resolves to a configuration, and differs from its source in nothing that is not named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import UsageError
+from fluvial.engines.train.published.deviations import MISSING, READERS
+from fluvial.engines.train.published.fields import FIELDS
+from fluvial.engines.train.published.resolve import OBJECTIVES, resolve
+from fluvial.engines.train.published.runs import find, published_runs
+from fluvial.engines.train.record import as_record, recorded
+
+RUNS = published_runs()
+RESOLVED = {name: resolve(run) for name, run in RUNS.items() if run.algorithm in OBJECTIVES}
+# Where a published field stands in a run's record, for those that need no arithmetic.
+PLACES = {
+    "resolution_height": "pipeline.height", "resolution_width": "pipeline.width", "num_frames": "pipeline.frames",
+    "train_sampling_steps": "rollout.steps", "eval_sampling_steps": "evaluation.steps", "noise_level": "rollout.eta",
+    "shared_initial_noise": "rollout.shared_noise", "samples_per_prompt": "rollout.group",
+    "prompts_per_rollout": "rollout.prompts", "inner_epochs": "epochs", "micro_batch_per_gpu": "micro_batch",
+    "advantage_eps": "advantage.eps", "advantage_std_ddof": "advantage.ddof", "zero_advantage_filter": "advantage.drop_zero",
+    "kl_coef": "kl.coef", "learning_rate": "optimizer.lr", "adam_eps": "optimizer.eps",
+    "weight_decay": "optimizer.weight_decay", "max_grad_norm": "optimizer.max_grad_norm",
+    "lr_warmup_steps": "optimizer.warmup", "ema_interval": "optimizer.ema_interval", "finetune": "train",
+    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_targets": "lora.targets", "lora_init": "lora.init",
+    "seed": "seed", "data_seed": "data_seed",
+}  # fmt: skip
+ELSEWHERE = ("hardware", "precision", "reward")  # what a person's own machine and rewards decide
+
+
+def test_every_run_is_read() -> None:
+    """88 runs, each with a source, and with known settings alone."""
+    assert len(RUNS) == 88
+    for name, run in RUNS.items():
+        assert run.name == name
+        assert {"repo", "path", "commit"} <= set(run.source)
+        assert set(run.settings) <= set(FIELDS)
+
+
+def test_every_field_is_compared() -> None:
+    """Each of the 76 fields is read back from the configuration, or has a rule of its own."""
+    assert len(FIELDS) == 76
+    assert set(READERS) | set(MISSING) == set(FIELDS)
+    assert not set(READERS) & set(MISSING)
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_a_resolved_run_is_what_was_published(name: str) -> None:
+    """The record of the run has the published value wherever no deviation is named; it round-trips."""
+    config, deviations = RESOLVED[name]
+    record = as_record(config)
+    assert recorded(json.loads(json.dumps(record))) == config
+    named = {deviation.field for deviation in deviations}
+    assert len(named) == len(deviations)
+    for field, place in PLACES.items():
+        if field in named or field not in RUNS[name].settings:
+            continue
+        found: Any = record
+        for part in place.split("."):
+            found = found[part]
+        assert found == RUNS[name].settings[field], field
+    for deviation in deviations:
+        assert deviation.why
+
+
+def test_the_runs_without_deviations() -> None:
+    """The number of runs that differ in hardware, precision and rewards alone does not fall."""
+    clean = [name for name, (_, found) in RESOLVED.items() if all(deviation.kind in ELSEWHERE for deviation in found)]
+    assert "flow_grpo/sd3.5-medium/ocr" in clean
+    assert "diffusion_nft/sd3.5-medium/ocr" in clean
+    assert "dancegrpo/flux.1-dev/hpsv2-16gpu" in clean
+    assert len(clean) >= 35
+
+
+def test_flow_grpo_leaves_the_last_step_out() -> None:
+    """9 of the 10 stochastic steps are trained on, the noisiest; samples without advantage are dropped."""
+    config = resolve(find("flow_grpo/sd3.5-medium/ocr")).config
+    rollout = config.rollout
+    assert (rollout.steps, rollout.window, rollout.pick, rollout.trained_of(rollout.steps)) == (10, None, "first", 9)
+    assert config.advantage.drop_zero
+    assert config.kl.weight_of(rollout.sampler_name) == "rate"
+
+
+def test_dance_decodes_the_clean_estimate() -> None:
+    """The last step takes no noise, and 60 % of the others are trained on."""
+    rollout = resolve(find("dancegrpo/flux.1-dev/hpsv2-16gpu")).config.rollout
+    assert rollout.window_range == (0, 15)
+    assert (rollout.trained_of(15), rollout.pick) == (9, "random")
+
+
+def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
+    """0 for 75 updates, then 0.0075 per update up to 0.999."""
+    objective: Any = resolve(find("diffusion_nft/sd3.5-medium/ocr")).config.objective
+    decays = [objective.old_decay(updates // 2, updates) for updates in (75, 77, 1000)]
+    assert decays == pytest.approx([0.0, 0.015, 0.999])
+
+
+def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
+    """Its settings are listed, and training it is an error of one line."""
+    with pytest.raises(UsageError, match="is a run of AlignProp, and fluvial has no such objective"):
+        resolve(find("alignprop/sd1.5/aesthetic"))
+
+
+def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """All are listed; one is printed with each setting; an unknown name is exit code 2 with the nearest one."""
+    assert cli.run(["runs"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in RUNS)
+    assert cli.run(["runs", "flow_grpo/sd3.5-medium/ocr"]) == 0
+    printed = capsys.readouterr().out
+    assert all(field in printed for field in FIELDS)
+    assert "int(10*0.99) = 9" in printed
+    assert "[precision] precision_compute" in printed
+    for command in ("runs", "train"):
+        assert cli.run([command, "flow_grpo/sd3-medium/ocr"]) == 2
+        assert "did you mean flow_grpo/sd3.5-medium/ocr?" in capsys.readouterr().err
+
+
+def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `config` prints is what `--config` reads, and flags go on top of it."""
+    typed = ["grpo", "--rollout.group", "4", "--out", str(tmp_path / "run")]
+    assert cli.run(["config", *typed]) == 0
+    first = capsys.readouterr().out
+    path = tmp_path / "run.json"
+    path.write_text(first)
+    assert cli.run(["config", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == first
+    assert cli.run(["config", "--config", str(path), "--seed", "3"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**json.loads(first), "seed": 3}
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
+    assert cli.run(["config", "--config", str(toml)]) == 0
+    assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "is not a configuration"), ('{"out": "x", "seeds": 1}', "unknown fields seeds"), (None, "cannot be read")],
+)
+def test_a_file_that_is_no_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
+) -> None:
+    """One line and exit code 2."""
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.run(["train", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

@@ -1,0 +1,131 @@
+"""Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+
+from fluvial.core.random import key
+from fluvial.core.sigmas import sde_steps
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train import trainer as trainers
+from fluvial.engines.train.config import EvaluationConfig
+from fluvial.engines.train.trainer import Trainer
+
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps, guidance, solver and weights; by default they are the rollout's, and the moving average."""
+    seen: list[dict[str, Any]] = []
+    real = trainers.evaluate
+    monkeypatch.setattr(trainers, "evaluate", lambda *args, **options: seen.append(options) or real(*args, **options))
+    base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
+    own = EvaluationConfig(steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
+    for evaluation in (EvaluationConfig(), own):
+        with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
+            trainer.evaluate(4)
+    assert [len(options["schedule"].timesteps) for options in seen] == [tiny.STEPS, tiny.STEPS + 3]
+    assert [options["guidance"].scale for options in seen] == [1.0, 2.0]
+    assert [options["solver"] for options in seen] == ["euler", "dpmpp_2m"]
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_weights_themselves_can_be_evaluated(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, average: bool
+) -> None:
+    """Without `evaluation.average` the scores are those of the weights, not of their moving average."""
+    seen: list[list[torch.Tensor]] = []
+    real = trainers.evaluate
+
+    def spy(job: Any, module: Any, **options: Any) -> Any:
+        seen.append([parameter.detach().clone() for parameter in module.parameters()])
+        return real(job, module, **options)
+
+    monkeypatch.setattr(trainers, "evaluate", spy)
+    config = tiny.config(tmp_path, rollout=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
+    with Trainer(replace(config, evaluation=EvaluationConfig(average=average)), tiny.job(), one) as trainer:
+        trainer.update()
+        trainer.evaluate(4)
+        for own in (True, False):
+            with trainer.engine.inference(average=own) as module:
+                assert all(map(torch.equal, module.parameters(), seen[0])) == (own == average)
+
+
+def test_the_moving_average_takes_every_nth_update(one: World, tmp_path: Path) -> None:
+    """With an interval of 2 it is what it was after the first update, and moves with the second."""
+    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_interval=2)
+    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
+        first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
+        trainer.update()
+        assert all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
+        trainer.update()
+        assert not all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
+
+
+def test_an_interval_without_an_average_is_refused() -> None:
+    """There is nothing that it could be of."""
+    with pytest.raises(ValueError, match=r"optimizer.ema_interval is 4, and optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_interval=4)
+
+
+def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -> None:
+    """Two runs with one data_seed see the same prompts, and other noise."""
+
+    def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
+        config = tiny.config(
+            tmp_path, rollout=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
+        )
+        with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
+            learn, seen = trainer.learner.items, []
+            trainer.learner.items = lambda samples, *args: seen.append(samples) or learn(samples, *args)  # type: ignore
+            trainer.update()
+            return list(seen[0].prompts), seen[0].trajectory.final.clone()
+
+    base, same, other = run(0, 7), run(1, 7), run(0, None)
+    assert base[0] == same[0]
+    assert not torch.equal(base[1], same[1])
+    assert base[0] != other[0]
+    assert run(7, None)[0] == base[0]
+
+
+def test_stochastic_steps_one_by_one() -> None:
+    """They are distinct, in order, within the range, and every set of them is drawn."""
+    drawn = {tuple(sde_steps(key(seed), 9, 3, 1, 6)) for seed in range(300)}
+    assert len(drawn) == 10  # 5 choose 3
+    for steps in drawn:
+        assert sorted(set(steps)) == list(steps)
+        assert set(steps) <= set(range(1, 6))
+    with pytest.raises(ValueError, match="size is 6, expected 1 to 5"):
+        sde_steps(key(0), 9, 6, 1, 6)
+
+
+def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
+    """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
+    rollout = replace(STEPS, window=2, contiguous=False)
+    seen = set()
+    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
+        learn = trainer.learner.items
+        trainer.learner.items = (  # type: ignore[method-assign]
+            lambda samples, *args: seen.add(tuple(samples.trajectory.steps.tolist())) or learn(samples, *args)
+        )
+        for record in trainer:
+            if record["update"] == 1:
+                assert record["first_pass_max_abs_log_ratio"] == 0.0
+    assert any(b - a > 1 for a, b in seen)
+    with pytest.raises(ValueError, match=r"rollout.contiguous is False, and rollout.window is None"):
+        replace(STEPS, contiguous=False)
