@@ -3,7 +3,7 @@
 import optree
 from torch import Tensor
 
-from fluvial.core.random import Key, fold_in, uniform
+from fluvial.core.random import Key, fold_in, key, uniform
 from fluvial.core.rollout import unrecorded
 from fluvial.core.sigmas import sde_steps, sde_window
 from fluvial.core.transitions import Sampler
@@ -119,6 +119,17 @@ class RolloutSource:
             )
             parts.append(SampleBatch(part, cond, unrecorded(x0), None))
         return joined(parts)
+
+
+def data_key(config: TrainConfig, root: Key, update: int) -> Key:
+    """Return the key of the rollout at an update that its prompts, or given preferences, are drawn with.
+
+    Args:
+        config: the run.
+        root: key of the rollout, which is used without a `data_seed`.
+        update: number of updates before the rollout.
+    """
+    return root if config.data_seed is None else fold_in(key(config.data_seed), update)
 
 
 def _places(key: Key, count: int, of: int) -> list[int]:

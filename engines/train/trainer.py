@@ -33,6 +33,7 @@ from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.record import as_record
+from fluvial.engines.train.rollouts import data_key
 from fluvial.engines.train.saving import Progress, Saver
 
 
@@ -70,8 +71,8 @@ class Trainer:
                     job = jobs.of_run(config)
             parts = build_parts(config, job, world)
             self.job, self.engine, self.policies = parts.job, parts.engine, parts.policies
-            self.schedule, self.source, self.learner = parts.schedule, parts.source, parts.learner
-            self.evaluation_schedule = parts.evaluation_schedule
+            self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
+            self.source, self.learner = parts.source, parts.learner
             self.rewards, self.preferences = parts.rewards, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
             self.runners = RewardRunners(self.rewards)
@@ -128,22 +129,17 @@ class Trainer:
         return record if spread is None else {**record, "diversity": spread}
 
     def evaluate(self, samples: int | None = None) -> Evaluation:
-        """Return the scores of held-out prompts, sampled as `config.evaluation` says; every rank must take part.
-
-        Args:
-            samples: number of samples; by default `config.eval_samples`.
-        """
+        """Return the scores of held-out prompts, of `config.eval_samples` samples by default; every rank must take part."""
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
-                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
-                micro_batch=config.micro_batch, world=self.world, guidance=config.evaluation_guidance,
-                solver=config.evaluation.solver,
+                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples, world=self.world,
+                micro_batch=config.micro_batch, guidance=config.evaluation_guidance, solver=config.evaluation.solver,
             )  # fmt: skip
-            if self.probe is None:
-                return result
-            drift = self.probe.velocity_drift(self.job, module, micro_batch=self.config.micro_batch)
-            return result._replace(velocity_drift=drift)
+            if self.probe is not None:
+                drift = self.probe.velocity_drift(self.job, module, micro_batch=config.micro_batch)
+                result = result._replace(velocity_drift=drift)
+        return result
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
@@ -168,14 +164,14 @@ class Trainer:
         """Make a rollout and its updates; return what was learnt, the rewards `[B, K]` and the diversity of the samples."""
         if self.preferences:
             with metrics.timed(seconds, "rollout"):
-                chosen = self.source.preferences(self._data_key(root), self.preferences)
+                chosen = self.source.preferences(data_key(self.config, root, self.engine.updates), self.preferences)
             with metrics.timed(seconds, "reward"):
                 rewards, self.stopping = self._gathered(torch.empty(0, 0))
             with metrics.timed(seconds, "update"):
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
         with metrics.timed(seconds, "rollout"):
-            batch = self.source.samples(root, self.runners, data=self._data_key(root))
+            batch = self.source.samples(root, self.runners, data=data_key(self.config, root, self.engine.updates))
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()
@@ -190,11 +186,6 @@ class Trainer:
             work = self.learner.items(batch, rewards, self.runners.weights, root)
             del batch  # the items are a copy of its trajectory
             return self.learner.update(work, root), rewards, spread
-
-    def _data_key(self, root: Key) -> Key:
-        """Return the key of the rollout that prompts, or given preferences, are drawn with."""
-        seed = self.config.data_seed
-        return root if seed is None else fold_in(key(seed), self.engine.updates)
 
     def _gathered(self, rewards: Tensor) -> tuple[Tensor, bool]:
         """Return the rewards `[B, K]` of all samples, on the host, and whether any rank was asked to stop."""

@@ -85,6 +85,18 @@ def test_the_adapter_is_what_peft_makes() -> None:
         assert same(want, {names[name]: tensor for name, tensor in found.items()})
 
 
+def test_the_initial_distribution_of_a() -> None:
+    """The default is bounded by 1 / sqrt(inputs); gaussian has a standard deviation of 1 / rank."""
+    drawn = {}
+    for init in ("default", "gaussian"):
+        module = torch.nn.ModuleDict({"to_q": torch.nn.Linear(400, 8)})
+        add_lora(module, LoraConfig(rank=4, init=init), ["to_q"])  # type: ignore[arg-type]
+        drawn[init] = dict(module.named_parameters())["to_q.lora_A.default.weight"].detach()
+        assert not dict(module.named_parameters())["to_q.lora_B.default.weight"].any()
+    assert float(drawn["default"].abs().max()) <= 1 / 400**0.5 * 1.8  # sqrt(3): uniform of the same variance, and rounding
+    assert float(drawn["gaussian"].std()) == pytest.approx(1 / 4, rel=0.1)
+
+
 def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
     """Only `default` is trained; the base is frozen too."""
     module = lora_model.adapted(*ALL)

@@ -9,7 +9,7 @@ from fluvial.engines.train.published.runs import PublishedRun
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
 Kind = Literal["hardware", "precision", "reward", "model", "method"]
-Reader = Callable[[TrainConfig, PublishedRun], Any]
+Ours = Callable[[TrainConfig, PublishedRun], Any]
 
 
 class Deviation(NamedTuple):
@@ -94,7 +94,7 @@ def _guidance_scale(config: TrainConfig, run: PublishedRun) -> Any:
     return config.rollout.guidance.scale
 
 
-def _per_rollout(interval: Callable[[TrainConfig], int]) -> Reader:
+def _per_rollout(interval: Callable[[TrainConfig], int]) -> Ours:
     return lambda config, run: interval(config) / config.updates_per_rollout
 
 
@@ -137,7 +137,7 @@ def _targets(config: TrainConfig, run: PublishedRun) -> Any:
     return list(config.lora.targets or ())
 
 
-READERS: dict[str, Reader] = {
+OURS: dict[str, Ours] = {
     "resolution_height": lambda config, run: config.pipeline.height,
     "resolution_width": lambda config, run: config.pipeline.width,
     "num_frames": lambda config, run: config.pipeline.frames,
@@ -206,7 +206,7 @@ def _objective_field(config: TrainConfig, *names: str) -> Any:
 
 
 KINDS: dict[str, tuple[Kind, str]] = {
-    **{name: ("method", "has no counterpart that gives this value") for name in READERS},
+    **{name: ("method", "has no counterpart that gives this value") for name in OURS},
     "guidance_kind": ("method", "the adapter has guidance of another kind"),
     "cfg_in_training_forward": ("method", "the update applies the guidance of the rollout"),
     "sampler": ("method", "fluvial has no such sampler"),

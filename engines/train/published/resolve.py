@@ -17,7 +17,7 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
-from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, READERS, Deviation
+from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation
 from fluvial.engines.train.published.runs import PublishedRun
 from fluvial.models import LoraConfig
 
@@ -63,7 +63,7 @@ def _deviations(run: PublishedRun, config: TrainConfig) -> list[Deviation]:
         if name in MISSING:
             if (deviation := MISSING[name](published, run)) is not None:
                 found.append(deviation)
-        elif not _same(ours := READERS[name](config, run), published):
+        elif not _same(ours := OURS[name](config, run), published):
             kind, why = KINDS[name]
             found.append(Deviation(name, published, ours, kind, why))
     return found

@@ -23,6 +23,7 @@ from tiny_pipelines import (
     wan,
 )
 
+from fluvial.core.sigmas import shifted
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
