@@ -133,8 +133,9 @@ class Trainer:
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
-                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples, world=self.world,
-                micro_batch=config.micro_batch, guidance=config.evaluation_guidance, solver=config.evaluation.solver,
+                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
+                micro_batch=config.micro_batch, world=self.world, guidance=config.evaluation_guidance,
+                solver=config.evaluation.solver,
             )  # fmt: skip
             if self.probe is not None:
                 drift = self.probe.velocity_drift(self.job, module, micro_batch=config.micro_batch)
