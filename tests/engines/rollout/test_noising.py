@@ -1,4 +1,4 @@
-"""Re-noised clean samples: their levels, their keys, and what is asked of the model there."""
+"""Clean samples with noise on them: at which levels, with which keys, and what the model should predict there."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -98,7 +98,7 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
 
 
 def test_noise_is_drawn_for_each_level() -> None:
-    """It is standard normal, differs between a sample's levels and between samples, and owes nothing to the levels."""
+    """It is standard normal, differs between a sample's levels and between samples, and is independent of the levels."""
     pairs = put(NoisingConfig(2))
     assert pairs.target is not None
     assert pairs.x0 is not None

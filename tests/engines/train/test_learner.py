@@ -1,38 +1,28 @@
-"""What is learnt from a rollout: whose old policy, which pairs, which weights; one update or several; one rank or two."""
+"""Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import launch
 import pytest
 import tiny_jobs as tiny
 import torch
+from spied_runs import FAST, ODE, STEPS, Spied
 from torch import Tensor
 
-from fluvial.core import correction, gaussian
+from fluvial.core import gaussian
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
-from fluvial.core.dpo import best_and_worst
-from fluvial.core.rollout import Trajectory
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft
+from fluvial.engines.objectives.table import Awm, Dpo, Guard, Raft
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import (
     AdvantageConfig,
-    CorrectionConfig,
     KLConfig,
-    NoisingConfig,
-    RolloutConfig,
-    TrainConfig,
 )
-from fluvial.models.lora import adapter_parameters, use_adapter
-
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler="ode", eta=0.0)
-FAST = OptimizerConfig(lr=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -40,51 +30,6 @@ def one() -> Iterator[World]:
     """The world of this process."""
     with init_world() as world:
         yield world
-
-
-class Update(NamedTuple):
-    """What an optimizer update was made of."""
-
-    items: Items
-    weight: Tensor
-    over: float  # what the sum of its losses is divided by
-    policy: dict[str, Tensor]  # before it
-
-
-class Spied(tiny.Run):
-    """A run that notes its trajectories, its preferences, and what each update was made of."""
-
-    def __init__(self, config: TrainConfig, world: World, job: Any = None) -> None:
-        super().__init__(config, world, job)
-        self.trajectories: list[Trajectory] = []
-        self.updates: list[Update] = []
-        self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
-        engine, learner = self.trainer.engine, self.trainer.learner
-        optimize, learn, learn_given = engine.update, learner.items, learner.preference_items
-
-        def noted(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
-            self.updates.append(Update(items, weight, options["count"], self.weights()))
-            return optimize(items, loss_fn, weight, **options)
-
-        def learnt(samples: Any, *args: Any) -> Any:
-            self.trajectories.append(samples.trajectory)
-            self.prompts, self.scores = list(samples.prompts), args[0]
-            return learn(samples, *args)
-
-        def learnt_given(given: Any, *args: Any) -> Any:
-            self.preferences = list(given)
-            return learn_given(given, *args)
-
-        engine.update, learner.items, learner.preference_items = noted, learnt, learnt_given  # type: ignore
-
-    def velocity(self, items: Items) -> Tensor:
-        """The velocity of the policy as it is, or of the adapter that computes."""
-        with self.trainer.engine.inference() as module:
-            cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
-            return self.trainer.job.model.predict(module, items.x, items.level, cond)
-
-
-# Several updates on one rollout.
 
 
 def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
@@ -198,105 +143,6 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
         assert torch.equal(update.items.v_old, recorded.transpose(0, 1).flatten(0, 1))  # type: ignore[arg-type]
 
 
-# DiffusionNFT's old policy.
-
-OLD: dict[str, tuple[Nft, list[float]]] = {
-    "none": (Nft(old="none"), [0.0, 0.0, 0.0, 0.0]),
-    "linear": (Nft(old="linear", old_rise=0.2, old_cap=0.5), [0.2, 0.4, 0.5, 0.5]),
-    "by updates": (Nft(old="linear", old_rise=0.1, old_cap=0.5, old_unit="updates"), [0.2, 0.4, 0.5, 0.5]),
-    "delayed": (Nft(old="delayed", old_rise=0.3, old_cap=0.4, old_delay=2), [0.0, 0.0, 0.3, 0.4]),
-}
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
-    """After rollout n it is d old + (1 - d) policy; without one the policy itself is compared with."""
-    objective, decays = OLD[old]
-    run = Spied(
-        tiny.config(
-            tmp_path, rollout=ODE, objective=objective, train="lora", updates=8, epochs=2, optimizer=FAST,
-            kl=KLConfig(0.1),
-        ),
-        one,
-    )  # fmt: skip
-    names = {name for name in run.weights() if ".old." in name}
-    assert bool(names) == (old != "none")
-    expected = {name: tensor for name, tensor in run.weights().items() if name in names}
-    for n, decay in enumerate(decays):
-        before = run.weights()
-        run.rollout()
-        now, first = run.weights(), run.infos[2 * n]
-        for name in names:
-            policy = now[name.replace(".old.", ".default.")]
-            expected[name] = decay * expected[name] + (1 - decay) * policy
-            torch.testing.assert_close(now[name], expected[name])
-        # Policy and old policy agree in a rollout's first update where they were made to be the same after the last.
-        assert (first.mean["drift"] == 0.0) == (n == 0 or decays[n - 1] == 0)
-        assert run.infos[2 * n + 1].mean["drift"] > 0
-        # Both updates of a rollout compare with the policy that made it.
-        assert run.updates[2 * n].items.v_old is not None or old == "none"
-        for update in run.updates[2 * n : 2 * n + 2]:
-            assert all(torch.equal(update.policy[name], before[name]) for name in names)
-
-
-def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
-    """Images change with it, and not with the policy."""
-    seen = {}
-    for moved in ("none", "default", "old"):
-        run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
-        if moved != "none":
-            for name, tensor in run.trainer.engine.sharded.shards().items():
-                if f".{moved}." in name:
-                    tensor.add_(0.3)
-        run.rollout()
-        seen[moved] = run.trajectories[0].final
-        # What it is compared with is the policy that made the samples.
-        items, module = run.updates[0].items, run.trainer.engine.module
-        if moved == "old":
-            for name, tensor in run.trainer.engine.sharded.shards().items():
-                tensor.copy_(run.updates[0].policy[name])  # it has moved on after the rollout
-            with use_adapter(module, "old"):
-                torch.testing.assert_close(items.v_old, run.velocity(items))
-    assert torch.equal(seen["none"], seen["default"])
-    assert not torch.allclose(seen["none"], seen["old"], atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"objective": Nft(old_rise=0.3), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
-        {"objective": Dpo(), "rollout": ODE, "train": "full"},
-        {"objective": Awm(), "rollout": ODE, "minibatches": 2, "epochs": 2, "updates": 12},
-        {"rollout": replace(STEPS, fraction=0.5, window=2), "minibatches": 2, "updates": 6, "kl": KLConfig(0.1)},
-    ],
-    ids=["nft", "dpo", "awm", "clipped"],
-)
-def test_a_resumed_run_is_the_same(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Three rollouts = two, a checkpoint, and one more, to the bit: old policy, reference, shuffles and noise included."""
-    run = tiny.config(tmp_path / "run", **{"updates": 3, "optimizer": OptimizerConfig(lr=0.05, ema_decay=0.9), **changes})
-    whole = tiny.Run(run, one)
-    for _ in range(3):
-        record = whole.rollout()
-    before = tiny.Run(run, one)
-    for _ in range(2):
-        before.rollout()
-    before.trainer.save()
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    after = tiny.Run(run, one)
-    after.trainer.resume(saved)
-    again = after.rollout()
-    state, expected = after.trainer.engine.state(), whole.trainer.engine.state()
-    assert any(".old." in name for name in state) == isinstance(run.objective, Nft)
-    for name, tensor in expected.items():
-        assert torch.equal(torch.as_tensor(state[name].full_tensor()), tensor.full_tensor()), name  # type: ignore[attr-defined]
-    assert all(torch.equal(tensor, after.weights()[name]) for name, tensor in whole.weights().items())
-    for name in ("update", "samples", "loss", "grad_norm", "reward", "objective"):
-        assert again[name] == record[name], name
-
-
-# Which pairs.
-
-
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
     run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, fraction=0.5), updates=2, micro_batch=8), one)
@@ -378,68 +224,6 @@ def test_shared_noise(one: World, tmp_path: Path) -> None:
         assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
 
 
-# Correction.
-
-
-def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: Any = "step") -> tuple[Spied, dict[str, Any]]:
-    """Return a run whose rollout computed in bfloat16, and its record."""
-    run = Spied(
-        tiny.config(
-            tmp_path, rollout=replace(STEPS, autocast=True), correction=CorrectionConfig(mode, level, threshold),
-            optimizer=OptimizerConfig(max_grad_norm=1e9),
-        ),
-        one,
-    )  # fmt: skip
-    return run, run.rollout()
-
-
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-@pytest.mark.parametrize(
-    ("mode", "threshold"), [("truncate", 1.0), ("truncate", 1e30), ("reject", 1.0001), ("mask", 1.0001)]
-)
-def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, threshold: float, level: Any) -> None:
-    """The first ratio is exactly 1, and each pair has the weight that core/correction.py gives the two log-probs."""
-    run, record = corrected(tmp_path, one, mode, threshold, level)
-    assert run.infos[0].max_abs["log_ratio"] == 0.0
-    assert record["correction"]["gap_mean"] > 1e-6
-    assert all(record["correction"][name] > 0 for name in ("gap_mean", "gap_p99", "kl", "effective"))
-    items, known = run.updates[0].items, run.trajectories[0].log_prob
-    assert items.log_prob_old is not None
-    own = items.log_prob_old.unflatten(0, (tiny.STEPS, 8)).T
-    weight, info = correction.rollout_weights(own, known, mode=mode, threshold=threshold, level=level)
-    assert float((own - known).abs().max()) > 1e-5
-    assert torch.equal(run.updates[0].weight, torch.ones(8 * tiny.STEPS))  # a KL term is not corrected
-    advantage = group_advantages(run.scores[:, 0], torch.arange(8) // 4)
-    torch.testing.assert_close(items.target_weight, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
-    assert record["correction"]["limited"] == pytest.approx(float(info.limited))
-    if threshold < 1e30:
-        assert 0 < record["correction"]["limited"] < 1
-
-
-def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
-    """A gradient of untruncated weights is not that of truncated ones; where all pairs are masked there is none."""
-    free, held = (corrected(tmp_path, one, "truncate", threshold)[0] for threshold in (1e30, 1.0))
-    masked, _ = corrected(tmp_path, one, "mask", 1.0)
-    apart = torch.cat([(a - held.gradient()[name]).flatten() for name, a in free.gradient().items()])
-    assert float(apart.norm()) > 1e-7
-    assert free.infos[0].grad_norm != held.infos[0].grad_norm
-    assert masked.infos[0].grad_norm == 0.0 < held.infos[0].grad_norm
-
-
-def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
-    """Its old velocity is then the update's own too, so that the first ratio is 1."""
-    rollout = replace(STEPS, autocast=True)
-    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Guard(), correction=CorrectionConfig("truncate")), one)
-    run.rollout()
-    recorded = run.trajectories[0].velocity
-    assert recorded is not None
-    assert not torch.equal(run.updates[0].items.v_old, recorded.transpose(0, 1).flatten(0, 1))  # type: ignore[arg-type]
-    assert run.infos[0].max_abs["log_ratio"] == 0.0
-
-
-# Several rewards.
-
-
 @pytest.mark.parametrize("combine", ["sum", "gdpo"])
 def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     """Their advantages are those of core/advantages.py, for the weights that were asked for."""
@@ -460,123 +244,6 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
         {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
     )
     assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
-
-
-# RAFT and DPO.
-
-
-@pytest.mark.parametrize(
-    ("best", "reward", "expected"),
-    [
-        (0.25, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 0, 1, 1, 0, 0, 0]),
-        (0.5, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 1, 1, 1, 1, 0, 0]),
-        (0.01, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 0, 1, 1, 0, 0, 0]),
-        (1.0, [1, 2, 3, 4, 5, 5, 5, 5], [1, 1, 1, 1, 0, 0, 0, 0]),
-        (0.25, [2, 2, 1, 2, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]),
-        (0.5, [1, 2, 2, 2, 3, 1, 3, 3], [0, 1, 1, 0, 1, 0, 1, 0]),
-    ],
-)
-def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]) -> None:
-    """The best part of each group, at least one; of equal ones the first; nothing of a group whose rewards are equal."""
-    rewards, group = torch.tensor(reward, dtype=torch.float32), torch.arange(8) // 4
-    assert Raft(best=best).target_weight(rewards, torch.zeros(8), group).tolist() == expected
-    shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(0))  # groups need not lie together
-    kept = Raft(best=best).target_weight(rewards[shuffled], torch.zeros(8), group[shuffled])
-    assert kept.sum() == sum(expected)
-    assert torch.equal(rewards[shuffled][kept > 0].sort().values, rewards[torch.tensor(expected) > 0].sort().values)
-
-
-def test_online_preferences(one: World, tmp_path: Path) -> None:
-    """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
-    rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
-    rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
-    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8), one, job)
-    record = run.rollout()
-    asked = run.prompts[::4]
-    assert set(asked) == {"0", "1"}
-    valid = [i for i, prompt in enumerate(asked) if prompt != "0"]
-    assert valid == [0, 2, 3]
-    final = run.trajectories[0].final
-    reward = tiny.brightness(tiny.Tiny().decode(final), ())
-    found = best_and_worst(reward, torch.arange(16) // 4)
-    assert [preference.prompt for preference in run.preferences] == ["1"] * len(valid)
-    for preference, group in zip(run.preferences, valid, strict=True):
-        assert torch.equal(preference.win, final[found.win[4 * group]])
-        assert torch.equal(preference.lose, final[found.lose[4 * group]])
-    items = run.updates[0].items
-    assert record["pairs"] == run.updates[0].over == len(items.level) == 3 * len(valid)
-    assert items.x.shape == items.target.shape == (3 * len(valid), 2, *tiny.SHAPE)  # type: ignore[union-attr]
-    assert run.infos[0].loss == pytest.approx(0.6931, abs=1e-4)  # where the policy is the reference
-    assert run.infos[0].grad_norm > 0
-
-
-@pytest.mark.parametrize("objective", [Dpo(), Raft(), Awm()])
-def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any) -> None:
-    """They teach nothing, and the update is made all the same."""
-    job = tiny.job(rewards={"none": lambda images, prompts: torch.ones(len(prompts))})
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=objective, updates=2, minibatches=2), one, job)
-    record = run.rollout()
-    assert len(run.infos) == 2
-    assert all(info.grad_norm == info.loss == 0.0 for info in run.infos)
-    assert record["update"] == 2
-    assert record["reward"] == {"mean": 1.0, "std": 0.0}
-
-
-@pytest.mark.parametrize("train", ["full", "lora"])
-def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> None:
-    """The reference stays what training started from, and the margin is the policy's distance from it."""
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Dpo(), train=train, updates=2, optimizer=FAST), one)
-    start, errors = tiny.Tiny().build(), {}
-    for _ in range(2):
-        run.rollout()
-        items = run.updates[-1].items
-        prompts = [run.preferences[int(i)].prompt for i in items.sample]
-        rows = tiny.Tiny().encode(prompts).rows
-        with torch.no_grad():
-            for side in (0, 1):
-                expected = start(items.x[:, side], rows, items.level)
-                torch.testing.assert_close(items.v_ref[:, side], expected)  # type: ignore[index]
-    for name, tensor in run.trainer.engine.sharded.shards().items():
-        tensor.copy_(run.updates[-1].policy[name])  # the policy before the last update
-    with run.trainer.engine.inference() as module:
-        for side in (0, 1):
-            v = tiny.Tiny().predict(module, items.x[:, side], items.level, tiny.Tiny().encode(prompts))
-            of_policy, of_start = ((each - items.target[:, side]) ** 2 for each in (v, items.v_ref[:, side]))  # type: ignore
-            errors[side] = (of_policy - of_start).mean((1, 2, 3))
-    margin = -Dpo().beta / 2 * (errors[0] - errors[1])
-    first, last = (info.mean for info in run.infos)
-    assert first["margin"] == first["accuracy"] == 0.0
-    assert abs(float(margin.mean())) > 1e-2
-    assert last["margin"] == pytest.approx(float(margin.mean()), rel=1e-3)
-    assert last["accuracy"] == pytest.approx(float((margin > 0).float().mean()))
-
-
-def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
-    """The student comes near the teacher along its own walk, and the reference is left alone."""
-    objective = Distill(teacher=Path("teacher"), match="velocity_mse")
-    run = Spied(
-        tiny.config(tmp_path, rollout=STEPS, objective=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one
-    )
-    for _ in range(10):
-        run.rollout()
-    errors = [info.mean["error"] for info in run.infos]
-    assert errors[-1] < 0.2 * errors[0]
-    items = run.updates[-1].items
-    teacher = tiny.Tiny(seed=1).build()
-    with torch.no_grad():
-        said = teacher(items.x, tiny.Tiny().encode([run.prompts[int(i)] for i in items.sample]).rows, items.level)
-    torch.testing.assert_close(items.v_teacher, said)
-
-
-def test_adapters_apart(one: World, tmp_path: Path) -> None:
-    """An optimizer of NFT's policy holds nothing of the old one."""
-    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
-    module = run.trainer.engine.module
-    assert all(p.requires_grad for p in adapter_parameters(module, "default").values())
-    assert not any(p.requires_grad for p in adapter_parameters(module, "old").values())
-
-
-# One rank or two.
 
 
 @pytest.fixture(scope="module")

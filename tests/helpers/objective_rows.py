@@ -1,0 +1,33 @@
+"""A row for every objective, in each of its forms."""
+
+from pathlib import Path
+
+from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.objectives.table import (
+    Awm,
+    Clipped,
+    Distill,
+    Dpo,
+    Dppo,
+    Guard,
+    Nft,
+    Raft,
+    Sft,
+)
+
+TEACHER, GIVEN = Path("teacher"), Path("given")
+OBJECTIVE_ROWS: dict[str, Objective] = {
+    "clipped": Clipped(),
+    "guard": Guard(),
+    "dppo": Dppo(),
+    "distill, mean_kl": Distill(teacher=TEACHER),
+    "distill, velocity_mse": Distill(teacher=TEACHER, match="velocity_mse"),
+    "nft, none": Nft(old="none"),
+    "nft, linear": Nft(old="linear"),
+    "nft, delayed": Nft(old="delayed", old_delay=1),
+    "awm": Awm(),
+    "raft": Raft(),
+    "sft": Sft(),
+    "dpo, online": Dpo(),
+    "dpo, offline": Dpo(preferences=GIVEN),
+}

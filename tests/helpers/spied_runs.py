@@ -1,0 +1,62 @@
+"""Runs of the tiny job that note what their updates are made of."""
+
+from typing import Any, NamedTuple
+
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.items import Items
+from fluvial.engines.train.config import (
+    RolloutConfig,
+    TrainConfig,
+)
+
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler="ode", eta=0.0)
+FAST = OptimizerConfig(lr=0.05)
+
+
+class Update(NamedTuple):
+    """What an optimizer update was made of."""
+
+    items: Items
+    weight: Tensor
+    over: float  # what the sum of its losses is divided by
+    policy: dict[str, Tensor]  # before it
+
+
+class Spied(tiny.Run):
+    """A run that notes its trajectories, its preferences, and what each update was made of."""
+
+    def __init__(self, config: TrainConfig, world: World, job: Any = None) -> None:
+        super().__init__(config, world, job)
+        self.trajectories: list[Trajectory] = []
+        self.updates: list[Update] = []
+        self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
+        engine, learner = self.trainer.engine, self.trainer.learner
+        optimize, learn, learn_given = engine.update, learner.items, learner.preference_items
+
+        def noted(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
+            self.updates.append(Update(items, weight, options["count"], self.weights()))
+            return optimize(items, loss_fn, weight, **options)
+
+        def learnt(samples: Any, *args: Any) -> Any:
+            self.trajectories.append(samples.trajectory)
+            self.prompts, self.scores = list(samples.prompts), args[0]
+            return learn(samples, *args)
+
+        def learnt_given(given: Any, *args: Any) -> Any:
+            self.preferences = list(given)
+            return learn_given(given, *args)
+
+        engine.update, learner.items, learner.preference_items = noted, learnt, learnt_given  # type: ignore
+
+    def velocity(self, items: Items) -> Tensor:
+        """The velocity of the policy as it is, or of the adapter that computes."""
+        with self.trainer.engine.inference() as module:
+            cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
+            return self.trainer.job.model.predict(module, items.x, items.level, cond)
