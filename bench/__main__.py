@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 
 from fluvial.bench import aot, kernels, objectives, phases, traffic
+from fluvial.bench.peers import report as peers
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.report import run as update
 from fluvial.engines.cli.main import exit_with
@@ -14,6 +15,7 @@ USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
 
   phases      seconds and samples per second of rollout, reward and update of the built-in job
   update      collectives, host reads, memory and seconds of an optimizer update, beside the loop of published trainers
+  peers       rollout and update beside the code of other projects, read from clones in a folder of yours
   objectives  every recipe on the built-in jobs: accuracy against time, samples and updates, with a plot
   kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
   traffic     bytes, launches and saved bytes of the hot path, counted
@@ -29,6 +31,7 @@ def main(args: list[str]) -> int:
     benchmarks: dict[str, tuple[type, Callable[..., object]]] = {
         "phases": (phases.PhasesConfig, phases.run),
         "update": (UpdateConfig, update),
+        "peers": (peers.PeersConfig, peers.run),
         "objectives": (objectives.ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),

@@ -1,0 +1,153 @@
+"""Flow-Factory (X-GenGroup/Flow-Factory): `sample` and `optimize` of its GRPOTrainer, over its SD3.5 adapter and scheduler.
+
+Its own code runs: the trainer's two phases, `SD3_5Adapter.inference` and `.forward`, and its SDE scheduler, with accelerate.
+Their objects are filled in here instead of by their constructors, which read weights, data sets and reward models.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.bench.peers import clone
+from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
+from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.models.handwriting.model import SHIFT
+
+# Its files import them for video and audio data and for loggers.
+UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
+
+
+class Settings(dict[str, Any]):
+    """Settings that are read as attributes and unpacked as arguments, as its own classes of arguments are."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting.
+
+        Raises:
+            AttributeError: there is no such setting.
+        """
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class FlowFactory:
+    """Flow-Factory's code on the work.
+
+    Args:
+        folder: clone of the project.
+        work: what is done.
+    """
+
+    def __init__(self, folder: Path, work: Work) -> None:
+        from accelerate import Accelerator
+
+        with clone.importable(folder / "src", stand_ins=UNUSED):
+            sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
+            trainers = importlib.import_module("flow_factory.trainers.grpo")
+        self.work, self.cond, self.uncond, self.sample_kind = work, work.cond, work.uncond, sd3.SD3_5Sample
+        accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=work.steps, cpu=True)
+        pipeline = build_pipeline(work)
+        scheduler = sd3.FlowMatchEulerDiscreteSDEScheduler(
+            noise_level=work.eta, sde_steps=list(range(work.steps)), dynamics_type="Flow-SDE", shift=SHIFT
+        )
+        event = work.size.event
+        sd3.set_scheduler_timesteps(scheduler, work.steps, seq_len=event[-2] * event[-1] // 4)
+        pipeline.scheduler = scheduler
+        parameters = [p for p in pipeline.transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
+        transformer, self.optimizer = accelerator.prepare(pipeline.transformer, optimizer)
+        settings = Settings(
+            per_device_batch_size=work.samples, num_batches_per_epoch=1, num_inner_epochs=1, seed=0, kl_beta=0.0,
+            guidance_scale=work.scale, num_inference_steps=work.steps, height=event[-2] * VAE_SCALE,
+            width=event[-1] * VAE_SCALE, clip_range=(-work.clip, work.clip), adv_clip_range=(-1e9, 1e9),
+            max_grad_norm=work.max_grad_norm, latent_storage_dtype=None, offload_samples_to_cpu=False,
+        )  # fmt: skip
+        adapter = _filled(
+            sd3.SD3_5Adapter, pipeline=pipeline, accelerator=accelerator, training_args=settings,
+            model_args=SimpleNamespace(target_components=["transformer"], finetune_type="lora"),
+            target_module_map={"transformer": work.targets}, _components={"transformer": transformer}, _mode="train",
+        )  # fmt: skip
+        self.trainer = _filled(
+            _quiet(trainers.GRPOTrainer), adapter=adapter, accelerator=accelerator, training_args=settings, epoch=0, step=0,
+            autocast=nullcontext, optimizer=self.optimizer, log_args=SimpleNamespace(verbose=False),
+            reward_buffer=SimpleNamespace(clear=lambda: None, add_samples=lambda samples: None),
+            dataloader=_Repeated(self._batch()), logged={},
+        )  # fmt: skip
+        self.pipeline = pipeline
+
+    def _batch(self) -> dict[str, Any]:
+        return {
+            "prompt": self.work.prompts, "prompt_embeds": self.cond.tokens, "pooled_prompt_embeds": self.cond.pooled,
+            "negative_prompt": [""] * self.work.samples, "negative_prompt_embeds": self.uncond.tokens,
+            "negative_pooled_prompt_embeds": self.uncond.pooled,
+        }  # fmt: skip
+
+    def rollout(self) -> Sampled:
+        """Return the latents and log-probabilities that its trainer samples."""
+        samples = self.trainer.sample()
+        return Sampled(torch.stack([s.all_latents for s in samples]), torch.stack([s.log_probs for s in samples]))
+
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return what its adapter's `forward` finds."""
+        timesteps, rows, batch = self.pipeline.scheduler.timesteps, [], self._batch()
+        given = {name: value for name, value in batch.items() if name.endswith("embeds")}
+        with torch.no_grad():
+            for step in range(self.work.steps):
+                t_next = timesteps[step + 1] if step + 1 < self.work.steps else torch.tensor(0)
+                output = self.trainer.adapter.forward(
+                    t=timesteps[step], t_next=t_next, latents=x[:, step], next_latents=x_next[:, step],
+                    guidance_scale=self.work.scale, noise_level=self.work.eta, return_kwargs=["log_prob"], **given,
+                )  # fmt: skip
+                rows.append(output.log_prob)
+        return torch.stack(rows, dim=1)
+
+    def update(self, stored: Stored) -> float:
+        """Take one optimizer step by its trainer's `optimize`."""
+        batch, steps = self._batch(), self.work.steps
+        latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)
+        samples = [
+            self.sample_kind(
+                timesteps=self.pipeline.scheduler.timesteps, all_latents=latents[b], log_probs=stored.log_prob[b],
+                latent_index_map=torch.arange(steps + 1), log_prob_index_map=torch.arange(steps),
+                extra_kwargs={"advantage": stored.advantage[b]}, **{name: rows[b] for name, rows in batch.items()},
+            )
+            for b in range(self.work.samples)
+        ]  # fmt: skip
+        self.trainer.optimize(samples)
+        return float(self.trainer.logged["train/loss"])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update."""
+        return first_moments(self.pipeline.transformer, self.optimizer)
+
+
+class _Repeated:
+    """A data loader whose every pass holds one batch."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Return a new pass."""
+        return iter([self.batch])
+
+
+def _quiet(kind: type) -> type:
+    """Return a trainer's class that keeps the numbers it logs instead of printing them."""
+    return type(kind.__name__, (kind,), {"log_data": lambda self, data, step: self.logged.update(data)})
+
+
+def _filled(kind: Any, **attributes: Any) -> Any:
+    """Return an object of a class with the given attributes, without its constructor."""
+    made = kind.__new__(kind)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made

@@ -1,0 +1,123 @@
+"""fluvial's side: the parts of a run as `fluvial train` builds them, timed at `generate` and `Learner.update`."""
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.core.random import key
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.fsdp.engine import UpdateInfo
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.objectives.clipped import Clipped
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
+from fluvial.engines.rollout.items import Share, flatten
+from fluvial.engines.train import learner
+from fluvial.engines.train.build import build_parts
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.job import Job
+from fluvial.kernels import step_log_prob
+from fluvial.models.guidance import guided_velocity
+from fluvial.models.lora import adapter_names, adapter_parameters
+
+
+class Ours:
+    """A run of fluvial on the work.
+
+    Args:
+        work: what is done.
+        world: process group of one process.
+    """
+
+    def __init__(self, work: Work, world: World) -> None:
+        self.work = work
+        self.guidance = Guidance(scale=work.scale, gradient=work.gradient)
+        config = TrainConfig(
+            out=Path("unused"),  # nothing is written: only a Trainer opens it
+            train="lora",
+            lora=work.lora,
+            micro_batch=work.samples,
+            objective=Clipped(clip_low=work.clip, clip_high=work.clip),
+            optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
+            rollout=RolloutConfig(prompts=1, group=work.samples, steps=work.steps, eta=work.eta, guidance=self.guidance),
+        )
+        job = Job(work.model, work.prompts, _no_reward, heldout=work.prompts, shape=work.size.event)
+        self.parts = build_parts(config, job, world)
+        values = work.adapter({name: p.shape for name, p in self._adapter().items()})
+        with torch.no_grad():
+            for name, parameter in self._adapter().items():
+                _local(parameter).copy_(values[name])
+        self.sampler, self.schedule = self.parts.learner.sampler, self.parts.schedule
+        steps = StochasticSteps(self.sampler, range(work.steps))
+        self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps)
+        self.rollouts = 0
+
+    def _adapter(self) -> dict[str, Any]:
+        return dict(adapter_parameters(self.parts.engine.module, "default"))
+
+    def trajectory(self) -> Trajectory:
+        """Return the next rollout."""
+        requests = Requests(self.work.prompts, range(self.work.samples), key(self.rollouts))
+        self.rollouts += 1
+        with self.parts.policies.behaviour(self.parts.engine) as module:
+            chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
+        return chunks[0].trajectory
+
+    def rollout(self) -> Sampled:
+        """Return the next rollout in the form of the comparison."""
+        made = self.trajectory()
+        return Sampled(torch.cat([made.x[:, :1], made.x_next], dim=1), made.log_prob)
+
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return the log-probabilities of given steps, `[B, T, *event]` -> `[B, T]`."""
+        cond, levels, rows = self.guidance.encode(self.parts.job.model, self.work.prompts), self.schedule.levels, []
+        with self.parts.engine.inference() as module:
+            for step in range(self.work.steps):
+                level, level_next, timestep = (
+                    value.expand(len(x)) for value in (levels[step], levels[step + 1], self.schedule.timesteps[step])
+                )
+                v = guided_velocity(self.parts.job.model, module, x[:, step], level, cond, timestep=timestep)
+                rows.append(step_log_prob(self.sampler(level, level_next), x[:, step], v, x_next[:, step])[0])
+        return torch.stack(rows, dim=1)
+
+    def items(self, stored: Stored) -> learner.Work:
+        """Return a stored rollout as the learner takes it."""
+        trajectory = Trajectory(
+            x=stored.x, x_next=stored.x_next, steps=torch.arange(self.work.steps), log_prob=stored.log_prob, velocity=None,
+            final=stored.x_next[:, -1], debug=None,
+        )  # fmt: skip
+        flat = flatten(trajectory, self.schedule, stored.advantage, torch.ones(self.work.samples))
+        cond = self.guidance.encode(self.parts.job.model, self.work.prompts)
+        adds = torch.ones(self.work.samples, self.work.steps)
+        return learner.Work(flat, cond, adds, adds.numel(), Share(0, self.work.samples, self.work.samples))
+
+    def update(self, items: learner.Work, *, pairs: int) -> UpdateInfo:
+        """Take one optimizer step on a stored rollout.
+
+        Args:
+            items: the rollout.
+            pairs: (sample, step) pairs per forward and backward pass.
+        """
+        self.parts.learner.micro_batch = pairs
+        return self.parts.learner.update(items, key(0)).updates[0]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""
+        engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
+        moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
+        return optree.tree_map(lambda moment: _local(moment).clone(), moments)
+
+
+def _no_reward(images: Tensor, prompts: list[str]) -> Tensor:
+    """Return zeros; the advantages of the work are given."""
+    return torch.zeros(len(prompts))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

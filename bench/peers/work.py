@@ -1,0 +1,165 @@
+"""The work that both sides do: one SD3 transformer, its prompts, schedule and LoRA, and what a side answers with.
+
+Nothing here knows a project. Both sides start from the same weights and get the same tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.bench.update.cases import Size
+from fluvial.core.random import fold_in, key, normal
+from fluvial.models import LoraConfig
+from fluvial.models.handwriting import Handwriting
+from fluvial.models.handwriting.model import CodeCond
+from fluvial.models.pipelines.sd3 import SD3
+
+# Streams of the drawn inputs, folded into `ROOT`.
+ROOT = key(13)
+TOKENS, POOLED, LORA, ADVANTAGE, SHIFT = range(5)
+
+
+class Sampled(NamedTuple):
+    """A rollout as a side returns it."""
+
+    x: Tensor  # [B, T + 1, *event]: initial noise, and the samples after each step
+    log_prob: Tensor  # [B, T], in nats per dimension
+
+
+class Stored(NamedTuple):
+    """A rollout as both sides are given it for an update."""
+
+    x: Tensor  # [B, T, *event] before each step
+    x_next: Tensor  # [B, T, *event] after it
+    log_prob: Tensor  # [B, T], the old log-probabilities
+    advantage: Tensor  # [B]
+
+
+class Peer(Protocol):
+    """Another project's code, set up for a `Work`."""
+
+    def rollout(self) -> Sampled:
+        """Return a rollout from noise that the project draws."""
+        ...
+
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return the log-probabilities of given steps, `[B, T, *event]` -> `[B, T]`."""
+        ...
+
+    def update(self, stored: Stored) -> float:
+        """Take one optimizer step on a stored rollout, and return the loss before it."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update by the adapters' short names; a common factor does not matter."""
+        ...
+
+
+class PeerModel(Handwriting):
+    """SD3's transformer of a size with random weights; each prompt is the number of a row of random embeddings.
+
+    Args:
+        size: transformer and shape of its inputs.
+    """
+
+    lora_targets = SD3.lora_targets
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(None)
+        self.size = size
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the transformer with random weights, the same in each call."""
+        return self.size.build("full", torch.device("cpu"))
+
+    def latent_shape(self, height: int = 0, width: int = 0, frames: int = 1) -> tuple[int, ...]:
+        """Return the only shape."""
+        return self.size.event
+
+    def check_prompt(self, prompt: str) -> None:
+        """Accept every number."""
+        int(prompt)
+
+    def encode(self, prompts: Sequence[str]) -> CodeCond:
+        """Return random embeddings: one row per number, and row 0 for the empty prompt."""
+        rows = fold_in(ROOT, torch.tensor([int(prompt or 0) for prompt in prompts]))
+        settings = self.size.settings
+        return CodeCond(
+            normal(fold_in(rows, TOKENS), (len(prompts), self.size.tokens, settings["joint_attention_dim"])),
+            normal(fold_in(rows, POOLED), (len(prompts), settings["pooled_projection_dim"])),
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides do.
+
+    Args:
+        size: transformer and shape of its inputs.
+        samples: samples per rollout, which go through one forward pass.
+        steps: steps of the schedule; all of them are stochastic and recorded.
+        gradient: halves of guidance that the gradient flows through, as the project has it.
+        scale: guidance scale.
+        eta: scale of Flow-SDE's noise.
+        clip: half-width of the ratio's range.
+        lr: learning rate of AdamW, so small that timed updates stay where they started.
+        max_grad_norm: bound of the gradient's norm; the default never clips, because gradients are compared.
+        lora: rank and scale of the adapters.
+    """
+
+    size: Size
+    samples: int = 8
+    steps: int = 10
+    gradient: Literal["both", "conditional"] = "both"
+    scale: float = 4.5
+    eta: float = 0.7
+    clip: float = 1e-3
+    lr: float = 1e-6
+    max_grad_norm: float = 1e9
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def model(self) -> PeerModel:
+        """Adapter of the transformer."""
+        return PeerModel(self.size)
+
+    @property
+    def prompts(self) -> list[str]:
+        """One prompt per sample."""
+        return [str(number + 1) for number in range(self.samples)]
+
+    @property
+    def cond(self) -> CodeCond:
+        """Embeddings of the prompts."""
+        return self.model.encode(self.prompts)
+
+    @property
+    def uncond(self) -> CodeCond:
+        """Embeddings of the negative prompt, one row per sample."""
+        return self.model.encode([""] * self.samples)
+
+    @property
+    def targets(self) -> list[str]:
+        """Suffixes of the names of the adapted layers, which are those of both projects."""
+        return [f"attn.{name}" for name in SD3.lora_targets]
+
+    @property
+    def advantage(self) -> Tensor:
+        """An advantage per sample, `[B]`."""
+        return normal(fold_in(ROOT, ADVANTAGE), (self.samples,))
+
+    def old_log_prob(self, log_prob: Tensor) -> Tensor:
+        """Return log-probabilities moved by about the clip range, so that some ratios are clipped and others are not."""
+        return log_prob + 2 * self.clip * normal(fold_in(ROOT, SHIFT), tuple(log_prob.shape))
+
+    def adapter(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Return values of the adapters' factors by name; B is not 0, so that A has a gradient, too."""
+        names = sorted(shapes)
+        return {name: 0.05 * normal(fold_in(fold_in(ROOT, LORA), i), tuple(shapes[name])) for i, name in enumerate(names)}
+
+    def scheduler(self) -> Any:
+        """Return diffusers' scheduler with the schedule of the work."""
+        return self.model.scheduler(self.steps)
