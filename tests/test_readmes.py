@@ -98,6 +98,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
     from fluvial.bench import aot, kernels, objectives, phases, traffic
+    from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, sample
     from fluvial.engines.plan import check, plan
@@ -121,6 +122,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
     mine: Any = types.ModuleType("mine")
     mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))
+    mine.walk = transitions.dance_sde
     monkeypatch.setitem(sys.modules, "mine", mine)
     monkeypatch.chdir(tmp_path)
     return reached

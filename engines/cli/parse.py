@@ -114,7 +114,9 @@ def with_flags(message: str, names: Sequence[str]) -> str:
         if "." in name or "_" in name:
             message = re.sub(rf"(?<![\w./:-]){exact}(?![\w:/-]|\.\w)", flag, message)
         else:
-            message = re.sub(rf"(^|[:;.,] |\band |\bwhile |\bset ){exact}(?= is\b| are\b| '| to\b)", rf"\1{flag}", message)
+            message = re.sub(
+                rf"(^|[:;.,] |\band |\bwhile |\bset ){exact}(?= is\b| are\b| '| to\b| \S+ there\b)", rf"\1{flag}", message
+            )
     return message
 
 

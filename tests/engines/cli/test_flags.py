@@ -73,6 +73,10 @@ TABLE = [
     ("rollout.eta is 1, and rewards is set", "--rollout.eta is 1, and --rewards is set"),
     ("rewards 'mine:x' has the signature ()", "--rewards 'mine:x' has the signature ()"),
     ("it has none: set rewards to a name", "it has none: set --rewards to a name"),
+    (
+        "another run: rollout.eta 1 there, updates 2 there, 3 here",
+        "another run: --rollout.eta 1 there, --updates 2 there, 3 here",
+    ),
     # English, paths, modules, other people's names and what is a flag already stay as they are.
     ("the updates of a rollout; no updates are made", "the updates of a rollout; no updates are made"),
     ("a multiple of the updates is expected", "a multiple of the updates is expected"),
