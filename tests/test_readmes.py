@@ -113,12 +113,13 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for module, name, answer in (
+    replaced: list[tuple[Any, str, Any]] = [
         (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
         (check, "check", None),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
     mine: Any = types.ModuleType("mine")
     mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))

@@ -39,7 +39,8 @@ class Pull:
 
     def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PullInfo]:
         """Return -A log p."""
-        new = log_prob(given(transition), items.x, v, given(items.x_next))
+        assert transition is not None  # of recorded steps
+        new = log_prob(transition, items.x, v, given(items.x_next))
         return -self.scale * items.target_weight * new, PullInfo(new.detach())
 
 
