@@ -228,7 +228,7 @@ def test_what_is_built_trains(
             assert infos[0].max_abs["log_ratio"] == 0.0, options
         first = directions[0]
         # Without an old policy of its own, NFT and AWM with one update compare the policy with itself, before and after.
-        if run.minibatches > 1 or "old" not in run.objective.compares_with or trained.trainer.policies.keeps_old:
+        if run.minibatches > 1 or "old" not in run.objective.traits.compares_with or trained.trainer.policies.keeps_old:
             assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)
