@@ -248,8 +248,9 @@ def opened(
         elif config.call:
             raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
         else:
-            shift = {} if config.shift is None else {"shift": config.shift}
-            model = open_model(folder, **options, **shift)
+            if config.shift is not None:
+                options["shift"] = config.shift
+            model = open_model(folder, **options)
         shape = model.latent_shape(**size)
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error

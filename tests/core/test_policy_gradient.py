@@ -16,7 +16,7 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.gaussian import log_prob
 from fluvial.core.policy import clipped_surrogate, dppo_surrogate
 from fluvial.core.random import key, normal
-from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.rollout import Record, Trajectory, rollout
 from fluvial.core.transitions import Sampler
 
 STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 400_000, 8
@@ -53,7 +53,8 @@ def sampled(row: SamplerRow, window: range) -> tuple[Trajectory, Tensor, Tensor]
     grid, theta, sampler, still = problem(row)
     trajectory = rollout(
         lambda x, sigma, step: theta[step] * x, normal(key(3), (SAMPLES, 1), dtype=torch.float64), grid,
-        transition=sampler, deterministic=still, key=key(4), window=window, keep_velocity=True,
+        transition=sampler, deterministic=still, key=key(4), window=window,
+        record=Record(velocity=True),
     )  # fmt: skip
     return trajectory, grid, theta
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -261,7 +262,7 @@ def test_the_first_step_of_flow_sde_leaves_surplus_noise(eta: float) -> None:
 
 
 LEVELS = torch.tensor([1.0, 0.8, 0.3, 0.0])
-DIRECT = {
+DIRECT: dict[str, Any] = {
     "flow_sde": partial(transitions.flow_sde, eta=0.7, sigma_max=LEVELS[1]),
     "dance_sde": partial(transitions.dance_sde, eta=0.7),
     "cps": partial(transitions.cps, eta=0.7),

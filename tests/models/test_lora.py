@@ -1,7 +1,7 @@
 """LoRA: it starts without effect, is the only part trained, can be switched and copied, sharded or not, and merged."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import lora_model
 import peft
@@ -88,9 +88,10 @@ def test_the_adapter_is_what_peft_makes() -> None:
 def test_the_initial_distribution_of_a() -> None:
     """The default is bounded by 1 / sqrt(inputs); gaussian has a standard deviation of 1 / rank."""
     drawn = {}
-    for init in ("default", "gaussian"):
+    inits: tuple[Literal["default", "gaussian"], ...] = ("default", "gaussian")
+    for init in inits:
         module = torch.nn.ModuleDict({"to_q": torch.nn.Linear(400, 8)})
-        add_lora(module, LoraConfig(rank=4, init=init), ["to_q"])  # type: ignore[arg-type]
+        add_lora(module, LoraConfig(rank=4, init=init), ["to_q"])
         drawn[init] = dict(module.named_parameters())["to_q.lora_A.default.weight"].detach()
         assert not dict(module.named_parameters())["to_q.lora_B.default.weight"].any()
     assert float(drawn["default"].abs().max()) <= 1 / 400**0.5 * 1.8  # sqrt(3): uniform of the same variance, and rounding

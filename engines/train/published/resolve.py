@@ -166,7 +166,7 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     config = RolloutConfig(
         **common,
         sampler=sampler,
-        eta=min(s.get("noise_level") or 0.7, MAX_ETA[sampler]),  # type: ignore[index]
+        eta=min(s.get("noise_level") or 0.7, MAX_ETA[sampler]),
         shared_noise=s.get("shared_initial_noise", False),
         form="unscaled" if sampler == "cps" else "density",
     )

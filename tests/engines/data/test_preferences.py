@@ -167,7 +167,7 @@ def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pyte
     for preference in found:
         assert preference.win.shape == job.shape
         images = torch.stack([preference.win, preference.lose]) / 2 + 0.5
-        better, worse = reward(images, [preference.prompt] * 2).tolist()
+        better, worse = torch.as_tensor(reward(images, [preference.prompt] * 2)).tolist()
         assert better > worse
     config = replace(
         dpo(), out=tmp_path / "run", updates=1, micro_batch=8, rollout=replace(ODE, steps=8),

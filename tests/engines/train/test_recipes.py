@@ -176,7 +176,7 @@ def test_a_record_of_another_version() -> None:
         ([], "run"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words) as refused:
-            recorded(changed)
+            recorded(changed)  # type: ignore[arg-type]
         assert "\n" not in str(refused.value)
 
 

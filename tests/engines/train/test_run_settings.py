@@ -29,11 +29,28 @@ def one() -> Iterator[World]:
         yield world
 
 
+def noted(trainer: Trainer) -> list[Any]:
+    """Return a list that each rollout's samples will be added to."""
+    learn, seen = trainer.learner.items, []
+
+    def learnt(samples: Any, *args: Any) -> Any:
+        seen.append(samples)
+        return learn(samples, *args)
+
+    trainer.learner.items = learnt  # type: ignore[method-assign, assignment]
+    return seen
+
+
 def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps, guidance, solver and weights; by default they are the rollout's, and the moving average."""
     seen: list[dict[str, Any]] = []
     real = trainers.evaluate
-    monkeypatch.setattr(trainers, "evaluate", lambda *args, **options: seen.append(options) or real(*args, **options))
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(trainers, "evaluate", spy)
     base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
     own = EvaluationConfig(steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
     for evaluation in (EvaluationConfig(), own):
@@ -91,8 +108,7 @@ def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -
             tmp_path, rollout=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
         )
         with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
-            learn, seen = trainer.learner.items, []
-            trainer.learner.items = lambda samples, *args: seen.append(samples) or learn(samples, *args)  # type: ignore
+            seen = noted(trainer)
             trainer.update()
             return list(seen[0].prompts), seen[0].trajectory.final.clone()
 
@@ -117,15 +133,11 @@ def test_stochastic_steps_one_by_one() -> None:
 def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=2, contiguous=False)
-    seen = set()
     with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
-        learn = trainer.learner.items
-        trainer.learner.items = (  # type: ignore[method-assign]
-            lambda samples, *args: seen.add(tuple(samples.trajectory.steps.tolist())) or learn(samples, *args)
-        )
+        samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
                 assert record["first_pass_max_abs_log_ratio"] == 0.0
-    assert any(b - a > 1 for a, b in seen)
+    assert any(b - a > 1 for a, b in (batch.trajectory.steps.tolist() for batch in samples))
     with pytest.raises(ValueError, match=r"rollout.contiguous is False, and rollout.window is None"):
         replace(STEPS, contiguous=False)
