@@ -10,6 +10,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (R
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,13 +68,20 @@ def fold_in(key: Key, data: int | Ids) -> Key:
 def philox(counter: tuple[Word, Word, Word, Word], key: Key) -> tuple[Word, Word, Word, Word]:
     """Return the four words of Philox4x32-10 for a counter of four words; integers and int64 tensors mix freely."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    for k0, k1 in zip(*(_round_keys(word, weyl) for word, weyl in zip(key, WEYL, strict=True)), strict=True):
         # A product of two words fills 64 bits; an int64 tensor wraps, and its two words are still right.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & MASK) ^ c1 ^ k0, p1 & MASK, ((p0 >> 32) & MASK) ^ c3 ^ k1, p0 & MASK
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return c0, c1, c2, c3
+
+
+def _round_keys(word: Word, weyl: int) -> Sequence[Word]:
+    """Return a word of the key in each of the ten rounds: word + i weyl, modulo 2^32; of tensors all at once."""
+    steps = [i * weyl for i in range(10)]
+    if not isinstance(word, Tensor):
+        return [(word + step) & MASK for step in steps]
+    table = torch.tensor(steps, device=word.device).reshape(-1, *[1] * word.ndim)
+    return ((word + table) & MASK).unbind(0)
 
 
 def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None = None) -> Tensor:

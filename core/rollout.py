@@ -4,7 +4,8 @@
 same three functions: `plan_steps` before the first step, `record_step` at each recorded one, `stack_steps` at the end.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import FLOATING, check_literals, compute_dtype
+from fluvial.core.checks import FLOATING, check_literals, compute_dtype, trusted_values
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.sigmas import check_sigmas
@@ -25,6 +26,9 @@ Velocity = Callable[[Tensor, Tensor, int], Tensor]
 
 # A log-prob with the arguments of `gaussian.log_prob`.
 LogProb = Callable[..., Tensor]
+
+# Largest number of elements that one call draws. The generator's intermediate tensors take about 50 bytes per element.
+DRAWN_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -132,20 +136,51 @@ def rollout(
     dtype = compute if record.dtype is None else record.dtype
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
     levels = sigmas.to(device=x.device, dtype=compute)
+    rows = levels[:, None].expand(-1, batch).contiguous().unbind(0)
+    coefficients = _coefficients(plan, levels, batch)
+    noises = _noises(keys, sorted(plan.window), x.shape, compute)
     x = x.to(dtype).to(compute)
     recorded: dict[int, RecordedStep] = {}
-    for step, sampler in enumerate(plan.samplers):
-        level, level_next = (value.expand(batch).contiguous() for value in levels[step : step + 2])
-        coefficients = sampler(level, level_next)
-        v = velocity(x, level, step)
-        noise = normal(fold_in(keys, step), x.shape, dtype=compute) if step in plan.window else None
-        x_next = gaussian.mean(coefficients, x, v) if noise is None else gaussian.sample(coefficients, x, v, noise)
+    for step, of_step in enumerate(coefficients):
+        v = velocity(x, rows[step], step)
+        noise = next(noises) if step in plan.window else None
+        x_next = gaussian.mean(of_step, x, v) if noise is None else gaussian.sample(of_step, x, v, noise)
         x_next = x_next.to(dtype).to(compute)
         if step in plan.record:
-            row = record_step(record, coefficients, x, v, x_next, noise)
+            with trusted_values():  # `plan_steps` has looked at every std
+                row = record_step(record, of_step, x, v, x_next, noise)
             recorded[step] = row._replace(x=x.to(dtype), x_next=x_next.to(dtype))
         x = x_next
     return stack_steps(record, recorded, final=x, dtype=dtype)
+
+
+def _coefficients(plan: StepPlan, levels: Tensor, batch: int) -> list[Transition]:
+    """Return the coefficients of every step, each `[B]` and contiguous, with one call per sampler."""
+    found: dict[int, Transition] = {}
+    for inside in (True, False):
+        steps = [step for step in range(len(plan.samplers)) if (step in plan.window) is inside]
+        if steps:
+            index = torch.tensor(steps, device=levels.device)
+            table = plan.samplers[steps[0]](levels[index], levels[index + 1])
+            columns = (value.expand(len(steps))[:, None].expand(-1, batch).contiguous().unbind(0) for value in table)
+            found.update(zip(steps, map(Transition, *columns), strict=True))
+    return [found[step] for step in range(len(plan.samplers))]
+
+
+def _noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps at once.
+
+    A draw depends on the key and the element's index alone, so the bits are those of one call per step.
+    """
+    batch, event = shape[0], tuple(shape[1:])
+    low = torch.as_tensor(keys.low)
+    high = torch.as_tensor(keys.high, device=low.device).expand_as(low)
+    at_once = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
+    for first in range(0, len(steps), at_once):
+        part = steps[first : first + at_once]
+        data = torch.tensor(part, device=low.device).repeat_interleave(batch)
+        of_part = fold_in(Key(low.repeat(len(part)), high.repeat(len(part))), data)
+        yield from normal(of_part, (len(data), *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
 
 
 def unrecorded(final: Samples) -> Trajectory:
@@ -195,13 +230,15 @@ def plan_steps(
     samplers = tuple(transition if step in window else deterministic for step in range(T))
     steps = record.steps
     if steps is None:
-        steps = [step for step in window if record.form == "unscaled" or not _is_deterministic(samplers[step], levels, step)]
+        without = frozenset() if record.form == "unscaled" else _deterministic_steps(samplers, levels, window)
+        steps = [step for step in window if step not in without]
         if not steps and record.form != "unscaled":
             raise ValueError(
                 f"{function}: {sampler_name(transition)} takes no stochastic step in {list(window)}, so "
                 f"form={record.form!r} has no answer: use a stochastic sampler with eta > 0, or form='unscaled'"
             )
-    check_density(samplers, levels, record=steps, form=record.form)
+    else:
+        check_density(samplers, levels, record=steps, form=record.form)
     return StepPlan(samplers, frozenset(window), frozenset(steps))
 
 
@@ -241,7 +278,8 @@ def stack_steps(record: Record, steps: Mapping[int, RecordedStep], *, final: Sam
     def stack(tensors: Sequence[Tensor], *event: int, least: torch.dtype | None = None) -> Tensor:
         if not tensors:
             return final.new_empty((batch, 0, *event), dtype=least or compute)
-        common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), least or tensors[0].dtype)
+        dtypes = {tensor.dtype for tensor in tensors}
+        common = reduce(torch.promote_types, dtypes, least or tensors[0].dtype) if dtypes != {least} else least
         return torch.stack([tensor.to(common) for tensor in tensors], dim=1)
 
     debugs = [row.debug for row in rows if row.debug is not None]
@@ -275,15 +313,27 @@ def check_density(samplers: Sequence[Sampler], levels: Grid, *, record: Collecti
     """
     if form == "unscaled":
         return
+    without = _deterministic_steps(samplers, levels, record)
     for step in record:
-        if _is_deterministic(samplers[step], levels, step):
+        if step in without:
             raise ValueError(
                 f"{sampler_name(samplers[step])} has std 0 at step {step} (level {levels[step]:g} to {levels[step + 1]:g}), "
                 f"so form={form!r} has no answer: use eta > 0 and record only stochastic steps, or form='unscaled'"
             )
 
 
-def _is_deterministic(sampler: Sampler, levels: Tensor, step: int) -> bool:
-    if levels.device.type != "cpu":
-        return sampler is transitions.ode
-    return not bool(sampler(levels[step], levels[step + 1]).std > 0)
+def _deterministic_steps(samplers: Sequence[Sampler], levels: Tensor, steps: Collection[int]) -> frozenset[int]:
+    """Return those of the steps whose std is not positive. Values are read once per sampler, and only on the CPU."""
+    found: set[int] = set()
+    by_sampler: dict[int, list[int]] = {}
+    for step in steps:
+        by_sampler.setdefault(id(samplers[step]), []).append(step)
+    for same in by_sampler.values():
+        sampler = samplers[same[0]]
+        if levels.device.type != "cpu":
+            found.update(same if sampler is transitions.ode else ())
+            continue
+        index = torch.tensor(same)
+        positive = (sampler(levels[index], levels[index + 1]).std > 0).expand(len(same)).tolist()
+        found.update(step for step, stochastic in zip(same, positive, strict=True) if not stochastic)
+    return frozenset(found)

@@ -18,6 +18,11 @@ class Guided(NamedTuple):
     scale: Tensor  # [B] guidance scale
 
 
+def both_halves(cond: Guided) -> Cond:
+    """Return the conditioning of both halves as one batch, `[2B, ...]`: the prompts, then the negative prompts."""
+    return optree.tree_map(lambda *halves: torch.cat(halves), cond.cond, cond.uncond)
+
+
 def guided_velocity(
     model: DiffusionModel,
     module: nn.Module,
@@ -28,6 +33,7 @@ def guided_velocity(
     timestep: PerSample | None = None,
     forwards: Literal["one", "two"] = "one",
     gradient: Literal["both", "conditional"] = "both",
+    both: Cond | None = None,
 ) -> Samples:
     """Return the prediction `[B, *event]` of a step: guided by the model if cond is `Guided`, else the plain one.
 
@@ -37,13 +43,14 @@ def guided_velocity(
         cond: conditioning of the model, or `Guided`.
         forwards: number of forward passes for both predictions: one of 2B samples, or two of B, which need less memory.
         gradient: predictions that the gradient flows through: both, or the conditional one.
+        both: `both_halves(cond)`, from a caller with many steps; by default it is built here.
 
     Source: arXiv 2207.12598.
     """
     if not isinstance(cond, Guided):
         return model.predict(module, x, level, cond, timestep=timestep)
     if forwards == "one":
-        both = optree.tree_map(lambda *halves: torch.cat(halves), cond.cond, cond.uncond)
+        both = both_halves(cond) if both is None else both
         twice = None if timestep is None else timestep.repeat(2)
         v, v_uncond = model.predict(module, x.repeat(2, *[1] * (x.ndim - 1)), level.repeat(2), both, timestep=twice).chunk(2)
         v_uncond = v_uncond.detach() if gradient == "conditional" else v_uncond

@@ -178,7 +178,7 @@ class Engine:
                     total.backward()
                 names = info._fields if info else ()
                 leaves = (
-                    torch.stack([leaf.detach() * counted for leaf in info]) if info else counted.new_zeros(0, micro_batch)
+                    torch.stack([leaf.detach() for leaf in info]) * counted if info else counted.new_zeros(0, micro_batch)
                 )
                 loss_sum = loss_sum + total.detach()
                 sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)

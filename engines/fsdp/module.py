@@ -107,10 +107,12 @@ class ShardedModule:
 
 @contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    before = {submodule: submodule.training for submodule in module.modules()}
-    module.train(training)
+    # Walking the modules takes milliseconds, so it is done once, and only what differs is written.
+    changed = [submodule for submodule in module.modules() if submodule.training != training]
+    if changed:
+        module.train(training)
     try:
         yield
     finally:
-        for submodule, mode in before.items():
-            submodule.training = mode
+        for submodule in changed:
+            submodule.training = not training

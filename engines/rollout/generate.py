@@ -27,7 +27,7 @@ from fluvial.engines.rollout.solvers import Solver, solve
 from fluvial.engines.rollout.streams import Stream
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
-from fluvial.models.guidance import Guided, guided_velocity
+from fluvial.models.guidance import Guided, both_halves, guided_velocity
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,11 @@ def generate(
     """
     device, prediction = sampling.schedule.timesteps.device, model.prediction
     prompts, ids, key = requests.prompts, requests.ids, requests.key
-    first_ids = ids if requests.initial_ids is None else requests.initial_ids
+    first_ids = requests.initial_ids
     for start in range(0, len(ids), micro_batch):
         rows = slice(start, start + micro_batch)
-        own, first = (fold_in(key, torch.tensor(list(numbers[rows]), device=device)) for numbers in (ids, first_ids))
+        own = fold_in(key, torch.tensor(list(ids[rows]), device=device))
+        first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
         # As in an update, where the conditioning is gathered by row: the same layout gives the same bits.
         cond = fresh_copy(sampling.guidance.encode(model, prompts[rows]), device)
         velocity = _velocity(model, module, cond, sampling)
@@ -214,11 +215,13 @@ def generate(
 def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step)."""
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
+    of_step = timesteps.unbind(0)
+    both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
-        timestep = timesteps[step].expand(len(x))
+        timestep = of_step[step].expand(len(x))
         with torch.autocast(timesteps.device.type, torch.bfloat16, enabled=autocast):
-            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards)
+            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
         return v.float() if autocast else v
 
     return velocity

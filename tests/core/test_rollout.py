@@ -1,5 +1,6 @@
 """Rollouts: what is walked, what is recorded, and that the record answers an update exactly."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tables import EVENTS, SAMPLERS, SIGMA_MAX, STOCHASTIC, SamplerRow, normals
 from torch import Tensor
 
+import fluvial.core.rollout
 from fluvial.core import gaussian
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
 from fluvial.core.policy import clipped_surrogate
@@ -301,6 +303,39 @@ def test_noise_of_a_non_contiguous_start() -> None:
     x = normals(0, 41, 3, dtype=torch.float32)
     one, other = (rollout(velocity, start, linear(4), transition=FLOW, key=key(1)) for start in (x.T, x.T.contiguous()))
     assert torch.equal(one.final, other.final)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 41), (2, 3, 7)], ids=str)
+@pytest.mark.parametrize("window", [None, [1, 3], [2]], ids=str)
+def test_noise_drawn_for_many_steps_has_the_bits_of_single_draws(
+    shape: tuple[int, ...], window: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, steps = fold_in(key(1), torch.arange(shape[0])), window or range(4)
+    for at_once in (1, 2 * math.prod(shape), 2**20):  # one step, two steps, all of them
+        monkeypatch.setattr(fluvial.core.rollout, "DRAWN_AT_ONCE", at_once)
+        found = rollout(
+            velocity, torch.zeros(shape), linear(4), transition=FLOW, key=keys, window=window,
+            record=Record(steps=window, debug=True),
+        )  # fmt: skip
+        assert found.debug is not None
+        for row, step in enumerate(steps):
+            assert torch.equal(found.debug.noise[:, row], normal(fold_in(keys, step), shape))
+
+
+def test_coefficients_are_computed_once_per_sampler() -> None:
+    calls = []
+
+    def counting(level: Tensor, level_next: Tensor) -> gaussian.Transition:
+        calls.append(level.tolist())
+        return FLOW(level, level_next)
+
+    found = rollout(velocity, torch.zeros(2, 3), linear(4), transition=counting, key=key(1), window=[1, 2])
+    assert calls == [[0.75, 0.5]] * 2  # the check of std, and the rollout
+    expected = FLOW(torch.tensor([0.75, 0.75]), torch.tensor([0.5, 0.5]))
+    assert torch.equal(found.x_next[:, 0], gaussian.sample(
+        expected, found.x[:, 0], velocity(found.x[:, 0], torch.tensor([0.75, 0.75]), 1),
+        normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3)),
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Dispatched operations and host reads of a rollout and of an update, per (sample, step): the overhead on a small model.
+
+The model is the small SD3 transformer of `bench.update` with LoRA of rank 16 on attention: 8 samples, 10 recorded steps,
+guidance, float32, 8 items per pass.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.bench.counting import HostReads
+from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Case, Rollout, make_rollout, update_engine
+from fluvial.core.random import key
+from fluvial.core.transitions import bind
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.rollout.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
+from fluvial.models import LoraConfig, add_lora
+from fluvial.models.pipelines.sd3 import SD3
+
+SAMPLES, STEPS = 8, 10
+PROMPTS = ["1234"] * SAMPLES
+MARGIN = 1.02
+# What was reached. flow_grpo's loop dispatches 113 and 253.
+ROLLOUT, UPDATE = 122.8, 244.0
+
+
+class Operations(TorchDispatchMode):
+    """Counts dispatched aten operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace == "aten":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    with init_world() as world:
+        case = Case(SIZES["small"], "lora", STEPS, guidance=True, samples=SAMPLES, micro_batch=SAMPLES)
+        module = case.size.build("full", world.device)
+        add_lora(module, LoraConfig(), SD3.lora_targets)
+        engine = Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=100)
+        yield engine, make_rollout(engine, case, world)
+
+
+def sampling(world: World) -> Sampling:
+    """Return the settings of a rollout that records every step."""
+    schedule = on_device(MODEL.schedule(STEPS), world.device)
+    steps = StochasticSteps(bind("flow_sde", ETA, schedule.levels), range(STEPS))
+    return Sampling(SIZES["small"].event, schedule, Guidance(SCALE), stochastic=steps)
+
+
+def roll(engine: Engine, settings: Sampling) -> list[Chunk]:
+    """Return the samples of a rollout."""
+    requests = Requests(PROMPTS, range(SAMPLES), key(3))
+    with engine.inference() as module:
+        return list(generate(MODEL, module, requests, settings, micro_batch=SAMPLES))
+
+
+def test_operations_of_a_rollout(trained: tuple[Engine, Rollout]) -> None:
+    engine, settings = trained[0], sampling(trained[0].world)
+    roll(engine, settings)
+    with Operations() as operations:
+        roll(engine, settings)
+    assert operations.counts.total() / (SAMPLES * STEPS) <= ROLLOUT * MARGIN, operations.counts.most_common(20)
+
+
+def test_operations_of_an_update(trained: tuple[Engine, Rollout]) -> None:
+    engine, rollout = trained
+    update_engine(engine, rollout, micro_batch=SAMPLES)
+    with Operations() as operations:
+        update_engine(engine, rollout, micro_batch=SAMPLES)
+    assert operations.counts.total() / (SAMPLES * STEPS) <= UPDATE * MARGIN, operations.counts.most_common(20)
+
+
+def test_host_reads(trained: tuple[Engine, Rollout]) -> None:
+    """A rollout reads the std of its steps once, to refuse steps without a density; an update reads its numbers once."""
+    engine, rollout = trained
+    settings = sampling(engine.world)
+    with HostReads() as encoding:  # reads on the host, before anything is on the device
+        settings.guidance.encode(MODEL, PROMPTS)
+    with HostReads() as reads:
+        roll(engine, settings)
+    assert reads.total - encoding.total == 1, reads.counts
+    update_engine(engine, rollout, micro_batch=SAMPLES)
+    with HostReads() as reads:
+        update_engine(engine, rollout, micro_batch=SAMPLES)
+    assert reads.total == 1, reads.counts
