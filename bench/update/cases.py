@@ -20,7 +20,7 @@ from fluvial.bench.baselines import PublishedLoop, Stored
 from fluvial.core.checks import check_number
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
-from fluvial.core.transitions import Transition, flow_sde
+from fluvial.core.transitions import flow_sde
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout import items
@@ -237,8 +237,8 @@ def update_engine(
     sigmas = rollout.sigmas
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
 
-    def loss(given: tuple[Items, Transition]) -> Any:
-        batch, transition = given
+    def loss(batch: Items) -> Any:
+        assert batch.transition is not None
         assert batch.x_next is not None
         assert batch.log_prob_old is not None
         v = guided_velocity(
@@ -246,16 +246,12 @@ def update_engine(
             timestep=batch.timestep, forwards=forwards, gradient=gradient,
         )  # fmt: skip
         return policy_loss(
-            transition, batch.x, v, batch.x_next, log_prob_old=batch.log_prob_old,
+            batch.transition, batch.x, v, batch.x_next, log_prob_old=batch.log_prob_old,
             advantage=batch.target_weight, clip_low=CLIP, clip_high=CLIP,
         )  # fmt: skip
 
-    held, level_next = len(rollout.flat.level), items.given(rollout.flat.level_next)
+    flat, held = rollout.flat, len(rollout.flat.level)
+    flat = flat._replace(transition=sampler(flat.level, items.given(flat.level_next)))
     return engine.update(
-        (rollout.flat, sampler(rollout.flat.level, level_next)),
-        loss,
-        rollout.flat.weight,
-        count=held * engine.world.size,
-        micro_batch=micro_batch,
-        pad_to=held,
-    )
+        flat, loss, flat.weight, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
+from fluvial.core.transitions import Transition
 from fluvial.engines.fsdp.world import World
 from fluvial.models import Cond, Schedule
 
@@ -33,6 +34,7 @@ class Items(NamedTuple):
     level_next: Tensor | None = None
     x_next: Tensor | None = None
     log_prob_old: Tensor | None = None
+    transition: Transition | None = None  # coefficients of each step, where an update has computed them for all items
     # Clean samples with noise only.
     x0: Tensor | None = None
     target: Tensor | None = None  # what the model should predict: noise - x0, or the noise for a model of epsilon

@@ -11,7 +11,6 @@ from fluvial.core.correction import CorrectionInfo
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.rollout import Trajectory
-from fluvial.core.transitions import Transition
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
@@ -238,10 +237,11 @@ class Learner:
         flat, cond, longest = self._levelled(work, adds)
         flat = self.policies.compare(flat, self.engine, lambda module: self._predictions(module, flat, cond, longest))
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
-        transition = None if flat.level_next is None else self.sampler(flat.level, flat.level_next)
+        if flat.level_next is not None:
+            flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
         return self.engine.update(
-            (flat, transition),
-            lambda batch: self._loss(*batch, cond),
+            flat,
+            lambda batch: self._loss(batch, cond),
             flat.weight,
             count=max(count, 1),
             micro_batch=self.micro_batch,
@@ -268,14 +268,14 @@ class Learner:
             flat = first._replace(weight=torch.zeros_like(first.weight))
         return flat, cond, max(longest, 1)
 
-    def _loss(self, batch: Items, transition: Transition | None, cond: Cond) -> tuple[Tensor, Any]:
+    def _loss(self, batch: Items, cond: Cond) -> tuple[Tensor, Any]:
         """Return the loss of each item of a micro-batch, and diagnostics."""
         objective = self.config.objective
         v = self._predict(self.engine.module, batch, cond)
         if batch.v_old is None and self.policies.old_is_the_policy:
             batch = batch._replace(v_old=v.detach())
         with located(objective, "loss"):
-            loss, info = objective.loss(v, batch, transition, self.loss_config)
+            loss, info = objective.loss(v, batch, batch.transition, self.loss_config)
         check_loss(objective, loss, info, len(batch.level))
         return loss, info
 
