@@ -1,7 +1,7 @@
 """What a person brings without editing the package: an objective, a sampler, a reward, a recipe and a model of their own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fluvial.core import log_prob
 from fluvial.core.transitions import Transition, dance_sde
-from fluvial.engines import TrainConfig, recipes
-from fluvial.engines.objectives.losses import KLConfig, LossConfig
+from fluvial.engines import OptimizerConfig, TrainConfig
+from fluvial.engines.objectives.losses import LossConfig
 from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.items import Items, given
 from fluvial.models.handwriting import BASE, Handwriting
 
@@ -55,15 +56,11 @@ def bold(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def recipe(model: str = "handwriting") -> TrainConfig:
-    """Pull towards bold strokes (a toy; arXiv 0000.00000)."""
-    config = recipes.grpo(model)
-    rollout = replace(config.rollout, sampler="toy_doors:walk", eta=0.5)
-    return replace(
-        config,
-        rollout=replace(rollout, prompts=2, group=4, steps=4, window=2, window_high=4),
-        out=Path("runs/pull"), objective=Pull(), kl=KLConfig(), train="full", updates=2, minibatches=1, micro_batch=8,
-        rewards=("toy_doors:bold",), eval_every=0, eval_samples=8, final_samples=8, checkpoint_every=1,
-        optimizer=replace(config.optimizer, lr=0.02, schedule="constant", ema_decay=0.0),
+    """Pull towards bold strokes, with settings that no built-in recipe shares."""
+    return TrainConfig(
+        Path("runs/pull"), model=model, objective=Pull(), rewards=("toy_doors:bold",), updates=2, micro_batch=8,
+        rollout=RolloutConfig(prompts=2, group=4, steps=4, sampler="toy_doors:walk", eta=0.5, window=2, window_high=4),
+        optimizer=OptimizerConfig(lr=0.02), eval_every=0, eval_samples=8, final_samples=8, checkpoint_every=1,
     )  # fmt: skip
 
 
