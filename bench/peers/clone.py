@@ -17,8 +17,6 @@ from fluvial.engines.errors import RunError
 class _StandIn(ModuleType):
     """A module that is imported at the top of a file and not used by what runs here."""
 
-    __path__: tuple[str, ...] = ()
-
     def __getattr__(self, name: str) -> Any:
         """Return an empty class, which may be a base class or an annotation."""
         if name.startswith("__"):

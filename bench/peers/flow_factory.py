@@ -73,7 +73,8 @@ class FlowFactory:
         adapter = _filled(
             sd3.SD3_5Adapter, pipeline=pipeline, accelerator=accelerator, training_args=settings,
             model_args=SimpleNamespace(target_components=["transformer"], finetune_type="lora"),
-            target_module_map={"transformer": work.targets}, _components={"transformer": transformer}, _mode="train",
+            target_module_map={"transformer": list(work.lora.targets or ())}, _mode="train",
+            _components={"transformer": transformer},
         )  # fmt: skip
         self.trainer = _filled(
             _quiet(trainers.GRPOTrainer), adapter=adapter, accelerator=accelerator, training_args=settings, epoch=0, step=0,

@@ -1,5 +1,6 @@
 """fluvial's side: the parts of a run as `fluvial train` builds them, timed at `generate` and `Learner.update`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class Ours:
         return optree.tree_map(lambda moment: _local(moment).clone(), moments)
 
 
-def _no_reward(images: Tensor, prompts: list[str]) -> Tensor:
+def _no_reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return zeros; the advantages of the work are given."""
     return torch.zeros(len(prompts))
 

@@ -38,7 +38,7 @@ def build_pipeline(work: Work) -> Any:
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     pipeline.transformer.requires_grad_(False)
-    config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=work.targets)
+    config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=list(work.lora.targets or ()))
     pipeline.transformer = peft.get_peft_model(pipeline.transformer, config)
     adapters = adapter_of(pipeline.transformer)
     values = work.adapter({name: p.shape for name, p in adapters.items()})

@@ -4,7 +4,7 @@ Nothing here knows a project. Both sides start from the same weights and get the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from fluvial.models.pipelines.sd3 import SD3
 # Streams of the drawn inputs, folded into `ROOT`.
 ROOT = key(13)
 TOKENS, POOLED, LORA, ADVANTAGE, SHIFT = range(5)
+LORA_CONFIG = LoraConfig(targets=tuple(f"attn.{name}" for name in SD3.lora_targets))
 
 
 class Sampled(NamedTuple):
@@ -65,8 +66,6 @@ class PeerModel(Handwriting):
         size: transformer and shape of its inputs.
     """
 
-    lora_targets = SD3.lora_targets
-
     def __init__(self, size: Size) -> None:
         super().__init__(None)
         self.size = size
@@ -107,7 +106,7 @@ class Work:
         clip: half-width of the ratio's range.
         lr: learning rate of AdamW, so small that timed updates stay where they started.
         max_grad_norm: bound of the gradient's norm; the default never clips, because gradients are compared.
-        lora: rank and scale of the adapters.
+        lora: adapters of the layers that both projects adapt.
     """
 
     size: Size
@@ -119,7 +118,7 @@ class Work:
     clip: float = 1e-3
     lr: float = 1e-6
     max_grad_norm: float = 1e9
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = LORA_CONFIG
 
     @property
     def model(self) -> PeerModel:
@@ -140,11 +139,6 @@ class Work:
     def uncond(self) -> CodeCond:
         """Embeddings of the negative prompt, one row per sample."""
         return self.model.encode([""] * self.samples)
-
-    @property
-    def targets(self) -> list[str]:
-        """Suffixes of the names of the adapted layers, which are those of both projects."""
-        return [f"attn.{name}" for name in SD3.lora_targets]
 
     @property
     def advantage(self) -> Tensor:

@@ -134,7 +134,7 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(tmp_path: Path, cap
     ("changes", "what"), [({"scale": 1.01}, "log-prob"), ({"slope": 1.01}, "gradient")], ids=["model", "gradient"]
 )
 def test_a_project_that_disagrees_is_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, float], what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
 ) -> None:
     """The error names what differs, and nothing is written."""
     monkeypatch.setattr(report, "time_pairs", lambda *arguments: pytest.fail("it was timed"))
@@ -169,6 +169,15 @@ def test_the_two_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = time_pairs(3, lambda: calls.append("a"), lambda: calls.append("b"))
     assert "".join(calls) == "ba" + "ab" + "ba" + "ab"
     assert seconds == ([1.0] * 3, [1.0] * 3)
+
+
+def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
+    """Of each round, and only then the percentiles."""
+    seconds = ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0])
+    row = report._row("p", "c", "tiny", "update", 4, seconds, Agreement(1e-7, 0.0, 1e-6), PeersConfig(samples=2))
+    assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
+    assert (row.p20, row.p80) == (pytest.approx(1.1), pytest.approx(2.6))
+    assert (row.runs, row.pairs, row.peer_pairs) == (3, 4, 2)
 
 
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
