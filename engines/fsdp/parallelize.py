@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.one_rank import keep_whole
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 
@@ -130,6 +131,9 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
+    if is_whole(module, config, ranks=world.size, device=world.device):
+        keep_whole(module, blocks, mesh)
+        return module
     for unit in [*blocks, module]:
         fully_shard(
             unit,
@@ -146,6 +150,13 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return module
+
+
+def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> bool:
+    """Return whether one rank computes with the very tensors that it holds, so that nothing needs FSDP2."""
+    alone = ranks == 1 and config.offload != "always" and config.context_parallel == 1 and not config.compile
+    dtypes = {config.compute_dtype(device), DTYPES[config.reduce], *(p.dtype for p in module.parameters())}
+    return alone and dtypes == {torch.float32}
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:

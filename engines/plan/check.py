@@ -97,9 +97,9 @@ def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
         for kind, size in measured._asdict().items()
         if kind != "peak"
     ]
-    allocated = (
-        planned.gathered + planned.gradients + planned.unsharded_gradients + planned.communication + planned.activations
-    )
+    copies = plan(name, config, device=device).update  # these depend on the offload: without it one rank may need none
+    gradients = planned.gradients + planned.unsharded_gradients
+    allocated = copies.gathered + copies.communication + gradients + planned.activations
     return [*rows, Compared("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
 
 

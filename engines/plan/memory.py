@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
-from fluvial.engines.fsdp.parallelize import DTYPES, EngineConfig, cast_samples, checkpoint_blocks
+from fluvial.engines.fsdp.parallelize import DTYPES, EngineConfig, cast_samples, checkpoint_blocks, is_whole
 from fluvial.models.lora import is_adapter
 
 Phase = Literal["update", "rollout"]
@@ -122,6 +122,8 @@ def account(
         gathered c P with comm="keep", else those of two blocks and of what is in no block
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
+    A single rank that computes in float32 needs no gathered copy and no communication, see `parallelize.is_whole`.
+
     With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
     a rollout.
 
@@ -166,13 +168,14 @@ def account(
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
     units = _units(module, blocks)
+    whole = is_whole(module, engine, ranks=ranks, device=device)  # then nothing is copied to compute with it
     return Accounting(
         **here,
         buffers=sum(buffer.nbytes for buffer in module.buffers()),
-        gathered=compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1),
+        gathered=0 if whole else compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1),
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         # A single rank makes one more copy, to divide.
-        communication=(compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units) if update else 0,
+        communication=(compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units) if update and not whole else 0,
         activations=activations,
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),

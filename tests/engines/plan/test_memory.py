@@ -185,7 +185,9 @@ def test_each_setting_changes_what_it_should() -> None:
     for lies, expected in changes:
         assert on_paper(ranks=2, **lies) == plain._replace(**expected), lies
     assert on_paper(ranks=4, replicas=2) == plain
-    assert on_paper(ranks=1, comm="reshard").gathered == 4 * (12 + 4)
+    assert on_paper(ranks=1, comm="reshard", offload="always").gathered == 4 * (12 + 4)
+    alone = on_paper(ranks=1)  # it computes with its shards
+    assert (alone.gathered, alone.unsharded_gradients, alone.communication) == (0, 0, 0)
     with pytest.raises(ValueError, match="3 ranks, expected a multiple of the 2 replicas"):
         on_paper(ranks=3, replicas=2)
 
