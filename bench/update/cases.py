@@ -204,6 +204,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
         cond=given, uncond=negative if case.guidance else None, scale=SCALE,
     )  # fmt: skip
     flat = items.flatten(trajectory, schedule, advantage, torch.ones_like(advantage))
+    flat = flat._replace(transition=sampler(flat.level, items.given(flat.level_next)))
     return Rollout(flat, cond, stored, sigmas, timesteps)
 
 
@@ -234,8 +235,6 @@ def update_engine(
     gradient: Literal["both", "conditional"] = "both",
 ) -> UpdateInfo:
     """Take the engine's optimizer step on a rollout."""
-    sigmas = rollout.sigmas
-    sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
 
     def loss(batch: Items) -> Any:
         assert batch.transition is not None
@@ -251,7 +250,6 @@ def update_engine(
         )  # fmt: skip
 
     flat, held = rollout.flat, len(rollout.flat.level)
-    flat = flat._replace(transition=sampler(flat.level, items.given(flat.level_next)))
     return engine.update(
         flat, loss, flat.weight, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
     )  # fmt: skip

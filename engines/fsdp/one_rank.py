@@ -103,7 +103,7 @@ class OneRankModule(FSDPModule):
         """Register the shards of all units."""
         self._one_rank.reshard()
 
-    def unshard(self, async_op: bool = False) -> None:  # type: ignore[override]
+    def unshard(self, async_op: bool = False) -> None:
         """Register plain parameters in all units."""
         self._one_rank.unshard()
 

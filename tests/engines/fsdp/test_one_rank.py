@@ -66,7 +66,10 @@ def test_computation_shares_the_shards_storage(one: World) -> None:
         module(data(6)[0]["x"])
         computed = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
         assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        plain = list(module.parameters())
     assert computed == held
+    engine.update(data(6)[0], squared(engine.module), micro_batch=2)
+    assert all(parameter.grad is None for parameter in plain)  # the optimizer has freed the gradients
     assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
 
 
