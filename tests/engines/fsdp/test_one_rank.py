@@ -34,7 +34,7 @@ def one() -> Iterator[World]:
 def trained(one: World, config: EngineConfig) -> Engine:
     """Return an engine after three updates of three micro-batches."""
     net = Net()
-    engine = Engine(net, net.blocks, OptimizerConfig(lr=0.01, ema_decay=0.9), one, updates=9, sharding=config)
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, ema_decay=0.9), one, updates=9, sharding=config)
     items, weight = data(6)
     for _ in range(3):
         engine.update(items, squared(net), weight, count=6, micro_batch=2)

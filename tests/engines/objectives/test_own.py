@@ -204,7 +204,7 @@ class Traits(NoLoss):
     """A property of a wrong type."""
 
     @property
-    def traits(self) -> Any:
+    def traits(self) -> Any:  # type: ignore[override]
         """No traits."""
         return "steps"
 

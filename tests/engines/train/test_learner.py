@@ -47,7 +47,7 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
         moved.append((log_prob - items.log_prob_old).mean())
         return optimize(items, loss_fn, weight, **options)
 
-    run.trainer.engine.update = by_hand  # type: ignore[method-assign]
+    run.trainer.engine.update = by_hand  # type: ignore[method-assign, assignment]
     run.rollout()
     known = run.trajectories[0].log_prob.T.flatten()
     for update in run.updates:
@@ -187,7 +187,7 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact")])
-def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: str) -> None:
+def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
     rollout = replace(STEPS, sampler=sampler, window=2, window_high=tiny.STEPS - 1)
     learners = [
