@@ -246,7 +246,8 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """Return a run with the settings of a published run, or for the built-in models with those that were found on them.
 
-    Large models keep their own LoRA targets, image size and length of prompts.
+    Large models keep their own LoRA targets, image size and length of prompts. Their moving average follows every update, so
+    that a short run, too, exports what it has learnt.
 
     Args:
         run: name of the published run.
@@ -258,7 +259,8 @@ def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
     config = resolve(find(run)).config
     return replace(
         config, out=Path("runs") / "x", model=model, seed=0, data_seed=None, updates=100 * config.updates_per_rollout,
-        lora=replace(config.lora, targets=None), pipeline=PipelineConfig(),
+        lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1),
+        pipeline=PipelineConfig(),
     )  # fmt: skip
 
 
