@@ -15,7 +15,7 @@ from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import Awm, Clipped, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
+from fluvial.engines.train.config import BUILT_IN, EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find
 from fluvial.models import LoraConfig
@@ -246,7 +246,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """Return a run with the settings of a published run, or for the built-in models with those that were found on them.
 
-    Large models keep their own LoRA targets, image size and length of prompts. Their moving average follows every update, so
+    Large models keep their own LoRA targets, image size, length of prompts, and the rollout's steps in evaluations. Their moving average follows every update, so
     that a short run, too, exports what it has learnt.
 
     Args:
@@ -260,7 +260,7 @@ def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
     return replace(
         config, out=Path("runs") / "x", model=model, seed=0, data_seed=None, updates=100 * config.updates_per_rollout,
         lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1),
-        pipeline=PipelineConfig(),
+        pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
     )  # fmt: skip
 
 

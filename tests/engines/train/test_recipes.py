@@ -38,7 +38,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rollout.sampler": "flow_sde", "rollout.eta": 0.7, "rollout.group": 24, "rollout.guidance.scale": 4.5,
         "rollout.fraction": 0.99, "rollout.pick": "first", "kl.coef": 0.04, "objective.clip_low": 1e-4,
         "advantage.scale": "batch", "advantage.ddof": 0, "advantage.drop_zero": True, "minibatches": 2,
-        "optimizer.lr": 3e-4, "evaluation.steps": 40,
+        "optimizer.lr": 3e-4,
     },
     "dance": {
         "rollout.sampler": "dance_sde", "rollout.eta": 0.3, "rollout.group": 12, "rollout.shared_noise": True,
