@@ -246,8 +246,8 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """Return a run with the settings of a published run, or for the built-in models with those that were found on them.
 
-    Large models keep their own LoRA targets, image size, length of prompts, and the rollout's steps in evaluations. Their moving average follows every update, so
-    that a short run, too, exports what it has learnt.
+    Large models keep their own LoRA targets, image size, length of prompts, and the rollout's steps in evaluations. Their
+    moving average follows every update, so that a short run, too, exports what it has learnt.
 
     Args:
         run: name of the published run.
