@@ -368,7 +368,7 @@ class _Reader(HuggingFaceStorageReader):
 
 def _failed(store: CheckpointStore, name: str) -> str:
     """Return the message of a failed save, with a place for its reason."""
-    return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are as they were"
+    return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def test_damage_is_refused_on_all_ranks(ranks: tuple[Path, dict[str, Any]]) -> N
 def test_a_failure_of_one_rank_is_reported_on_both(ranks: tuple[Path, dict[str, Any]], where: str) -> None:
     """As a RunError on each, and without a trace in the folder."""
     messages = ranks[1][f"failed in the {where}"]
-    reason = f"checkpoint {ranks[0] / '000003'} could not be saved: the disk is full; earlier checkpoints are as they were"
+    reason = f"checkpoint {ranks[0] / '000003'} could not be saved: the disk is full; earlier checkpoints are unchanged"
     assert sum(reason in message for message in messages) >= 1
     assert all(reason in message or "failed; its own message says why" in message for message in messages)
     assert len(messages) == 2

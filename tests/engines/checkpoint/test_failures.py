@@ -116,7 +116,7 @@ def test_a_full_disk_loses_nothing(
         with pytest.raises(RunError) as error:
             saving()
     assert str(error.value) == (
-        f"checkpoint {tmp_path / '000002'} could not be saved: the disk is full; earlier checkpoints are as they were"
+        f"checkpoint {tmp_path / '000002'} could not be saved: the disk is full; earlier checkpoints are unchanged"
     )
     assert checkpoint.listed(tmp_path) == [older]
     assert found(tmp_path) == ["000001"]

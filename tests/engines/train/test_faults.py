@@ -29,7 +29,7 @@ from fluvial.engines.train.trainer import train
 
 FLAGS = ["--updates", "9", "--optimizer.ema-decay", "0.9"]
 TIMED = {"seconds", "speed"}
-LOST = "lost another process ({}); earlier checkpoints are as they were, go on with --resume --out {}"
+LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with --resume --out {}"
 
 
 class Launched:
@@ -164,7 +164,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
         (line,) = run.ends()
     assert run.process.returncode == 1
     assert "could not be saved: " in line
-    assert line.endswith("; earlier checkpoints are as they were")
+    assert line.endswith("; earlier checkpoints are unchanged")
     assert [path.name for path in checkpoint.listed(out / "checkpoints")] == saved
     expect_whole(out)
 

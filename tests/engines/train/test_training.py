@@ -597,6 +597,6 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
     done = launch.program("faulty_runs:full_disk", *flags)
     assert done.returncode == 1, done.stderr
-    assert "earlier checkpoints are as they were" in launch.one_line(done.stderr)
+    assert "earlier checkpoints are unchanged" in launch.one_line(done.stderr)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]
     launch.train(out, "--updates", "3", "--resume")
