@@ -10,6 +10,11 @@ from jaxtyping import install_import_hook
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# One thread per process, as in the processes that tests start: with two workers on two cores, more threads only wait for each
+# other. Set before torch reads it.
+os.environ["OMP_NUM_THREADS"] = "1"
+assert "torch" not in sys.modules, "the number of threads must be set before torch is imported"
+
 # No deadline and no slowness check: torch's first call of an operation is slow, and the machine may be shared.
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)

@@ -44,9 +44,7 @@ SESSIONS = (
         ),
         False,
     ),
-    Session(
-        "interpreter", {**UNTYPED, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, ("tests/kernels/test_fused.py",), False
-    ),
+    Session("interpreter", {**UNTYPED, "TRITON_INTERPRET": "1"}, ("tests/kernels/test_fused.py",), False),
 )
 
 
