@@ -10,8 +10,8 @@ from jaxtyping import install_import_hook
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# One thread per process, as in the processes that tests start: with two workers on two cores, more threads only wait for each
-# other. Set before torch reads it.
+# One thread per process, as in the processes that tests start. Two workers of two threads each would wait for each other on
+# two cores. Set before torch reads it.
 os.environ["OMP_NUM_THREADS"] = "1"
 assert "torch" not in sys.modules, "the number of threads must be set before torch is imported"
 
