@@ -166,7 +166,7 @@ def every_moment(root: Path, *, scene: str, url: bool, full: bool, background: b
         try:
             save(folder, among, *after)
         except RunError as error:
-            if "the disk is full; earlier checkpoints are as they were" not in str(error):
+            if "the disk is full; earlier checkpoints are unchanged" not in str(error):
                 raise
             saved = False
         return {"struck": fault.left < 0, "saved": saved}
