@@ -1,0 +1,201 @@
+"""One update of each project's published settings, at tiny size, is the update that its paper's formula makes.
+
+The references (`helpers/paper_losses.py`) are written in float64 from the formulas, and read the published settings, not
+fluvial's. Two updates are made of one stored rollout: the first on policy, the second with a policy that has moved, so that
+ratios, clips and masks take part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import paper_losses
+import pytest
+import tiny_jobs as tiny
+import torch
+from paper_losses import Scene, Velocity
+from spied_runs import Spied, Update
+from torch import Tensor
+
+from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
+from fluvial.engines.train.published.resolve import OBJECTIVES, resolve
+from fluvial.engines.train.published.runs import PublishedRun, find, published_runs
+from fluvial.models import LoraConfig
+
+Loss = Callable[[Scene], Tensor]
+# The runs that stand for each project, with the loss of their paper.
+PROVED: dict[str, Loss] = {
+    "flow_grpo/sd3.5-medium/ocr": paper_losses.grpo,
+    "flow_grpo/flux.1-dev/pickscore": paper_losses.grpo,
+    "dancegrpo/flux.1-dev/hpsv2-16gpu": paper_losses.grpo,
+    "mixgrpo/flux.1-dev/multi-reward": paper_losses.grpo,
+    "flow_cps/flux.1-dev/pickscore": paper_losses.grpo,
+    "grpo_guard/sd3.5-medium/ocr": paper_losses.guard,
+    "diffusion_nft/sd3.5-medium/geneval": paper_losses.nft,
+    "awm/sd3.5-medium/geneval": paper_losses.awm,
+    "ddpo/sd1.4/aesthetic": paper_losses.grpo,
+    "diffusion_dpo/sd1.5/pickapic": paper_losses.dpo,
+    "verl_omni/qwen-image/ocr-flowgrpo-lora": paper_losses.grpo,
+    "verl_omni/qwen-image/ocr-flowdppo": paper_losses.dppo,
+    "unirl/sd3.5-medium/flowdppo": paper_losses.dppo,
+    "unirl/sd3.5-medium/nft": paper_losses.nft,
+    "flow_factory/flux.1-dev/awm": paper_losses.awm,
+    "flow_factory/sd3.5-medium/grpo-nocfg": paper_losses.grpo,
+    "miles_diffusion/qwen-image/ocr": paper_losses.grpo,
+}
+GROUPS, SIZE, RANK = 2, 4, 4
+MOST_STEPS = {"ddpo": 10}  # of 50
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def test_every_project_is_proved_or_has_no_objective() -> None:
+    """A project without a row has only runs of methods that fluvial lacks."""
+    proved = {name.partition("/")[0] for name in PROVED}
+    for run in published_runs().values():
+        assert run.project in proved or run.algorithm not in OBJECTIVES, run.name
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_an_update_is_the_papers(one: World, tmp_path: Path, name: str) -> None:
+    """Loss and gradient of both updates are those of the formula; as many steps, or levels, are trained on as published."""
+    run = find(name)
+    spied, gradients = learnt(run, one, tmp_path)
+    assert len(spied.updates) == 2
+    start = spied.updates[0].policy
+    for update, info, gradient in zip(spied.updates, spied.infos, gradients, strict=True):
+        factors = {part: tensor.double().requires_grad_() for part, tensor in update.policy.items() if ".default." in part}
+        found = scene(spied, run, update, factors, start)
+        assert len(found.sample) == len(found.sample.unique()) * trained(spied, run)
+        loss = PROVED[name](found)
+        expected = torch.autograd.grad(loss, list(factors.values()))
+        tolerance = tolerance_of(run, on_policy=info is spied.infos[0])
+        assert info.loss == pytest.approx(float(loss.detach()), rel=tolerance, abs=tolerance)
+        whole = torch.cat([part.flatten() for part in expected])
+        ours = torch.cat([gradient[f"exp_avg.{part}"].flatten() for part in factors]).double()
+        assert float((ours - whole).norm()) <= tolerance * float(whole.norm())
+        assert float(whole.norm()) > 0
+
+
+def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
+    """Return 1e-6, or more where the run's own numbers magnify the rounding of float32.
+
+    DPO multiplies the difference of two errors near 1 by beta / 2, and DDPO's guidance of 5 makes predictions that are up to
+    a hundred times the noise of a late step, in which the residual is lost.
+    """
+    if run.project == "ddpo":
+        return 1e-5
+    return 1e-6 if on_policy else 1e-6 + run.settings.get("loss_extra", {}).get("dpo_beta", 0) / 2 * 2**-23
+
+
+def trained(spied: Spied, run: PublishedRun) -> int:
+    """Return the number of items per sample that the run states."""
+    pair = 2 if spied.trainer.config.objective.traits.trains_on == "preferences" else 1  # the winner and the loser
+    number: int = run.settings.get("trained_steps_per_sample", run.settings.get("noise_levels_per_sample"))
+    return pair * min(number, spied.trainer.config.rollout.steps)
+
+
+def learnt(run: PublishedRun, world: World, out: Path) -> tuple[Spied, list[dict[str, Tensor]]]:
+    """Make one rollout and two updates of a run; return it with the gradient of each update."""
+    epsilon = run.settings.get("sampler") == "ddim_eta" or "stable-diffusion-v1" in run.model
+    spied = Spied(
+        shrunk(run, out), world, tiny.job("epsilon" if epsilon else "velocity", rewards={"contrast": tiny.contrast})
+    )
+    gradients, optimize = [], spied.trainer.engine.update
+
+    def noted(*args: Any, **options: Any) -> Any:
+        info = optimize(*args, **options)
+        gradients.append(spied.gradient())
+        return info
+
+    spied.trainer.engine.update = noted  # type: ignore[method-assign]
+    spied.rollout()
+    return spied, gradients
+
+
+def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
+    """Return the run's configuration for the tiny net: fewer samples, a small rank, an optimizer that shows the gradient.
+
+    AdamW without momentum keeps the gradient itself as its first moment.
+    """
+    config = resolve(run).config
+    # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
+    lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2
+    return replace(
+        config, out=out, model="handwriting", train="lora", updates=2, epochs=2, minibatches=1, micro_batch=8, rewards=(),
+        rollout=replace(config.rollout, prompts=GROUPS, group=SIZE, steps=MOST_STEPS.get(run.project, config.rollout.steps)),
+        optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
+        lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, init=config.lora.init),
+        pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
+    )  # fmt: skip
+
+
+def scene(
+    spied: Spied, run: PublishedRun, update: Update, factors: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> Scene:
+    """Return what an update was made of, in float64."""
+    config, items = spied.trainer.config, update.items
+    batch, wide = GROUPS * SIZE, items.x.ndim > 1 + len(tiny.SHAPE)
+    prompts, reward = spied.prompts, spied.scores.double()
+    sample = items.sample
+    if wide:  # pairs: the winner and the loser of each, one after the other
+        prompts, sample = [given.prompt for given in spied.preferences], sample.repeat_interleave(2)
+
+    def each(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else (tensor.flatten(0, 1) if wide else tensor).double()
+
+    level = items.level.double().repeat_interleave(2 if wide else 1)
+    x = each(items.x)
+    assert x is not None
+    scale = config.lora.alpha / config.lora.rank
+    velocities = [
+        velocity_of(weights, scale, prompts, run)
+        for weights in (factors, {part: start[part].double() for part in factors}, {})
+    ]
+    return Scene(
+        run.settings, reward, torch.arange(batch) // SIZE, sample, x, level, each(items.x_next),
+        None if items.level_next is None else items.level_next.double(), each(items.x0), each(items.target),
+        float(spied.trainer.schedule.levels[1]), *velocities,
+    )  # fmt: skip
+
+
+def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str], run: PublishedRun) -> Velocity:
+    """Return a policy in float64: the tiny net with W + scale B A for each W, guided as the run says.
+
+    Args:
+        factors: A and B of each layer, by their names; none is the base model.
+        scale: alpha / rank.
+        prompts: prompt of each sample.
+        run: the published run.
+    """
+    net, model = tiny.Net(0).double(), tiny.Tiny()
+    weights = dict(net.named_parameters())
+    for name in weights:
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_B.default.weight" in factors:
+            b, a = factors[f"{layer}.lora_B.default.weight"], factors[f"{layer}.lora_A.default.weight"]
+            weights[name] = weights[name].detach() + scale * b @ a
+    s = run.settings
+    guided = s.get("guidance_kind") in ("cfg", "true_cfg_renorm") and s.get("train_guidance_scale", 1.0) != 1
+
+    def velocity(x: Tensor, level: Tensor, sample: Tensor) -> Tensor:
+        def predicted(of: list[str]) -> Tensor:
+            rows = model.encode(of).rows.double()
+            return torch.func.functional_call(net, weights, (x, rows, level))
+
+        v = predicted([prompts[int(i)] for i in sample])
+        if not guided:
+            return v
+        blank = predicted([""] * len(sample))
+        blank = blank if s.get("cfg_in_training_forward", True) else blank.detach()
+        return blank + s["train_guidance_scale"] * (v - blank)
+
+    return velocity
