@@ -7,9 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
     from fluvial.engines.fsdp.engine import Engine
-    from fluvial.engines.fsdp.optimizer import OptimizerConfig
-    from fluvial.engines.fsdp.parallelize import EngineConfig
     from fluvial.engines.fsdp.world import init_world
     from fluvial.engines.train import recipes
     from fluvial.engines.train.config import TrainConfig
@@ -20,9 +19,9 @@ __all__ = ["Engine", "EngineConfig", "Job", "OptimizerConfig", "TrainConfig", "T
 
 _HOMES = {
     "Engine": "fsdp.engine",
-    "EngineConfig": "fsdp.parallelize",
+    "EngineConfig": "fsdp.config",
     "Job": "train.job",
-    "OptimizerConfig": "fsdp.optimizer",
+    "OptimizerConfig": "fsdp.config",
     "TrainConfig": "train.config",
     "Trainer": "train.trainer",
     "init_world": "fsdp.world",

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fluvial.core import ema
 from fluvial.core.checks import check_fields
@@ -126,6 +124,8 @@ def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: the module has no adapter of that name.
     """
+    from torch.distributed.fsdp import FSDPModule  # takes seconds, which help must not wait for
+
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -208,6 +208,8 @@ def _layers_with(module: nn.Module, adapter: str) -> dict[str, Any]:
 
 def _shards(module: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return this rank's shards of an adapter, detached, for writing in place."""
+    from torch.distributed.tensor import DTensor  # as above
+
     return {
         name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in adapter_parameters(module, adapter).items()

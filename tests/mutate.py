@@ -148,9 +148,9 @@ FAULTS = (
         "tests/engines/fsdp/test_engine.py::test_each_update_moves_the_weights_at_its_own_rate",
     ),
     Fault(
-        "a warm-up that begins at 0 and wastes an update", "engines/fsdp/optimizer.py",
+        "a warm-up that begins at 0 and wastes an update", "engines/fsdp/config.py",
         "(done + 1) / warmup if", "done / warmup if",
-        "tests/engines/fsdp/test_optimizer.py::test_no_update_is_wasted",
+        "tests/engines/fsdp/test_config.py::test_no_update_is_wasted",
     ),
     Fault(
         "the gradient is not clipped", "engines/fsdp/engine.py",

@@ -90,11 +90,11 @@ def test_the_public_surface_is_imported_on_first_use() -> None:
     assert python(code, "-P").split() == ["True", "True", "False"]
 
 
-def test_importing_the_core_imports_no_model_library() -> None:
-    """Research code that takes one formula does not pay for diffusers or PEFT."""
-    assert (
-        python("import sys, fluvial.core; print({'diffusers', 'peft', 'transformers'} & set(sys.modules))", "-P") == "set()"
-    )
+def test_importing_the_core_or_a_built_in_model_imports_no_library_that_it_does_not_call() -> None:
+    """Research code that takes one formula does not pay for diffusers, PEFT, scikit-learn or FSDP2."""
+    heavy = {"diffusers", "peft", "transformers", "sklearn", "torch.distributed.fsdp"}
+    code = f"import sys, fluvial.core, fluvial.models.handwriting, fluvial.models.lora; print({heavy!r} & set(sys.modules))"
+    assert python(code, "-P") == "set()"
 
 
 def test_pinned_versions_satisfy_the_ranges() -> None:

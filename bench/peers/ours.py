@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import UpdateInfo
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.rollout.config import RolloutConfig

@@ -21,15 +21,14 @@ from fluvial.core import ema
 from fluvial.core.checks import trusted_values
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp import export
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.gradient_sync import LastBackward
 from fluvial.engines.fsdp.items import check_items, micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.optimizer import OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.optimizer_state import sharded_like
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS, set_lr
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights

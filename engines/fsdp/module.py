@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.loading import load_weights
 from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.parallelize import EngineConfig, find_blocks, parallelize
+from fluvial.engines.fsdp.parallelize import find_blocks, parallelize
 from fluvial.engines.fsdp.world import World, current_world
 from fluvial.models.protocol import Weights
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig, OptimizerName
+from fluvial.engines.fsdp.config import OptimizerConfig, OptimizerName
 from fluvial.engines.fsdp.optimizer_state import Buffer, allocate, saved
 
 Shape = tuple[int, ...]

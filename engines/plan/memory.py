@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
-from fluvial.engines.fsdp.parallelize import DTYPES, EngineConfig, cast_samples, checkpoint_blocks, is_whole
+from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole
 from fluvial.models.lora import is_adapter
 
 Phase = Literal["update", "rollout"]

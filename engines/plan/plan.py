@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.plan import memory
 from fluvial.engines.plan.memory import Accounting, Phase
 from fluvial.engines.report.progress import table

@@ -6,8 +6,7 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.losses import KLConfig

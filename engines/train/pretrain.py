@@ -15,9 +15,9 @@ from fluvial.core.checks import check_number
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots

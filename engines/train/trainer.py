@@ -13,10 +13,10 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
-from fluvial.engines.fsdp.parallelize import DTYPES
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.report import images
 from fluvial.engines.report.progress import RunProgress

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, uniform
@@ -32,6 +31,8 @@ class Digits(NamedTuple):
 @cache
 def digits(half: Half) -> Digits:
     """Return one half of the digits; the two halves have no image in common."""
+    from sklearn.datasets import load_digits  # takes a second, which a model that is only opened need not wait for
+
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2

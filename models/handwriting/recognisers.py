@@ -11,9 +11,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from sklearn.ensemble import ExtraTreesClassifier
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.svm import SVC
 from torch import Tensor
 
 from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, digits
@@ -58,6 +55,9 @@ def reward_recogniser() -> Recogniser:
     Either alone can be gamed by illegible images. An image that games both is much rarer, because one decides by distant
     support vectors and the other by the nearest real digits.
     """
+    from sklearn.neighbors import KNeighborsClassifier  # scikit-learn takes a second to import: only for those who recognise
+    from sklearn.svm import SVC
+
     half = digits("training")
     machine, neighbours = SVC(C=10.0, gamma=0.08), KNeighborsClassifier(3, weights="distance")
     return Recogniser(*(classifier.fit(_flat(half.pixels), half.labels.numpy()) for classifier in (machine, neighbours)))
@@ -66,6 +66,8 @@ def reward_recogniser() -> Recogniser:
 @cache
 def heldout_recogniser() -> Recogniser:
     """Return the recogniser of the evaluation: 400 extremely randomised trees fitted on the evaluation half."""
+    from sklearn.ensemble import ExtraTreesClassifier
+
     half = digits("evaluation")
     return Recogniser(ExtraTreesClassifier(400, random_state=0).fit(_flat(half.pixels), half.labels.numpy()))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import (

@@ -11,9 +11,8 @@ from lora_model import LORA, MODEL, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (

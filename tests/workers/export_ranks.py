@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 import fluvial.engines.fsdp.export as exporting
 from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export, write_lora
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
 

@@ -10,8 +10,8 @@ from large_layers import tower
 from tiny_models import Net
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World
 
 

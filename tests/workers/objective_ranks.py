@@ -7,7 +7,7 @@ from typing import Any
 import tiny_jobs as tiny
 import torch
 
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
 from fluvial.engines.train.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig

@@ -6,8 +6,8 @@ import torch
 from tiny_models import Wide, data, squared
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 
 

@@ -9,7 +9,7 @@ import tiny_token_job
 import tiny_transformers
 from handwriting_jobs import config
 
-from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import KLConfig

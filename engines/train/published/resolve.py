@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from fluvial.core.transitions import MAX_ETA
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective

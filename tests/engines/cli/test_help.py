@@ -79,8 +79,11 @@ def test_the_help_of_a_recipe_begins_with_its_docstring(name: str, capsys: pytes
 
 
 def test_the_help_of_a_recipe_does_not_wait_for_model_libraries() -> None:
-    """Their imports take several seconds; a fresh process, as a person starts one."""
-    heavy = "diffusers", "transformers", "peft", "sklearn", "matplotlib", "torch._dynamo", "tensorboard"
+    """Nor for FSDP2, which takes as long as torch itself; a fresh process, as a person starts one."""
+    heavy = (
+        "diffusers", "transformers", "peft", "sklearn", "matplotlib", "tensorboard", "triton", "sympy", "torch._dynamo",
+        "torch.distributed.fsdp", "torch.distributed.tensor", "rich.console",
+    )  # fmt: skip
     code = (
         "import sys, fluvial.engines.cli.main as cli\nassert cli.run(['train', 'grpo', '--help']) == 0\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"

@@ -17,7 +17,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import PREFERENCES, Preference, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.train import job as jobs

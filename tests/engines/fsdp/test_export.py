@@ -18,10 +18,9 @@ from safetensors.torch import load_file, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export, layout, weights, write_lora
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.lora import merge_lora, use_adapter
 

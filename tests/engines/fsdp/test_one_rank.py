@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.fsdp import parallelize
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.engine import Engine, OptimizerConfig
 from fluvial.engines.fsdp.one_rank import OneRankModule
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.optimizer_state import Buffer
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 from fluvial.engines.fsdp.world import World, init_world

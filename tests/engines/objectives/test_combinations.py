@@ -15,8 +15,8 @@ from objective_rows import OBJECTIVE_ROWS
 from torch import Tensor
 
 from fluvial.engines.data.preferences import write_preferences
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import UpdateInfo
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import (
     OBJECTIVES,

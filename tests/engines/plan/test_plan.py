@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.check import compare
 from fluvial.engines.plan.memory import account

@@ -12,7 +12,7 @@ from spied_runs import STEPS, Spied
 
 from fluvial.core import correction
 from fluvial.core.advantages import group_advantages
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Guard
 from fluvial.engines.train.config import (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluvial.core import gaussian
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Awm, Dpo, Guard, Raft
 from fluvial.engines.rollout.items import Items

@@ -11,7 +11,7 @@ import torch
 from spied_runs import FAST, ODE, STEPS, Spied
 
 from fluvial.core.dpo import best_and_worst
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Nft, Raft
 from fluvial.engines.train.config import (

@@ -12,8 +12,7 @@ import pytest
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
-from fluvial.engines.fsdp.parallelize import EngineConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import (

@@ -11,7 +11,7 @@ import torch
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance

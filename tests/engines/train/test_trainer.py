@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.trainer import Trainer, train

@@ -24,8 +24,8 @@ from tiny_pipelines import (
 )
 
 from fluvial.core.sigmas import shifted
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.parallelize import EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import DiffusionModel
 from fluvial.models.pipelines.experts import EXPERTS

@@ -1,14 +1,19 @@
-"""The optimizer's configuration and its learning-rate schedule."""
+"""The configurations of the engine and of its optimizer, and the learning-rate schedule.
+
+Nothing here imports FSDP2, which takes longer than all else that the help of a recipe needs.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
 from torch.optim import Optimizer
 
 from fluvial.core.checks import check_fields, check_number
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 # Settings that an optimizer does not have.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {
@@ -17,6 +22,60 @@ UNUSED: dict[OptimizerName, tuple[str, ...]] = {
     "adafactor": ("betas", "eps"),
     "sgd": ("eps",),
 }
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sharding, precision, checkpointing and offload of a module.
+
+    Args:
+        comm: When parameters are gathered: "keep" gathers them once per update and keeps them unsharded until its last
+            backward pass; "reshard" frees them after each use and gathers them again.
+        grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
+            "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
+        replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
+            ranks.
+        context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
+            by diffusers); 1 gives every rank samples of its own.
+        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
+            CUDA). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers per
+            sample (noise levels, timesteps) keep theirs.
+        reduce: Dtype that gradients are reduced in.
+        checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
+            each block's inputs alone; "selective" keeps attention and every second matrix product as well.
+        offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
+            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
+        compile: Compile the repeated blocks (torch.compile, one region for all of them). Rollout and update are then two
+            programs, which may round differently.
+        attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
+        deterministic: Let torch use deterministic algorithms only, and raise for operations that have none.
+    """
+
+    comm: Literal["keep", "reshard"] = "keep"
+    grad_sync: Literal["last", "every"] = "last"
+    replicas: int = 1
+    context_parallel: int = 1
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: Literal["none", "block", "selective"] = "none"
+    offload: Literal["none", "phases", "always"] = "none"
+    compile: bool = False
+    attention: str | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
+        if self.compile and self.checkpointing == "selective":
+            raise ValueError(
+                "engine.checkpointing is selective and engine.compile is on, but a compiled block chooses what it keeps: "
+                "set engine.checkpointing to none or block"
+            )
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of the computation on a device."""
+        if self.compute == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DTYPES[self.compute]
 
 
 @dataclass(frozen=True)

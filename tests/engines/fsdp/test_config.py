@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluvial.engines.fsdp.optimizer import UNUSED, OptimizerConfig, lr_factor
+from fluvial.engines.fsdp.config import UNUSED, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 
 
