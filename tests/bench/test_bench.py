@@ -1,6 +1,7 @@
 """The harness and the first benchmark: rows that say what they were taken on; no timing is asserted."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,11 @@ def test_functions_are_timed_in_turn() -> None:
     assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
 
 
-@pytest.mark.slow
-def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four phases of full fine-tuning and LoRA, in the CSV and in a table."""
+def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four phases of full fine-tuning and LoRA, in the CSV and in a table; of eight samples, to save time."""
+    recipe = phases.recipes.grpo()
+    few = replace(recipe.rollout, prompts=2, group=4, steps=4, window=2, window_high=4)
+    monkeypatch.setattr(phases.recipes, "grpo", lambda: replace(recipe, rollout=few, micro_batch=8))
     rows = phases.run(phases.PhasesConfig(runs=1, out=tmp_path))
     assert {(row.provider, row.op) for row in rows} == {
         (provider, op) for provider in ("full", "lora") for op in ("rollout", "reward", "update", "all")

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from handwriting_jobs import config, job
+from tiny_jobs import Run, config
 
 from fluvial.bench.counting import HostReads
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Clipped, Dppo, Guard
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +36,18 @@ def test_no_read_a_micro_batch(
         rollout = RolloutConfig(
             prompts=2, group=4, steps=4, window=2, sampler=sampler, guidance=Guidance(guidance), window_high=3
         )
-        run = config(tmp_path, rollout=rollout, objective=objective)
-        trainer = Trainer(replace(run, micro_batch=micro_batch), job(), one, console=None)
-        counters: list[int] = []
-        optimize = trainer.engine.update
+        run = Run(replace(config(tmp_path, rollout=rollout, objective=objective), micro_batch=micro_batch), one)
+        engine, counters = run.trainer.engine, list[int]()
 
-        def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = engine.update, **kwargs: Any) -> Any:
             with HostReads() as counter:
                 info = optimize(*args, **kwargs)
             counters.append(counter.total)
             return info
 
-        monkeypatch.setattr(trainer.engine, "update", counted)
-        trainer.update()
-        trainer.close()
+        monkeypatch.setattr(engine, "update", counted)
+        run.rollout()
+        run.trainer.close()
         reads.append(counters)
-        assert torch.isfinite(next(iter(trainer.engine.sharded.shards().values()))).all()
+        assert torch.isfinite(next(iter(run.weights().values()))).all()
     assert reads == [[1], [1], [1]]
