@@ -1,59 +1,144 @@
-"""Prompts from files, and their split into prompts to train on and prompts to evaluate on."""
+"""Prompts from files, one or several with weights, and their split into prompts to train on and to evaluate on."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from fluvial.engines.data.records import Prompt, as_prompt, prompt_of
+from fluvial.engines.data.tables import is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
-# Endings of files whose lines are records or tables, never plain prompts.
-RECORDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
+
+class Source(NamedTuple):
+    """A file of prompts."""
+
+    name: str  # of the file without its ending, or the whole path where two files share that
+    path: Path
+    weight: float  # share of the samples, relative to the other sources
 
 
-def read_prompts(path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the prompts of a text file with one prompt per line; blank lines are skipped.
-
-    Args:
-        path: text file in UTF-8.
-        check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: prompts of the evaluation, which must not be in the file.
+def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
+    """Return the files that are named, each as `file` or `file=weight`.
 
     Raises:
-        UsageError: the file holds records instead of text, cannot be read or is empty, or a line is not a prompt or is held
-            out; the message names file and line.
+        UsageError: a weight is not a number above 0, or a file is named twice.
     """
-    apart = frozenset(heldout)
-    if path.suffix.lower() in RECORDS:
-        raise UsageError(
-            f"prompts file {path} holds records ({path.suffix}), which cannot be trained on yet, expected a text file with "
-            "one prompt per line: write the prompts alone to a .txt file"
-        )
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"prompts file {path} cannot be read: {reason}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if prompt := line.strip():
+    found: list[tuple[Path, float]] = []
+    for word in words:
+        name, separator, weight = str(word).rpartition("=")
+        if not separator or Path(word).exists():
+            found.append((Path(word), 1.0))
+            continue
+        try:
+            number = float(weight)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            raise UsageError(
+                f"{field} is {word!r}, whose weight {weight!r} is not a number above 0: give one, e.g. {name}=2"
+            )
+        found.append((Path(name), number))
+    paths, stems = Counter(path for path, _ in found), Counter(path.stem for path, _ in found)
+    if repeated := [path for path, number in paths.items() if number > 1]:
+        raise UsageError(f"{field} names {repeated[0]} twice: name each file once")
+    return tuple(Source(path.stem if stems[path.stem] == 1 else str(path), path, weight) for path, weight in found)
+
+
+def read_prompts(
+    path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), source: str | None = None
+) -> tuple[Prompt, ...]:
+    """Return the prompts of a file.
+
+    A text file has one prompt per line; blank lines are skipped. A .jsonl, .csv or .parquet file, or a folder that datasets
+    saved to disk, has one record per prompt, see `records.prompt_of`.
+
+    Args:
+        path: the file.
+        check: function that raises ValueError for a string that is not a prompt of the model.
+        heldout: prompts of the evaluation, which must not be in the file.
+        source: name of the file in metrics; by default its name without the ending.
+
+    Raises:
+        UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
+            file, line and column.
+    """
+    apart, found = frozenset(heldout), []
+    for where, prompt in _located(path, path.stem if source is None else source):
+        for text in (prompt, *(() if prompt.negative is None else (prompt.negative,))):
             try:
-                check(prompt)
+                check(text)
             except ValueError as error:
-                raise UsageError(f"prompts file {path}, line {number}: {error}") from error
-            if prompt in apart:
-                raise UsageError(
-                    f"prompts file {path}, line {number}: {prompt!r} is held out for evaluation, never trained on"
-                )
-            prompts.append(prompt)
-    if not prompts:
+                raise UsageError(f"{where}: {error}") from error
+        if prompt in apart:
+            raise UsageError(f"{where}: {str(prompt)!r} is held out for evaluation, never trained on")
+        found.append(prompt)
+    if not found:
         raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
-    return tuple(prompts)
+    return tuple(found)
+
+
+def read_sources(
+    words: Sequence[str], *, check: Callable[[str], None], heldout: Sequence[str] = ()
+) -> tuple[tuple[Prompt, ...], dict[str, float]]:
+    """Return the prompts of several files, and the weight of each file by its name.
+
+    Args:
+        words: the files, see `sources`.
+        check, heldout: arguments of `read_prompts`.
+    """
+    found = sources(words)
+    prompts = [read_prompts(each.path, check=check, heldout=heldout, source=each.name) for each in found]
+    return tuple(prompt for part in prompts for prompt in part), {each.name: each.weight for each in found}
+
+
+def read_heldout(words: Sequence[str], trained: Sequence[str], *, check: Callable[[str], None]) -> tuple[Prompt, ...]:
+    """Return the prompts of held-out files.
+
+    Where there are as many held-out files as sources, each is of the source in its place, and shares its name in metrics.
+
+    Args:
+        words: the held-out files.
+        trained: files of the prompts that are trained on.
+        check: argument of `read_prompts`.
+    """
+    files = sources(words, field="pipeline.heldout")
+    if weighted := [each.path for each in files if each.weight != 1]:
+        raise UsageError(f"pipeline.heldout gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
+    names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
+    parts = (read_prompts(each.path, check=check, source=name) for each, name in zip(files, names, strict=True))
+    return tuple(prompt for part in parts for prompt in part)
 
 
 def split_off(prompts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (prompts to train on, held-out prompts): every tenth is held out.
+    """Return (prompts to train on, held-out prompts): of each source every tenth is held out.
 
     With so few prompts that none would be left to train on, the held-out ones are trained on too.
     """
-    heldout = tuple(prompts[::10])
+    numbers: Counter[str] = Counter()
+    heldout = []
+    for prompt in prompts:
+        source = as_prompt(prompt).source
+        if numbers[source] % 10 == 0:
+            heldout.append(prompt)
+        numbers[source] += 1
     apart = frozenset(heldout)
-    return tuple(prompt for prompt in prompts if prompt not in apart) or tuple(prompts), heldout
+    return tuple(prompt for prompt in prompts if prompt not in apart) or tuple(prompts), tuple(heldout)
+
+
+def weights_by_source(prompts: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weight of each source that prompts come from, in the order of their first prompts; 1 if none is given."""
+    return {source: weights.get(source, 1.0) for source in dict.fromkeys(as_prompt(prompt).source for prompt in prompts)}
+
+
+def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+    """Yield the place of each prompt of a file, and the prompt."""
+    if is_table(path):
+        folder = path if path.is_dir() else path.parent
+        for row in rows(path, "prompts file"):
+            yield row.where, prompt_of(row, folder=folder, source=source)
+        return
+    label = f"prompts file {path}"
+    for number, line in enumerate(read_text(path, label).splitlines(), start=1):
+        if text := line.strip():
+            yield f"{label}, line {number}", Prompt(text, source=source)

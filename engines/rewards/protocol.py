@@ -20,6 +20,12 @@ class Reward(Protocol):
         def bright(images, prompts):
             return images.flatten(1).mean(1)
 
+    One with an argument named `metadata` also receives the record of each prompt, a dict with the further columns of the
+    file that the prompt comes from.
+
+        def counted(images, prompts, metadata):
+            return [float(count(image) == record["count"]) for image, record in zip(images, metadata)]
+
     It runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's images. It
     may keep state, use the GPU or call a server. Its score of an image must not depend on the other images of the call: how
     the samples of a rollout are cut into calls depends on `micro_batch` and on the number of ranks.

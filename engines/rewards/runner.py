@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import as_scores, named, one_line
+from fluvial.engines.rewards.scores import as_scores, named, one_line, with_metadata
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
 
@@ -27,7 +27,7 @@ class RewardRunner:
     """
 
     def __init__(self, reward: Reward, *, label: str = "the reward", timeout: float | None = None) -> None:
-        self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
+        self.reward, self.label, self.timeout = with_metadata(reward), label, TIMEOUT if timeout is None else timeout
         self.work: Queue[tuple[Future[Any], Tensor, Sequence[str]] | None] = Queue()
         self.waiting: list[tuple[Future[Any], Tensor, Sequence[str]]] = []
         # A daemon: a reward that hangs does not keep the process alive.
@@ -119,7 +119,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], *, label: str 
         RunError: the reward raised, or did not return one finite number per image.
     """
     try:
-        returned: Any = reward(images, prompts)
+        returned: Any = with_metadata(reward)(images, prompts)
     except Exception as error:
         raise RunError(f"{label} raised {type(error).__name__} ({one_line(error)}) for {named(prompts)}") from error
     return as_scores(returned, prompts, label=label)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import metadata_of
 from fluvial.engines.errors import RunError
 
 SHOWN = 60  # characters of a value in a message
@@ -88,7 +89,34 @@ def reward_problem(found: Any) -> str | None:
     check: Callable[[Any], str | None] = callable_with("images", "prompts")
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
         return "is an async function, expected a function of (images, prompts): define it with def"
+    if not isinstance(found, type) and _takes_metadata(found):
+        return None if callable(found) and _binds(found) else check(found)
     return check(found)
+
+
+def with_metadata(reward: Callable[..., Any]) -> Callable[[Tensor, Sequence[str]], Any]:
+    """Return a reward as a function of images and prompts; one with an argument `metadata` gets the prompts' records."""
+    if not _takes_metadata(reward):
+        return reward
+    return lambda images, prompts: reward(images, prompts, metadata=metadata_of(prompts))
+
+
+def _takes_metadata(reward: Any) -> bool:
+    """Return whether a function has an argument named `metadata`."""
+    try:
+        found = inspect.signature(reward).parameters.get("metadata")
+    except (TypeError, ValueError):  # not a function, or one written in C
+        return False
+    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
+
+
+def _binds(reward: Callable[..., Any]) -> bool:
+    """Return whether a function can be called with images, prompts and metadata."""
+    try:
+        inspect.signature(reward).bind("images", "prompts", metadata=[])
+    except TypeError:
+        return False
+    return True
 
 
 def _tensor(returned: Any) -> Tensor | None:

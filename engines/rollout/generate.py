@@ -20,6 +20,7 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
 from fluvial.core.transitions import Sampler, Transition
+from fluvial.engines.data.records import negatives
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import concatenate
@@ -52,12 +53,14 @@ class Guidance:
     def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
 
-        The conditioning of a recorded pipeline holds its guidance already.
+        A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
+        already.
         """
         cond = model.encode(prompts)
         if self.scale == 1 or is_recorded(model):
             return cond
-        return Guided(cond, model.encode([self.negative] * len(prompts)), torch.full((len(prompts),), self.scale))
+        unconditional = model.encode(negatives(prompts, self.negative))
+        return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
 
 NO_GUIDANCE = Guidance()

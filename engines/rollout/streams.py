@@ -8,6 +8,7 @@ drawn from one stream never depends on another. A stream has a parent, the key t
       noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
     evaluation    key(evaluate.SEED)                      EVALUATION_*
     probe         key(diagnostics.SEED)                   PROBE_*
+    order         order.order_key(data_seed or seed)      EPOCHS; the source is folded in before, the epoch after
     preferences   key(seed) of `fluvial preferences`      PREFERENCE_*
     pretraining   fold_in(key(seed), update)              PRETRAIN_*
 
@@ -18,7 +19,7 @@ The numbers are part of the results: another number is another run.
 from enum import IntEnum, unique
 from typing import Literal
 
-Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "preferences", "pretraining"]
+Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "preferences", "pretraining", "order"]
 
 
 @unique
@@ -54,6 +55,7 @@ class Stream(IntEnum):
     PROBE_NOISE = "probe", 1
     PREFERENCE_PROMPTS = "preferences", 0
     PREFERENCE_SAMPLES = "preferences", 1
+    EPOCHS = "order", 0
     PRETRAIN_PROMPTS = "pretraining", 0
     PRETRAIN_IMAGES = "pretraining", 1
     PRETRAIN_NOISE = "pretraining", 2

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fluvial.engines.data.preferences import Preference, read_preferences
+from fluvial.engines.data.prompts import weights_by_source
+from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
@@ -67,6 +69,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         # What is wrong with the job is found before anything is computed.
         rewards, job = _rewards(config, job)
         job.check_prompts()
+        _check_order(config, job)
         module = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
         base = _digest(module) if weights is None else fingerprint(weights)
@@ -121,7 +124,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
     folder = config.objective.traits.preferences
     if folder is not None:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
-        split_off = config.model not in BUILT_IN and config.prompts is None and config.pipeline.heldout is None
+        split_off = config.model not in BUILT_IN and not config.prompts and not config.pipeline.heldout
         apart = {"skip": sorted(set(job.heldout) - set(job.prompts))} if split_off else {"heldout": job.heldout}
         return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
@@ -133,12 +136,32 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
 
 
 def _check_negative_prompt(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.rollout.guidance
+    own = next((prompt for prompt in map(as_prompt, (*job.prompts, *job.heldout)) if prompt.negative is not None), None)
+    if own is not None and is_recorded(job.model):
+        raise UsageError(
+            f"prompt {str(own)!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
+            "guidance is fixed: leave the column negative_prompt out"
+        )
+    if own is not None and not config.is_guided:
+        raise UsageError(
+            f"prompt {str(own)!r} has a negative prompt, which is of no use without guidance: set "
+            "rollout.guidance.scale, or leave the column negative_prompt out"
+        )
     if config.is_guided and guidance.negative:
         try:
             job.model.check_prompt(guidance.negative)
         except ValueError as error:
             raise UsageError(f"rollout.guidance.negative: {error}") from error
+
+
+def _check_order(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError if prompts have weights and are drawn without."""
+    weights = weights_by_source(job.prompts, job.source_weights).values()
+    uneven = len({prompt.weight for prompt in map(as_prompt, job.prompts)}) > 1 or len({*weights}) > 1
+    if config.prompt_order == "draws" and uneven:
+        raise UsageError("prompt_order is draws, which draws all prompts alike, and some have a weight: use epochs")
 
 
 def _network_in_training(config: TrainConfig, job: Job) -> nn.Module:

@@ -34,7 +34,8 @@ class PipelineConfig:
         frames: Number of frames of a video; 1 for images.
         call: Further arguments of a pipeline without an adapter, as name=value, e.g. max_sequence_length=128; a value is
             JSON, or else text.
-        heldout: Text file of prompts to evaluate on, one per line; by default every tenth training prompt is held out.
+        heldout: Files of prompts to evaluate on, one for all or one for each of `prompts`; by default every tenth training
+            prompt of each file is held out.
         text_cache: Folder for prompt embeddings. All prompts are encoded before training and the text encoders dropped;
             without a folder the encoders stay, and encode each batch.
         text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
@@ -47,7 +48,7 @@ class PipelineConfig:
     width: int = 512
     frames: int = 1
     call: tuple[str, ...] = ()
-    heldout: Path | None = None
+    heldout: tuple[str, ...] = ()
     text_cache: Path | None = None
     text_tokens: int | None = None
     shift: float | None = None
@@ -98,7 +99,11 @@ class TrainConfig:
         train: What is trained: full (all weights) or lora (low-rank adapters).
         weights: Folder of the weights to start from, as `fluvial pretrain` and a run's export write them; by default the
             shipped base.
-        prompts: Text file of prompts to train on, one per line; by default all training codes of the built-in models.
+        prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
+            line, or .jsonl, .csv or .parquet with a column prompt, whose further columns reach the rewards. By default all
+            training codes of the built-in models.
+        prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled) or draws (at random, with
+            replacement).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, or functions (images, prompts) -> [B] as module:name. By default the job's first.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
@@ -143,7 +148,8 @@ class TrainConfig:
     minibatches: int = 1
     train: Literal["full", "lora"] = "full"
     weights: Path | None = None
-    prompts: Path | None = None
+    prompts: tuple[str, ...] = ()
+    prompt_order: Literal["epochs", "draws"] = "epochs"
     rewards: tuple[str, ...] = ()
     micro_batch: int = 64
     init: Literal["sharded", "whole"] = "sharded"

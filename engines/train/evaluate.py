@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
+from fluvial.engines.data.labels import Split, split
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
@@ -28,6 +29,7 @@ class Evaluation(NamedTuple):
     images: Tensor  # [n, C, H, W] in [0, 1], the first of this rank
     images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
     velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
+    split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
 
 
 def evaluate(
@@ -84,4 +86,5 @@ def evaluate(
         prompts=prompts[:show],
         images=images[:show],
         images_score=local[:show, -1] if scores else None,
+        split=split(table, [job.heldout[place] for place in places], list(job.evaluators)),
     )

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from fluvial.engines.data.labels import split
 from fluvial.engines.fsdp import flops
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.report.progress import table
@@ -20,15 +21,23 @@ from fluvial.engines.train.learner import Learnt
 PHASES = ("rollout", "reward", "update")
 
 
-def reward_record(rewards: Tensor, weights: Tensor, names: list[str]) -> dict[str, Any]:
-    """Return the record of the rewards `[B, K]` of a rollout; empty without rewards."""
+def reward_record(rewards: Tensor, weights: Tensor, names: list[str], prompts: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the record of the rewards `[B, K]` of a rollout; empty without rewards.
+
+    Args:
+        rewards: rewards of all samples.
+        weights: weight of each reward, `[K]`.
+        names: name of each reward.
+        prompts: prompt of each group; its tags and sources split the mean.
+    """
     if not names:
         return {}
     total = rewards @ weights
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
         record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
-    return record
+    each = [prompt for prompt in prompts for _ in range(len(rewards) // len(prompts))]
+    return {**record, **split(total[:, None], each, ["reward"])}
 
 
 def learnt_record(learnt: Learnt) -> dict[str, Any]:

@@ -288,8 +288,8 @@ def _recipe(
 def _built_in(model: str, **settings: Any) -> TrainConfig:
     """Return a run of a built-in model."""
     shared: dict[str, Any] = {
-        "train": "lora", "lora": LoraConfig(), "updates": 100, "minibatches": 2, "micro_batch": 128, "eval_every": 20,
-        "eval_samples": 200, "final_samples": 1000,
+        "train": "lora", "lora": LoraConfig(), "prompt_order": "draws", "updates": 100, "minibatches": 2, "micro_batch": 128,
+        "eval_every": 20, "eval_samples": 200, "final_samples": 1000,
         "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
     }  # fmt: skip
     return TrainConfig(Path("runs") / "x", model=model, **{**shared, **settings})

@@ -1,5 +1,7 @@
 """Sources of a run's samples: rollouts of the policy, and clean samples of the job's data."""
 
+from collections.abc import Sequence
+
 import optree
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from fluvial.core.random import Key, fold_in, key, uniform
 from fluvial.core.rollout import unrecorded
 from fluvial.core.sigmas import sde_steps, sde_window
 from fluvial.core.transitions import Sampler
+from fluvial.engines.data.order import PromptOrder, order_key
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
@@ -54,19 +57,23 @@ class RolloutSource:
     ) -> None:
         self.config, self.job, self.world = config, job, world
         self.engine, self.policies, self.schedule, self.sampler = engine, policies, schedule, sampler
+        self._order: PromptOrder | None = None
 
-    def samples(self, root: Key, rewards: RewardRunners, *, data: Key | None = None) -> SampleBatch:
+    def prompts(self, root: Key) -> list[str]:
+        """Return the prompt of each group of the next rollout, the same on every rank."""
+        return [self.job.prompts[place] for place in self._places(root, self.job.prompts)]
+
+    def samples(self, root: Key, asked: list[str], rewards: RewardRunners) -> SampleBatch:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
 
         Args:
             root: key of the rollout.
-            data: key that the prompts are drawn with; by default `root`.
+            asked: prompt of each group.
             rewards: scorers of the images of a rollout; scoring starts while the next chunk is generated.
         """
         rollout = self.config.rollout
         ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
-        places = _places(fold_in(data or root, Stream.PROMPTS), rollout.prompts, len(self.job.prompts))
-        prompts = [self.job.prompts[places[i // rollout.group]] for i in ids]
+        prompts = [asked[i // rollout.group] for i in ids]
         key = fold_in(root, Stream.SAMPLES)
         if not self.config.makes_samples:
             return self._data(ids, prompts, key)
@@ -85,8 +92,19 @@ class RolloutSource:
 
     def preferences(self, root: Key, given: tuple[Preference, ...]) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
-        places = _places(fold_in(root, Stream.PROMPTS), self.config.rollout.prompts, len(given))
-        return [given[place] for place in places]
+        return [given[place] for place in self._places(root, [preference.prompt for preference in given])]
+
+    def _places(self, root: Key, of: Sequence[str]) -> list[int]:
+        """Return the indices of the prompts that the next rollout takes, one per group."""
+        config, count, done = self.config, self.config.rollout.prompts, self.engine.updates
+        if config.prompt_order == "draws":
+            drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
+            places: list[int] = (uniform(fold_in(drawn, Stream.PROMPTS), (count,)) * len(of)).long().tolist()
+            return places
+        if self._order is None:
+            seed = config.seed if config.data_seed is None else config.data_seed
+            self._order = PromptOrder(of, order_key(seed), self.job.source_weights)
+        return self._order.places(done // config.updates_per_rollout * count, count)
 
     def _sampling(self, root: Key) -> Sampling:
         """Return how the samples of a rollout are made; the place of the stochastic window is drawn per rollout."""
@@ -119,20 +137,3 @@ class RolloutSource:
             )
             parts.append(SampleBatch(part, cond, unrecorded(x0), None))
         return joined(parts)
-
-
-def data_key(config: TrainConfig, root: Key, update: int) -> Key:
-    """Return the key of the rollout at an update that its prompts, or given preferences, are drawn with.
-
-    Args:
-        config: the run.
-        root: key of the rollout, which is used without a `data_seed`.
-        update: number of updates before the rollout.
-    """
-    return root if config.data_seed is None else fold_in(key(config.data_seed), update)
-
-
-def _places(key: Key, count: int, of: int) -> list[int]:
-    """Return `count` indices below `of`, drawn with replacement."""
-    places: list[int] = (uniform(key, (count,)) * of).long().tolist()
-    return places

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
@@ -140,7 +141,8 @@ def run_fingerprint(config: TrainConfig, prompts: tuple[str, ...], base: str) ->
     settings = {name: value for name, value in _flat(as_record(config)).items() if name.split(".")[0] not in FREE}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
-    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
+    records = ((prompt, prompt.source, prompt.weight, prompt.negative) for prompt in map(as_prompt, prompts))
+    digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
     return {**settings, "train_prompts": digest, "base_weights": base}
 
 

@@ -33,7 +33,6 @@ from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.record import as_record
-from fluvial.engines.train.rollouts import data_key
 from fluvial.engines.train.saving import Progress, Saver
 
 
@@ -108,7 +107,8 @@ class Trainer:
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
-        learnt, rewards, spread = self._learn(root, seconds)
+        asked = [] if self.preferences else self.source.prompts(root)
+        learnt, rewards, spread = self._learn(root, asked, seconds)
         if (old_decay := self.config.objective.traits.old_decay) is not None:
             with metrics.timed(seconds, "update"):
                 self.policies.follow(self.engine, old_decay(rollouts + 1, self.engine.updates))
@@ -121,7 +121,7 @@ class Trainer:
             "update": self.engine.updates,
             "samples": self.progress.samples,
             **metrics.learnt_record(learnt),
-            **metrics.reward_record(rewards, self.runners.weights, list(self.rewards)),
+            **metrics.reward_record(rewards, self.runners.weights, list(self.rewards), asked),
             "speed": metrics.speed(learnt.updates, seconds["update"], device=self.world.device, dtype=dtype),
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
@@ -161,18 +161,18 @@ class Trainer:
         if lora:
             write_lora(self.engine.module, folder / "lora", **written)
 
-    def _learn(self, root: Key, seconds: dict[str, float]) -> tuple[Learnt, Tensor, float | None]:
+    def _learn(self, root: Key, asked: list[str], seconds: dict[str, float]) -> tuple[Learnt, Tensor, float | None]:
         """Make a rollout and its updates; return what was learnt, the rewards `[B, K]` and the diversity of the samples."""
         if self.preferences:
             with metrics.timed(seconds, "rollout"):
-                chosen = self.source.preferences(data_key(self.config, root, self.engine.updates), self.preferences)
+                chosen = self.source.preferences(root, self.preferences)
             with metrics.timed(seconds, "reward"):
                 rewards, self.stopping = self._gathered(torch.empty(0, 0))
             with metrics.timed(seconds, "update"):
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
         with metrics.timed(seconds, "rollout"):
-            batch = self.source.samples(root, self.runners, data=data_key(self.config, root, self.engine.updates))
+            batch = self.source.samples(root, asked, self.runners)
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()
@@ -327,7 +327,7 @@ class _Loop:
         result = self.trainer.evaluate(samples)
         if self.folder:
             numbers = {"score": result.score, "exact": result.exact, "drift": result.velocity_drift}
-            self.folder.log({"update": self.trainer.engine.updates, **numbers})
+            self.folder.log({"update": self.trainer.engine.updates, **numbers, **result.split})
             title = metrics.evaluation_title(name, result)
             self.folder.samples(name, result.images, result.prompts, result.images_score, title=title)
         return result

@@ -164,7 +164,7 @@ def _given_samples(config: RunSettings) -> Iterator[str]:
             f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from data without a rollout: "
             "use sampler ode, and leave the others as they are"
         )
-    if config.prompts is not None and config.objective.traits.preferences is not None:
+    if config.prompts and config.objective.traits.preferences is not None:
         yield "prompts is set, and a folder of preferences has its own: leave it as it is"
 
 

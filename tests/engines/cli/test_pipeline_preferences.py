@@ -52,14 +52,14 @@ def test_a_pipeline_that_cannot_encode_images_is_refused_once(
     assert cli.run(args) == 2
     line = launch.one_line(capfd.readouterr().err)
     assert "images cannot be encoded into samples of" in line
-    assert "leave --objective.preferences out and set --prompts to a text file" in line
+    assert "leave --objective.preferences out and set --prompts to a file" in line
     assert not (tmp_path / "run").exists()
 
 
 def test_without_preferences_and_prompts_the_line_asks_for_prompts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Pairs then come from rollouts."""
     assert cli.run(["train", "dpo", "--model", str(folder / "model")]) == 2
-    assert "needs prompts to train on: set --prompts to a text file" in launch.one_line(capfd.readouterr().err)
+    assert "needs prompts to train on: set --prompts to a file" in launch.one_line(capfd.readouterr().err)
 
 
 def test_prompts_come_from_the_preferences_and_evaluation_prompts_are_held_out(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_prompts_come_from_the_preferences_and_evaluation_prompts_are_held_out(f
 
 def test_prompts_of_a_file_of_their_own_must_not_be_in_the_preferences(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "heldout.txt").write_text(f"an owl\n{PROMPTS[3]}\n")
-    config = PipelineConfig(height=ROW.sizes[0][0], width=ROW.sizes[0][1], heldout=tmp_path / "heldout.txt")
+    config = PipelineConfig(height=ROW.sizes[0][0], width=ROW.sizes[0][1], heldout=(str(tmp_path / "heldout.txt"),))
     with pytest.raises(UsageError, match="line 7: '3 red foxes' is held out for evaluation, never trained on"):
         jobs.pipeline(
             str(folder / "model"), config, preferences=folder / "prefs", steps=3, guidance=NO_GUIDANCE, compute=torch.float32

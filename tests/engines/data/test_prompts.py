@@ -1,18 +1,79 @@
-"""Prompts from files: what is read, what is refused in one line, and what is held out."""
+"""Prompts from files: what is read, what is refused in one line, what is held out, and several files at once."""
 
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fluvial.engines.data.prompts import read_prompts, split_off
+from fluvial.engines.data.prompts import read_heldout, read_prompts, read_sources, sources, split_off
+from fluvial.engines.data.records import Prompt, metadata_of, negatives
 from fluvial.engines.errors import UsageError
+
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": "a red fox", "tag": "colour", "count": 1, "negative_prompt": "blurry"},
+    {"prompt": "two cats", "weight": 2.5, "count": 2, "boxes": [[0, 1], [2, 3]]},
+]
+# A line of flow_grpo's dataset/geneval/train_metadata.jsonl.
+GENEVAL = {
+    "tag": "counting", "include": [{"class": "bench", "count": 4}], "exclude": [{"class": "bench", "count": 5}],
+    "t2i_prompt": "four benches", "prompt": "four benches",
+}  # fmt: skip
 
 
 def words(prompt: str) -> None:
     """A model whose prompts have at most three words."""
     if len(prompt.split()) > 3:
         raise ValueError(f"prompt {prompt!r} has more than 3 words")
+
+
+def anything(prompt: str) -> None:
+    """A model that takes every prompt."""
+
+
+def jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def csv(path: Path, records: list[dict[str, Any]]) -> Path:
+    header = list(dict.fromkeys(name for record in records for name in record))
+    lines = [",".join(header)]
+    lines += [",".join('"' + str(record.get(name, "")) + '"' for name in header) for record in records]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def parquet(path: Path, records: list[dict[str, Any]]) -> Path:
+    import pyarrow as arrow
+    from pyarrow import parquet as files
+
+    files.write_table(arrow.Table.from_pylist(_whole(records)), path)
+    return path
+
+
+def saved_to_disk(path: Path, records: list[dict[str, Any]]) -> Path:
+    """A folder as `datasets.Dataset.save_to_disk` writes it, in two files."""
+    import pyarrow as arrow
+    from pyarrow import ipc
+
+    path.mkdir()
+    names = []
+    for number, part in enumerate([_whole(records)[:1], _whole(records)[1:]]):
+        table = arrow.Table.from_pylist(part, schema=arrow.Table.from_pylist(_whole(records)).schema)
+        names.append(f"data-{number:05d}-of-00002.arrow")
+        with ipc.new_stream(str(path / names[-1]), table.schema) as stream:
+            stream.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return path
+
+
+def _whole(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records that all have all columns, as a table does."""
+    columns = dict.fromkeys(name for record in records for name in record)
+    return [{name: record.get(name) for name in columns} for record in records]
 
 
 def test_one_prompt_per_line(tmp_path: Path) -> None:
@@ -22,14 +83,54 @@ def test_one_prompt_per_line(tmp_path: Path) -> None:
     assert read_prompts(path, check=words) == ("a red fox", "zwei Kühe", "a red fox")
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".JSONL", ".json", ".csv", ".tsv", ".parquet"])
-def test_records_are_never_trained_on_as_text(tmp_path: Path, ending: str) -> None:
-    """A file of records is refused by its name, whatever its lines say."""
-    path = tmp_path / f"prompts{ending}"
-    path.write_text('{"prompt": "a fox"}\n')
-    with pytest.raises(UsageError, match=rf"prompts file .*prompts{ending} holds records .*expected a text file") as error:
-        read_prompts(path, check=words)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("write", [jsonl, parquet, saved_to_disk])
+def test_records_keep_their_columns(tmp_path: Path, write: Callable[[Path, Any], Path]) -> None:
+    """The prompt is the text of its column; what the run does not use itself is metadata; empty columns are absent."""
+    endings = {"jsonl": ".jsonl", "parquet": ".parquet", "saved_to_disk": ""}
+    fox, cats = read_prompts(write(tmp_path / f"mine{endings[write.__name__]}", RECORDS), check=words)
+    assert isinstance(fox, Prompt)
+    assert (fox, fox.tag, fox.negative, fox.weight, fox.source) == ("a red fox", "colour", "blurry", 1.0, "mine")
+    assert (cats, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
+    assert metadata_of([fox, cats, "text"]) == [
+        {"tag": "colour", "count": 1}, {"count": 2, "boxes": [[0, 1], [2, 3]]}, {}
+    ]  # fmt: skip
+    assert negatives([fox, cats, "text"], "otherwise") == ["blurry", "otherwise", "otherwise"]
+
+
+def test_a_table_of_text(tmp_path: Path) -> None:
+    """CSV has only text, apart from the weight; quoted cells may hold commas and line ends."""
+    path = tmp_path / "mine.csv"
+    path.write_text('\ufeffprompt,weight,count\n"a fox, red",2,1\n"two\ncats",,2\n', encoding="utf-8")
+    fox, cats = read_prompts(path, check=words)
+    assert (fox, fox.weight, fox.metadata) == ("a fox, red", 2.0, {"count": "1"})
+    assert (cats, cats.weight, cats.metadata) == ("two\ncats", 1.0, {"count": "2"})
+
+
+def test_the_files_of_flow_grpo(tmp_path: Path) -> None:
+    """GenEval's metadata load as they are and reach the reward whole; its OCR prompts are lines of text."""
+    (found,) = read_prompts(jsonl(tmp_path / "train_metadata.jsonl", [GENEVAL]), check=anything)
+    assert (found, found.tag) == ("four benches", "counting")
+    assert metadata_of([found])[0] == {name: value for name, value in GENEVAL.items() if name != "prompt"}
+    (tmp_path / "train.txt").write_text('A sign that reads "Hello, {world}"\n')
+    assert read_prompts(tmp_path / "train.txt", check=anything) == ('A sign that reads "Hello, {world}"',)
+
+
+def test_a_record_travels_between_processes() -> None:
+    prompt = Prompt("a fox", tag="t", weight=2.0, metadata={"count": 1})
+    copied = pickle.loads(pickle.dumps(prompt))
+    assert (copied, copied.tag, copied.weight, copied.metadata) == ("a fox", "t", 2.0, {"count": 1})
+
+
+def test_an_image_is_found_beside_its_file(tmp_path: Path) -> None:
+    """The path starts from the folder of the file, and reaches the reward as an absolute one."""
+    (tmp_path / "fox.png").write_bytes(b"png")
+    (found,) = read_prompts(jsonl(tmp_path / "a.jsonl", [{"prompt": "a fox", "image": "fox.png"}]), check=words)
+    assert found.image == tmp_path / "fox.png"
+    assert found.metadata == {"image": str(tmp_path / "fox.png")}
+    (found,) = read_prompts(
+        parquet(tmp_path / "a.parquet", [{"prompt": "a fox", "image": {"bytes": b"png", "path": None}}]), check=words
+    )
+    assert (found.image, found.metadata) == (b"png", {})
 
 
 def missing(folder: Path) -> Path:
@@ -41,37 +142,103 @@ def latin(folder: Path) -> Path:
     return folder / "latin.txt"
 
 
-def empty(folder: Path) -> Path:
-    (folder / "empty.txt").write_text("\n \n")
-    return folder / "empty.txt"
+def text(name: str, written: str) -> Callable[[Path], Path]:
+    """Return what writes a file."""
+
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(written)
+        return folder / name
+
+    return write
 
 
-def long(folder: Path) -> Path:
-    (folder / "long.txt").write_text("a fox\n\na very red fox\n")
-    return folder / "long.txt"
+def damaged_parquet(folder: Path) -> Path:
+    parquet(folder / "a.parquet", RECORDS)
+    (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-20])
+    return folder / "a.parquet"
 
 
-def held(folder: Path) -> Path:
-    (folder / "held.txt").write_text("a fox\na cow\n")
-    return folder / "held.txt"
+def splits(folder: Path) -> Path:
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (missing, "nowhere.txt cannot be read: No such file or directory"),
-        (latin, "latin.txt cannot be read: it is not UTF-8 text"),
-        (empty, "empty.txt is empty, expected one prompt per line"),
-        (long, "long.txt, line 3: prompt 'a very red fox' has more than 3 words"),
-        (held, "held.txt, line 2: 'a cow' is held out for evaluation, never trained on"),
-    ],
-)
+WRONG: list[tuple[Callable[[Path], Path], str]] = [
+    (missing, "nowhere.txt cannot be read: No such file or directory"),
+    (latin, "latin.txt cannot be read: it is not UTF-8 text"),
+    (text("empty.txt", "\n \n"), "empty.txt is empty, expected one prompt per line"),
+    (text("long.txt", "a fox\n\na very red fox\n"), "long.txt, line 3: prompt 'a very red fox' has more than 3 words"),
+    (text("held.txt", "a fox\na cow\n"), "held.txt, line 2: 'a cow' is held out for evaluation, never trained on"),
+    (text("a.json", '[{"prompt": "a fox"}]'), "a.json ends in .json, expected .txt, .jsonl, .csv, .parquet"),
+    (text("a.tsv", "prompt\na fox\n"), "a.tsv ends in .tsv, expected .txt"),
+    (text("empty.jsonl", "\n"), "empty.jsonl is empty"),
+    (text("a.jsonl", '\n{"prompt": \n'), "a.jsonl, line 2 is not JSON: "),
+    (text("a.jsonl", '"a fox"\n'), "a.jsonl, line 1 holds a str, expected an object"),
+    (text("a.JSONL", '{"caption": "a fox"}\n'), "a.JSONL, line 1 has no column prompt, it has caption: rename"),
+    (text("a.jsonl", '{"prompt": 3}\n'), "a.jsonl, line 1, column prompt is a int, expected text"),
+    (text("a.jsonl", '{"prompt": " "}\n'), "line 1, column prompt is empty"),
+    (text("a.jsonl", '{"prompt": "a fox", "weight": 0}\n'), "line 1, column weight is 0, expected a number above 0"),
+    (text("a.jsonl", '{"prompt": "a fox", "weight": true}\n'), "line 1, column weight is True"),
+    (text("a.jsonl", '{"prompt": "a fox", "weight": NaN}\n'), "line 1, column weight is nan"),
+    (text("a.jsonl", '{"prompt": "a fox", "tag": ["t"]}\n'), "line 1, column tag is a list, expected text"),
+    (
+        text("a.jsonl", '{"prompt": "a fox", "image": "x.png"}\n'),
+        "line 1, column image names x.png, and there is no such file",
+    ),
+    (text("a.jsonl", '{"prompt": "a fox", "negative_prompt": "a b c d"}\n'), "line 1: prompt 'a b c d' has more than 3"),
+    (text("a.jsonl", '{"prompt": "a fox"}\n{"prompt": "a cow"}'), "a.jsonl, line 2: 'a cow' is held out"),
+    (text("a.csv", "prompt,tag\na fox\n"), "a.csv, line 2 has 1 cells, expected 2"),
+    (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1 names the column 'prompt' twice"),
+    (text("a.csv", 'prompt\n"a fox"x\n'), "a.csv, line 2 is not CSV"),
+    (text("a.csv", "text\na fox\n"), "a.csv, line 2 has no column prompt, it has text"),
+    (damaged_parquet, "a.parquet cannot be read: "),
+    (splits, "holds several splits (train, test): name the folder of one"),
+    (lambda folder: folder, "is a folder without state.json"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), WRONG, ids=[says[:40] for _, says in WRONG])
 def test_what_is_wrong_with_a_file(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
-    """One line that names file and line."""
+    """One line that names file, line and column."""
     with pytest.raises(UsageError) as error:
         read_prompts(make(tmp_path), check=words, heldout=("a cow",))
     assert says in str(error.value)
+    assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "a.parquet", RECORDS)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(UsageError, match=r"needs pyarrow, which is not installed: pip install 'fluvial\[data\]'"):
+        read_prompts(path, check=words)
+
+
+def test_files_are_named_with_weights(tmp_path: Path) -> None:
+    """A file whose name itself has an equals sign is taken for what it is; two of one name go by their paths."""
+    (tmp_path / "a=2").write_text("a fox")
+    found = sources([str(tmp_path / "a=2"), "b.txt=0.5", "x/c.txt", "y/c.txt"])
+    assert [(each.name, each.weight) for each in found] == [("a=2", 1), ("b", 0.5), ("x/c.txt", 1), ("y/c.txt", 1)]
+    for wrong, says in (("a=0", "weight '0'"), ("a=much", "weight 'much'"), ("a=inf", "weight 'inf'")):
+        with pytest.raises(UsageError, match=says):
+            sources([wrong])
+    with pytest.raises(UsageError, match=r"names a\.txt twice"):
+        sources(["a.txt", "a.txt=2"])
+
+
+def test_several_files(tmp_path: Path) -> None:
+    """Each prompt knows its source; held-out files share the names of the sources in their places."""
+    paths = []
+    for name in ("a", "b", "a-held", "b-held"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} one\n{name} two\n")
+        paths.append(str(tmp_path / f"{name}.txt"))
+    prompts, weights = read_sources([f"{paths[0]}=3", paths[1]], check=words)
+    assert weights == {"a": 3.0, "b": 1.0}
+    assert [prompt.source for prompt in prompts] == ["a", "a", "b", "b"]
+    assert [prompt.source for prompt in read_heldout(paths[2:], paths[:2], check=words)] == ["a", "a", "b", "b"]
+    assert {prompt.source for prompt in read_heldout(paths[3:], paths[:2], check=words)} == {"b-held"}
+    with pytest.raises(UsageError, match="all prompts are evaluated alike"):
+        read_heldout([f"{paths[2]}=2"], paths[:1], check=words)
 
 
 def test_every_tenth_prompt_is_held_out() -> None:
@@ -82,6 +249,11 @@ def test_every_tenth_prompt_is_held_out() -> None:
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(prompts)
     assert split_off(["a", "b", "a"]) == (("b",), ("a",))
+
+
+def test_every_tenth_prompt_of_each_source_is_held_out() -> None:
+    prompts = [Prompt(f"{source} {i}", source=source) for i in range(11) for source in "ab"]
+    assert split_off(prompts)[1] == ("a 0", "b 0", "a 10", "b 10")
 
 
 def test_a_single_prompt_is_trained_on_and_evaluated() -> None:

@@ -127,7 +127,7 @@ def test_a_record_is_read_back(name: str, model: str) -> None:
 
 RUNS: list[TrainConfig] = [
     TrainConfig(
-        Path("out"), weights=Path("base"), prompts=Path("prompts.txt"), rewards=("characters", "neat=0.5"), seed=2**62,
+        Path("out"), weights=Path("base"), prompts=("a.jsonl=2", "b.txt"), rewards=("characters", "neat=0.5"), seed=2**62,
         epochs=2, minibatches=2, updates=8, checkpoints="s3://bucket/run", resume_from="elsewhere", max_log_ratio=0.5,
         rollout=RolloutConfig(
             prompts=2, group=2, shared_noise=True, window=3, window_low=1, window_high=7, fraction=0.3, form="no_const",
@@ -145,8 +145,8 @@ RUNS: list[TrainConfig] = [
     TrainConfig(
         Path("out"),
         model="folder/of/one",
-        prompts=Path("prompts.txt"),
-        pipeline=PipelineConfig(heldout=Path("heldout.txt"), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
+        prompts=("prompts.txt",),
+        pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
     ),
     TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler="ode", eta=0.0)),
 ]  # fmt: skip

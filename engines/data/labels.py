@@ -1,0 +1,36 @@
+"""Scores split by the sources and the tags of their prompts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.data.records import as_prompt
+
+Split = dict[str, dict[str, dict[str, float]]]
+
+
+def split(scores: Tensor, prompts: Sequence[str], names: Sequence[str]) -> Split:
+    """Return the mean scores of each source and of each tag, with the number of samples.
+
+    The result is {"sources": {source: {name: mean, ..., "samples": n}}, "tags": {tag: ...}}. A single source is the whole,
+    and is left out, and so are prompts without a tag.
+
+    Args:
+        scores: `[B, K]`, on the host.
+        prompts: prompt of each sample, `[B]`.
+        names: name of each score, `[K]`.
+    """
+    records = [as_prompt(prompt) for prompt in prompts]
+    found: Split = {}
+    for kind, labels in (("sources", [each.source for each in records]), ("tags", [each.tag for each in records])):
+        parts: dict[str, list[int]] = {}
+        for place, label in enumerate(labels):
+            if label is not None:
+                parts.setdefault(label, []).append(place)
+        if len(parts) > 1 or (parts and kind == "tags"):
+            found[kind] = {
+                label: {**dict(zip(names, scores[torch.tensor(rows)].mean(0).tolist(), strict=True)), "samples": len(rows)}
+                for label, rows in sorted(parts.items())
+            }
+    return found

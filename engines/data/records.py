@@ -1,0 +1,164 @@
+"""Prompt records: a prompt, and what its record says besides."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fluvial.engines.data.tables import Row
+from fluvial.engines.errors import UsageError
+
+MOST_WEIGHT = 1000.0
+# Columns that a record's metadata leaves out, because they are what the run itself uses.
+OWN = ("prompt", "negative_prompt", "weight")
+
+
+class Prompt(str):
+    """A prompt with the rest of its record; in all else it is its text.
+
+        Prompt("three cats", tag="counting", metadata={"count": 3})
+
+    Args:
+        text: the prompt.
+        negative: negative prompt of its samples, in place of the run's.
+        image: image file of the record, or the bytes of one.
+        weight: how often the prompt is drawn, relative to the others of its source.
+        tag: kind of prompt, by which metrics are split.
+        source: name of the file that the prompt comes from, by which metrics are split.
+        metadata: further columns of the record, which a reward with an argument `metadata` receives.
+    """
+
+    negative: str | None
+    image: Path | bytes | None
+    weight: float
+    tag: str | None
+    source: str
+    metadata: Mapping[str, Any]
+
+    def __new__(
+        cls,
+        text: str,
+        *,
+        negative: str | None = None,
+        image: Path | bytes | None = None,
+        weight: float = 1.0,
+        tag: str | None = None,
+        source: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> "Prompt":
+        """Return the text as a prompt.
+
+        Raises:
+            ValueError: the weight is not in (0, 1000].
+        """
+        if not 0 < weight <= MOST_WEIGHT:
+            raise ValueError(
+                f"prompt {text!r} has the weight {weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
+            )
+        prompt = super().__new__(cls, text)
+        prompt.negative, prompt.image, prompt.weight = negative, image, float(weight)
+        prompt.tag, prompt.source, prompt.metadata = tag, source, dict(metadata or {})
+        return prompt
+
+
+def as_prompt(text: str) -> Prompt:
+    """Return a prompt; plain text has no record."""
+    return text if isinstance(text, Prompt) else Prompt(text)
+
+
+def negatives(prompts: Sequence[str], otherwise: str) -> list[str]:
+    """Return the negative prompt of each prompt: that of its record, else the given one."""
+    found = (as_prompt(prompt).negative for prompt in prompts)
+    return [otherwise if negative is None else negative for negative in found]
+
+
+def metadata_of(prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a copy of the metadata of each prompt; empty for plain text."""
+    return [dict(as_prompt(prompt).metadata) for prompt in prompts]
+
+
+def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = ("prompt",)) -> Prompt:
+    """Return the prompt of a record.
+
+    The metadata holds all columns but `prompt`, `negative_prompt` and `weight`; `image` is the path of its file there, and
+    absent where the record holds the image itself.
+
+    Args:
+        row: record with a column `prompt`, and optionally `negative_prompt`, `image`, `weight`, `tag` and any others.
+        folder: folder that paths of images start from.
+        source: name of the file.
+        columns: names that the column of the prompt may have; the first that the record has is taken.
+
+    Raises:
+        UsageError: the record has no prompt, or a column has a value of another kind; the message names the column.
+    """
+    found = row.columns
+    column = next((name for name in columns if name in found), None)
+    if column is None:
+        has = ", ".join(found) or "none"
+        raise UsageError(f"{row.where} has no column {' or '.join(columns)}, it has {has}: rename the column of the prompts")
+    text = text_of(row, column)
+    if not text.strip():
+        raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
+    metadata = {name: value for name, value in found.items() if name not in (*OWN, column, "image")}
+    image = None if "image" not in found else image_of(row, "image", folder)
+    if isinstance(image, Path):
+        metadata["image"] = str(image)
+    return Prompt(
+        text.strip(),
+        negative=text_of(row, "negative_prompt") if found.get("negative_prompt") is not None else None,
+        image=image,
+        weight=_weight(row),
+        tag=text_of(row, "tag") if found.get("tag") is not None else None,
+        source=source,
+        metadata=metadata,
+    )
+
+
+def text_of(row: Row, column: str) -> str:
+    """Return the text in a column; UsageError if it holds something else."""
+    value = row.columns[column]
+    if not isinstance(value, str):
+        raise UsageError(f"{row.where}, column {column} is a {type(value).__name__}, expected text")
+    return value
+
+
+def image_of(row: Row, column: str, folder: Path) -> Path | bytes:
+    """Return the image in a column: the path of a file, or the bytes of one.
+
+    Args:
+        row: the record.
+        column: column that holds a path, the bytes of an image file, or both as Hugging Face's `datasets` stores them.
+        folder: folder that a path starts from.
+
+    Raises:
+        UsageError: the column holds something else, or there is no such file.
+    """
+    return image_in(row.columns[column], f"{row.where}, column {column}", folder)
+
+
+def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
+    """Return the image that a value names or holds, see `image_of`; `where` begins the message."""
+    if isinstance(value, Mapping) and {"bytes", "path"} >= set(value) and value:
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{where} is a {type(value).__name__}, expected the path of an image file")
+    path = folder / value
+    if not path.is_file():
+        raise UsageError(f"{where} names {value}, and there is no such file in {folder}")
+    return path.absolute()
+
+
+def _weight(row: Row) -> float:
+    value = row.columns.get("weight", 1.0)
+    if value is None:
+        return 1.0
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= MOST_WEIGHT:
+        raise UsageError(f"{row.where}, column weight is {value!r}, expected a number above 0 and at most {MOST_WEIGHT:g}")
+    return number

@@ -1,0 +1,152 @@
+"""Rows of records from files: JSON lines, CSV, Parquet, and data sets that Hugging Face's `datasets` saved to disk."""
+
+import csv
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fluvial.engines.errors import UsageError
+
+STATE = "state.json"  # in a folder that datasets' `save_to_disk` wrote; lists its Arrow files
+# Endings of files that hold records or tables and that `rows` does not read.
+UNREAD = frozenset({".json", ".tsv", ".arrow", ".feather", ".gz", ".zip", ".tar"})
+
+
+class Row(NamedTuple):
+    """A record of a file."""
+
+    where: str  # file and line, for messages
+    columns: dict[str, Any]
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a path holds records rather than plain text: by its ending, or because it is a folder."""
+    return path.suffix.lower() in {*_FORMATS, *UNREAD} or path.is_dir()
+
+
+def rows(path: Path, what: str) -> Iterator[Row]:
+    """Yield the records of a file in their order.
+
+    Args:
+        path: file that ends in .jsonl, .csv or .parquet, or a folder that datasets' `save_to_disk` wrote.
+        what: kind of file, which begins each message, e.g. "prompts file".
+
+    Raises:
+        UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
+    """
+    label = f"{what} {path}"
+    if path.is_dir():
+        yield from _data_set(path, label)
+        return
+    read = _FORMATS.get(path.suffix.lower())
+    if read is None:
+        raise UsageError(
+            f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .csv, .parquet, or a folder that datasets "
+            "saved to disk"
+        )
+    yield from read(path, label)
+
+
+def read_text(path: Path, label: str) -> str:
+    """Return the text of a file in UTF-8, with or without a byte-order mark.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"{label} cannot be read: {reason}") from error
+
+
+def _json_lines(path: Path, label: str) -> Iterator[Row]:
+    # JSON text may hold other line separators of Unicode, which do not end a line.
+    for number, line in enumerate(read_text(path, label).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{label}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{where} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UsageError(f"{where} holds a {type(record).__name__}, expected an object of columns")
+        yield Row(where, record)
+
+
+def _csv(path: Path, label: str) -> Iterator[Row]:
+    """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
+    lines = csv.reader(read_text(path, label).splitlines(keepends=True), strict=True)
+    try:
+        header = next(lines, [])
+        if repeated := [name for name in header if header.count(name) > 1]:
+            raise UsageError(f"{label}, line 1 names the column {repeated[0]!r} twice")
+        for cells in lines:
+            where = f"{label}, line {lines.line_num}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise UsageError(f"{where} has {len(cells)} cells, expected {len(header)} as in the header")
+            yield Row(where, {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""})
+    except csv.Error as error:
+        raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
+
+
+def _parquet(path: Path, label: str) -> Iterator[Row]:
+    parquet: Any = _arrow("pyarrow.parquet", label)
+    number = 0
+    with _arrow_errors(label):
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for record in batch.to_pylist():
+                number += 1
+                yield Row(f"{label}, row {number}", _present(record))
+
+
+def _data_set(folder: Path, label: str) -> Iterator[Row]:
+    """Yield the rows of a data set that was saved to disk, from its Arrow files."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(json.loads(read_text(folder / "dataset_dict.json", label)).get("splits", ()))
+        raise UsageError(f"{label} holds several splits ({splits}): name the folder of one")
+    if not (folder / STATE).is_file():
+        raise UsageError(f"{label} is a folder without {STATE}, expected a file, or a folder that datasets saved to disk")
+    ipc: Any = _arrow("pyarrow.ipc", label)
+    number = 0
+    with _arrow_errors(label):
+        for entry in json.loads(read_text(folder / STATE, label))["_data_files"]:
+            with (folder / entry["filename"]).open("rb") as file, ipc.open_stream(file) as stream:
+                for batch in stream:
+                    for record in batch.to_pylist():
+                        number += 1
+                        yield Row(f"{label}, row {number}", _present(record))
+
+
+def _present(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without its empty columns: in a table every row has all columns."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _arrow(module: str, label: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{label} needs pyarrow, which is not installed: pip install 'fluvial[data]'") from error
+
+
+@contextmanager
+def _arrow_errors(label: str) -> Iterator[None]:
+    """Turn an error of Arrow, or of the file, into one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # Arrow's own errors share no base class
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UsageError(f"{label} cannot be read: {reason}") from error
+
+
+_FORMATS = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}

@@ -1,0 +1,1 @@
+"""Jobs: what is trained, on which prompts and data, by which rewards; and what a run starts from."""

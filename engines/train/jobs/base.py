@@ -1,0 +1,179 @@
+"""A job: a model, the prompts it is trained and evaluated on, and its rewards. A recipe says how it is trained."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.random import Key
+from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.prompts import split_off
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.models import DiffusionModel
+
+# What is asked of a model at the door; `models.protocol` says what each is for.
+METHODS = ("build", "blocks", "schedule", "check_prompt", "encode", "predict", "decode")
+
+
+@dataclass(frozen=True, init=False)
+class Job:
+    """A model, the prompts it is trained and evaluated on, the rewards it learns from, and the evaluators.
+
+        job = Job(model=Handwriting(), prompts=["0427", "1999", ...], rewards=bright)
+
+    An evaluator is a reward that training never sees; a sample that it scores 1 counts as exactly right. The evaluator named
+    `heldout` should share neither data nor model with the reward, so that reward hacking shows.
+
+    Args:
+        model: model to train; `handwriting` and `pipeline` below return a job with one.
+        prompts: prompts to train on: strings, or `data.records.Prompt` with metadata for the rewards.
+        rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
+        heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.
+        evaluators: evaluator, or evaluators by name; by default the rewards of the run.
+        shape: shape of one sample; by default `model.latent_shape()`, for models that have one size.
+        load: function from a folder of weights to a model with these weights; needed for a teacher.
+        data: function (key, prompts) -> clean samples `[B, *event]`, for supervised training.
+        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
+        prepare: function (world, negative prompts) that is called once before training, on every rank.
+        check: function of the network that is called once before the first update, on every rank; it returns a line to show,
+            or raises ValueError.
+        source_weights: weight of each source of the prompts by its name; 1 where there is none.
+
+    Raises:
+        UsageError: an argument is not what it should be.
+    """
+
+    model: DiffusionModel
+    prompts: tuple[str, ...]
+    rewards: Mapping[str, Reward]
+    heldout: tuple[str, ...]
+    evaluators: Mapping[str, Reward]
+    shape: tuple[int, ...]
+    load: Callable[[Path], DiffusionModel] | None
+    data: Callable[[Key, Sequence[str]], Tensor] | None
+    encode: Callable[[Tensor], Tensor] | None
+    prepare: Callable[[World, Sequence[str]], None] | None
+    check: Callable[[nn.Module], str] | None
+    source_weights: Mapping[str, float]
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        prompts: Sequence[str],
+        rewards: Mapping[str, Reward] | Reward | None = None,
+        *,
+        heldout: Sequence[str] | None = None,
+        evaluators: Mapping[str, Reward] | Reward | None = None,
+        shape: Sequence[int] | None = None,
+        load: Callable[[Path], DiffusionModel] | None = None,
+        data: Callable[[Key, Sequence[str]], Tensor] | None = None,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        prepare: Callable[[World, Sequence[str]], None] | None = None,
+        check: Callable[[nn.Module], str] | None = None,
+        source_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if missing := [name for name in METHODS if not callable(getattr(model, name, None))]:
+            raise UsageError(
+                f"job: model is of type {type(model).__name__} and has no {missing[0]}(), expected a DiffusionModel "
+                "(fluvial.models.protocol): fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
+            )
+        prompts = _strings("prompts", prompts)
+        if heldout is None:
+            prompts, heldout = split_off(prompts)
+        values = {
+            "model": model,
+            "prompts": prompts,
+            "rewards": _named("rewards", rewards),
+            "heldout": _strings("heldout", heldout),
+            "evaluators": _named("evaluators", evaluators),
+            "shape": tuple(shape) if shape is not None else only_shape(model),
+            "load": load,
+            "data": data,
+            "encode": encode,
+            "prepare": prepare,
+            "check": check,
+            "source_weights": dict(source_weights or {}),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def check_prompts(self) -> None:
+        """Raise UsageError, in one line, if there are no prompts, or one of them is not a prompt of the model."""
+        for field, prompts in (("prompts", self.prompts), ("heldout", self.heldout)):
+            if not prompts:
+                raise UsageError(f"job: {field} is empty, expected at least one prompt")
+            for i, prompt in enumerate(prompts):
+                try:
+                    self.model.check_prompt(prompt)
+                except ValueError as error:
+                    raise UsageError(f"job: {field}[{i}]: {error}") from error
+
+    def with_weights(self, weights: Path) -> "Job":
+        """Return the job with the model of another folder of weights.
+
+        Raises:
+            UsageError: the job cannot load other weights.
+        """
+        if self.load is None:
+            raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
+        return replace(self, model=self.load(weights))
+
+    def blank_preference(self) -> Preference:
+        """Return a preference between two samples of zeros, for a rank without preferences that has to take part."""
+        return Preference(self.prompts[0], torch.zeros(self.shape), torch.zeros(self.shape))
+
+
+def _strings(field: str, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Return prompts as a tuple.
+
+    Raises:
+        UsageError: they are not a sequence of strings.
+    """
+    if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
+        raise UsageError(f"job: {field} is of type {type(prompts).__name__}, expected a list of strings")
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise UsageError(f"job: {field}[{i}] is of type {type(prompt).__name__}, expected a string")
+    return tuple(prompts)
+
+
+def _named(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:
+    """Return rewards by name; a single function is named after itself.
+
+    Raises:
+        UsageError: they are neither a function nor functions by name.
+    """
+    if rewards is None:
+        return {}
+    if isinstance(rewards, Mapping):
+        return dict(rewards)
+    if not callable(rewards):
+        raise UsageError(f"job: {field} is of type {type(rewards).__name__}, expected a function, or functions by name")
+    name = str(getattr(rewards, "__name__", "reward"))
+    return {name if name.isidentifier() else "reward": rewards}
+
+
+def only_shape(model: DiffusionModel) -> tuple[int, ...]:
+    """Return the shape of a sample of a model that has one size.
+
+    Raises:
+        UsageError: the model has several sizes.
+    """
+    if not has_one_size(model):
+        raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)")
+    latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape
+    return tuple(latent_shape())
+
+
+def has_one_size(model: DiffusionModel) -> bool:
+    """Return whether `latent_shape` can be called without a size."""
+    try:
+        inspect.signature(model.latent_shape).bind()
+    except TypeError:
+        return False
+    return True

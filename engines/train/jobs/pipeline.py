@@ -1,0 +1,161 @@
+"""Jobs of diffusers' pipelines, and of a person's own model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluvial.engines.data.preferences import preferred_prompts
+from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
+from fluvial.engines.data.records import negatives
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
+from fluvial.models import is_recorded
+
+
+def pipeline(
+    name: str, config: PipelineConfig, *, prompts: Sequence[str] = (), preferences: Path | None = None, steps: int,
+    guidance: Guidance, compute: torch.dtype,
+) -> Job:  # fmt: skip
+    """Return the job of training a diffusers pipeline, or a person's own model, on prompts from a file.
+
+    Args:
+        name: folder of the pipeline, its id on the Hub, or `module:name` of an own model (`models.load_adapter`).
+        config: size of the images, and how the pipeline is opened.
+        prompts: files of prompts to train on, see `data.prompts.sources`.
+        preferences: folder of preferences, whose prompts are the job's where there is no such file. The job has no function
+            that encodes their images: pass one with `dataclasses.replace(job, encode=...)`.
+        steps: steps per sample, of a pipeline without an adapter.
+        guidance: guidance of its steps.
+        compute: dtype that its network computes in.
+
+    Raises:
+        UsageError: there are no prompts, the pipeline cannot be opened or trained, or it makes no images of that size.
+    """
+    from fluvial.models.rewards.jpeg import jpeg_compressibility
+
+    if not prompts and preferences is None:
+        raise UsageError(
+            f"model {name} needs prompts to train on: set prompts to a file, .txt with one prompt per line, .jsonl, .csv or "
+            ".parquet with a column prompt"
+        )
+    job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
+    model: Any = job.model
+    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts, check=model.check_prompt)
+    train: tuple[str, ...]
+    weights: dict[str, float] = {}
+    if prompts:
+        train, weights = read_sources(prompts, check=model.check_prompt, heldout=heldout)
+    else:
+        assert preferences is not None
+        train = preferred_prompts(preferences, check=model.check_prompt, heldout=heldout)
+    if not heldout:
+        train, heldout = split_off(train)
+    job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=weights)
+    if is_adapter(name):
+        return job
+
+    def prepare(world: World, negative: Sequence[str]) -> None:
+        if config.text_cache is not None:
+            own = [text for text in negatives([*train, *heldout], "") if text]
+            everything = list(dict.fromkeys([*train, *heldout, *own, *negative]))
+            for prompt in everything[world.rank :: world.size]:
+                model.encode([prompt])
+            world.gather(torch.zeros(1, device=world.device))  # until every rank has written its prompts
+            model.release()
+
+    def check(module: nn.Module) -> str:
+        error = model.check(module, (train * 2)[:2])
+        return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
+
+    return replace(
+        job,
+        load=model.with_weights,
+        prepare=prepare,
+        check=check if is_recorded(model) else None,
+    )
+
+
+def opened(
+    name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype = torch.float32
+) -> Job:
+    """Return the job of a pipeline without prompts, rewards and evaluators.
+
+    Args:
+        name, config, steps, guidance, compute: arguments of `pipeline`.
+
+    Raises:
+        UsageError: the pipeline cannot be opened, or makes no images of that size.
+    """
+    if is_adapter(name):
+        return _adapted(name, config)
+    from fluvial.models.pipelines.folder import local_folder
+    from fluvial.models.pipelines.open import has_adapter, open_model
+    from fluvial.models.replay.any_pipeline import AnyPipeline
+
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if half else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
+    if config.text_tokens is not None:
+        options["text_tokens"] = config.text_tokens
+    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
+    try:
+        folder = local_folder(name, trust_remote_code=config.trust_remote_code)
+        model: Any
+        if not has_adapter(folder):
+            if config.shift is not None:
+                raise ValueError("pipeline.shift is set, and the pipeline has no adapter, so that it makes its own schedule")
+            options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
+            model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
+        elif config.call:
+            raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
+        else:
+            if config.shift is not None:
+                options["shift"] = config.shift
+            model = open_model(folder, **options)
+        shape = model.latent_shape(**size)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, (), heldout=(), shape=shape)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a model's name is `module:name`."""
+    return ":" in name and not Path(name).is_dir()
+
+
+def _adapted(name: str, config: PipelineConfig) -> Job:
+    """Return the job of a person's own model, without prompts, rewards and evaluators.
+
+    Raises:
+        UsageError: it cannot be loaded, or takes none of the settings.
+    """
+    from fluvial.models import load_adapter
+
+    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
+    sized = PipelineConfig(**size)
+    try:
+        if config != replace(sized, heldout=config.heldout):
+            raise ValueError("a model of your own takes only height, width, frames and heldout of pipeline: leave the rest")
+        model = load_adapter(name)
+        # A model of one size says so by defaults, and then need not be told.
+        shape = only_shape(model) if sized == PipelineConfig() and has_one_size(model) else model.latent_shape(**size)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, (), heldout=(), shape=shape)
+
+
+def _named_value(word: str) -> tuple[str, Any]:
+    """Return the name and the value of name=value; the value is JSON, or else text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
