@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core import gaussian
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
@@ -21,6 +22,10 @@ class KLConfig:
 
     Args:
         coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.
+        ema_coef: Weight of a second KL term, to a moving average of the policy, which becomes d average + (1 - d) policy
+            after each rollout (AWM, arXiv 2509.25050). With coef 0 it is the only reference. It needs LoRA.
+        ema_cap: Largest decay d of that average: d is min(ema_cap, ema_rise n) after n updates.
+        ema_rise: Growth of d per update.
         weight: Weight of the KL of a recorded step: exact (the KL of the two Gaussian steps, as the code of Flow-CPS,
             DanceGRPO and DDPO has it), rate (times |dt|, as Flow-GRPO's code has it, whose std is a rate) or auto (rate for
             flow_sde, exact for the other samplers). For samples with noise on them the term is mean |v - v_ref|^2.
@@ -28,9 +33,21 @@ class KLConfig:
 
     coef: float = 0.0
     weight: Literal["auto", "rate", "exact"] = "auto"
+    ema_coef: float = 0.0
+    ema_cap: float = 0.3
+    ema_rise: float = 0.001
 
     def __post_init__(self) -> None:
-        check_fields(self, "kl", coef=(0, math.inf))
+        check_fields(self, "kl", coef=(0, math.inf), ema_coef=(0, math.inf), ema_cap=(0, 0.999999), ema_rise=(0, 1))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.coef > 0 or self.ema_coef > 0
+
+    def ema_decay(self, rollouts: int, updates: int) -> float:
+        """Return the share d of the moving average that stays after a number of rollouts and updates."""
+        return min(self.ema_cap, self.ema_rise * updates)
 
     def weight_of(self, sampler: str) -> Literal["rate", "exact"]:
         """Return the weight of the KL of a sampler's steps."""
@@ -47,6 +64,7 @@ class LossConfig(NamedTuple):
     kl_coef: float = 0.0  # weight of the KL to the reference; v_ref is there if it is above 0
     kl_weight: Literal["rate", "exact"] = "rate"
     implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
+    kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy; v_ema is there if it is above 0
 
 
 class ErrorInfo(NamedTuple):
@@ -95,3 +113,17 @@ def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -
         return loss, torch.zeros_like(loss)
     kl = velocity_error(v, items.v_ref, implementation=config.implementation)
     return loss + config.kl_coef * kl, kl.detach()
+
+
+def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Tensor:
+    """Return a loss with the KL to the moving average of the policy added, if the run has one.
+
+    As the KL to the reference, it is that of the Gaussian steps for recorded steps, else mean |v - v_ema|^2.
+    """
+    if items.v_ema is None:
+        return loss
+    if items.x_next is None:
+        return loss + config.kl_ema_coef * velocity_error(v, items.v_ema, implementation=config.implementation)
+    step = recorded_step(items, items.transition)
+    scale = step.dt.abs() if config.kl_weight == "rate" else 1.0
+    return loss + config.kl_ema_coef * scale * gaussian.kl(step.transition, v, items.v_ema, reduction=config.reduction)

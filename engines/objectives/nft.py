@@ -12,13 +12,13 @@ from fluvial.core import nft
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import Transition
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, RunSettings
 from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import nft_loss, velocity_error
 
 
 def _refuses(config: RunSettings) -> Iterator[str]:
-    if config.keeps_old and config.train == "full":
+    if config.followers and config.train == "full":
         yield (
             "train is full, and nft's old policy is kept as a second LoRA adapter: use train lora, or objective.old none, "
             "where the old policy is the policy itself"
@@ -82,7 +82,9 @@ class Nft:
     @cached_property
     def traits(self) -> ObjectiveTraits:
         """The old policy lags behind unless `old` is none."""
-        return TRAITS if self.old == "none" else replace(TRAITS, old_decay=self.old_decay)
+        return (
+            TRAITS if self.old == "none" else replace(TRAITS, followers=(Follower("old", self.old_decay, samples_from=0),))
+        )
 
     def old_decay(self, rollouts: int, updates: int) -> float:
         """Return d, the share of the old policy that stays after a number of rollouts and updates."""

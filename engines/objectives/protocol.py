@@ -21,7 +21,24 @@ from fluvial.kernels import Implementation
 
 TrainsOn = Literal["steps", "noised", "preferences"]
 OtherPolicy = Literal["old", "ref", "teacher"]
+FollowerName = Literal["old", "ema", "sampling", "ref"]
 RewardUse = Literal["advantages", "order", "nothing"]
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A policy that lags behind the trained one, as a LoRA adapter of its own: it <- d it + (1 - d) policy.
+
+    Args:
+        name: what it is to the run: old (`Items.v_old`), ema (`Items.v_ema`), ref (the reference, `Items.v_ref`, in place of
+            the base model) or sampling (it makes rollouts and nothing else).
+        decay: `(rollouts, updates) -> d`, of the numbers made so far; called after each rollout.
+        samples_from: number of updates from which on it makes the rollouts; None: the policy makes them.
+    """
+
+    name: FollowerName
+    decay: Callable[[int, int], float]
+    samples_from: int | None = None
 
 
 class RunSettings(Protocol):
@@ -74,7 +91,7 @@ class RunSettings(Protocol):
     @property
     def takes_ratios(self) -> bool: ...
     @property
-    def keeps_old(self) -> bool: ...
+    def followers(self) -> tuple[Follower, ...]: ...
     @property
     def recorded_form(self) -> Form: ...
 
@@ -105,8 +122,12 @@ class ObjectiveTraits:
         recorded_form: form of the log-probabilities that the rollout records, if not `rollout.form`.
         teacher: folder of the teacher's weights.
         preferences: folder of given preferences.
-        old_decay: `(rollouts, updates) -> d`, of the numbers made so far; after each rollout the old policy becomes
-            d old + (1 - d) policy. None: the old policy is the policy before the rollout's first update.
+        followers: policies that follow the trained one; without one named old, the old policy is the policy before the
+            rollout's first update.
+        gathers: what the loss takes depends on the other samples. The objective then has two more methods, which are called
+            before each update: `statistic(v, items) -> [P]`, without gradient, and `gathered(statistic, target_weight,
+            group, counts) -> [B, M, ...]`. Their statistics `[B, M]` are of all samples at their M noise levels, of which
+            `counts` marks those of this update. The loss finds the result as `Items.context`.
         refuses: `config -> problems`, one line per combination of settings that has no meaning with this objective.
     """
 
@@ -123,7 +144,8 @@ class ObjectiveTraits:
     recorded_form: Form | None = None
     teacher: Path | None = None
     preferences: Path | None = None
-    old_decay: Callable[[int, int], float] | None = None
+    followers: tuple[Follower, ...] = ()
+    gathers: bool = False
     refuses: Callable[[RunSettings], Iterator[str]] = nothing
 
     def __post_init__(self) -> None:

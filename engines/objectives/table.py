@@ -14,6 +14,8 @@ from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.objectives.awm import Awm
 from fluvial.engines.objectives.clipped import Clipped
+from fluvial.engines.objectives.crd import Crd
+from fluvial.engines.objectives.dgpo import Dgpo
 from fluvial.engines.objectives.distill import Distill
 from fluvial.engines.objectives.dpo import Dpo
 from fluvial.engines.objectives.dppo import Dppo
@@ -33,8 +35,11 @@ OBJECTIVES: dict[str, type] = {
     "raft": Raft,
     "sft": Sft,
     "dpo": Dpo,
+    "dgpo": Dgpo,
+    "crd": Crd,
 }
 METHODS = {"target_weight": ("reward", "advantage", "group"), "loss": ("v", "items", "transition", "config")}
+GATHERING = ("statistic", "gathered")
 
 
 def objective_type(name: str) -> type[Objective]:
@@ -64,6 +69,8 @@ def check_objective(objective: Any) -> None:
     if not isinstance(objective.traits, ObjectiveTraits):
         got = type(objective.traits).__name__
         raise UsageError(f"objective {plugins.spec_of(kind)} has traits of type {got}, expected ObjectiveTraits")
+    if objective.traits.gathers and (missing := [name for name in GATHERING if not hasattr(kind, name)]):
+        raise UsageError(f"objective {plugins.spec_of(kind)} gathers statistics, and has no method {' and '.join(missing)}")
 
 
 @contextmanager

@@ -40,15 +40,23 @@ class Guidance:
         negative: Negative prompt, which the samples are guided away from; for most models the empty one.
         forwards: Number of forward passes for the two halves: one, or two, which take less memory.
         gradient: Halves that the gradient flows through in training, both or the conditional one.
+        update: Prediction of the update: guided, as that of the rollout, or conditional, without guidance, for objectives
+            that train on clean samples (DGPO).
     """
 
     scale: float = 1.0
     negative: str = ""
     forwards: Literal["one", "two"] = "one"
     gradient: Literal["both", "conditional"] = "both"
+    update: Literal["guided", "conditional"] = "guided"
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout.guidance", scale=(0, math.inf))
+        if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
+            raise ValueError(
+                "rollout.guidance.update is conditional, without guidance in the update: expected a scale other than 1, and "
+                "gradient both"
+            )
 
     def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.

@@ -42,6 +42,8 @@ class Items(NamedTuple):
     v_old: Tensor | None = None
     v_ref: Tensor | None = None
     v_teacher: Tensor | None = None
+    v_ema: Tensor | None = None
+    context: Tensor | None = None  # what the other samples are to the loss, of an objective that gathers statistics
 
 
 class Share(NamedTuple):

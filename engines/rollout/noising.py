@@ -23,13 +23,27 @@ class NoisingConfig:
         levels: Distribution of the levels: schedule (steps of the sampling schedule, distinct per sample), continuous
             (uniform along the schedule, between its steps too) or logit_normal (sigmoid of a standard normal, arXiv
             2403.03206).
+        highest: Number of steps of the schedule that levels are drawn from, the noisiest ones; None is all. With levels
+            schedule only.
+        shared: All samples of a rollout have the same levels, and those of a group the same noise at all of them (DGPO,
+            arXiv 2510.08425). Otherwise each sample has levels and noise of its own.
     """
 
     each: int = 4
     levels: Literal["schedule", "continuous", "logit_normal"] = "schedule"
+    highest: int | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, each=(1, 2**31))
+        check_fields(self, each=(1, 2**31), highest=(1, 2**31))
+        if self.highest is not None and self.levels != "schedule":
+            raise ValueError(
+                f"noising.highest is set, and noising.levels is {self.levels}: only steps of the schedule count"
+            )
+        if self.highest is not None and self.each > self.highest:
+            raise ValueError(
+                f"noising.each is {self.each}, expected at most the {self.highest} steps of noising.highest: use fewer"
+            )
 
 
 def noised(
@@ -40,6 +54,8 @@ def noised(
     schedule: Schedule,
     config: NoisingConfig,
     prediction: Prediction,
+    *,
+    level_keys: Key | None = None,
 ) -> Items:
     """Return each sample at `config.each` noise levels: item m * B + i is sample i at its m-th level.
 
@@ -54,12 +70,14 @@ def noised(
         schedule: the model's schedule.
         config: number and distribution of the levels.
         prediction: what the model predicts.
+        level_keys: key of each sample's levels, where it is not that of its noise.
     """
     batch = len(x0)
-    levels, timesteps = draw_levels(keys, schedule, config)
+    levels, timesteps = draw_levels(level_keys or keys, schedule, config)
     parts = []
     for m in range(config.each):
-        level, noise = levels[:, m], normal(fold_in(fold_in(keys, Stream.NOISE), m), tuple(x0.shape), dtype=x0.dtype)
+        own = fold_in(fold_in(keys, Stream.NOISE), 0 if config.shared else m)
+        level, noise = levels[:, m], normal(own, tuple(x0.shape), dtype=x0.dtype)
         parts.append(noised_at(x0, noise, level, prediction=prediction))
     return Items(
         x=torch.cat([x for x, _ in parts]),
@@ -106,7 +124,7 @@ def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> tuple[T
     levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
     steps, drawn = len(timesteps), fold_in(keys, Stream.LEVELS)
     if config.levels == "schedule":
-        step = torch.argsort(uniform(drawn, (batch, steps)), dim=1)[:, : config.each]
+        step = torch.argsort(uniform(drawn, (batch, config.highest or steps)), dim=1)[:, : config.each]
         return levels[step], timesteps[step]
     if config.levels == "logit_normal":
         return torch.sigmoid(normal(drawn, (batch, config.each))), None

@@ -168,7 +168,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> nn.Module:
     """Return the network with its adapters, before sharding."""
     module = _network(config, job)
     if config.train == "lora":
-        adapters = ("default", "old") if config.keeps_old else ("default",)
+        adapters = ("default", *(follower.name for follower in config.followers))
         try:
             add_lora(module, config.lora, job.model.lora_targets, adapters=adapters, seed=config.seed)
         except ValueError as error:

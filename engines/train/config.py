@@ -10,7 +10,7 @@ from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.objectives.protocol import Follower, Objective
 from fluvial.engines.objectives.table import check_objective
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
@@ -239,9 +239,10 @@ class TrainConfig:
         return self.objective.traits.has_ratio and self.objective.traits.trains_on == "steps"
 
     @property
-    def keeps_old(self) -> bool:
-        """Whether an old policy lags behind the policy. It is an adapter of its own, and makes the rollouts."""
-        return self.objective.traits.old_decay is not None
+    def followers(self) -> tuple[Follower, ...]:
+        """Policies that lag behind the trained one; each is an adapter of its own."""
+        ema = (Follower("ema", self.kl.ema_decay),) if self.kl.ema_coef > 0 else ()
+        return (*self.objective.traits.followers, *ema)
 
     @property
     def recorded_form(self) -> Form:

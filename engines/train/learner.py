@@ -16,7 +16,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.advantages import advantages
-from fluvial.engines.objectives.losses import LossConfig
+from fluvial.engines.objectives.losses import LossConfig, add_ema_kl
 from fluvial.engines.objectives.table import check_loss, check_target_weight, located
 from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
@@ -29,7 +29,7 @@ from fluvial.engines.train.policies import Policies, predictions
 from fluvial.kernels import step_log_prob
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule
-from fluvial.models.guidance import guided_velocity
+from fluvial.models.guidance import Guided, guided_velocity
 
 
 class Learnt(NamedTuple):
@@ -48,6 +48,7 @@ class Work(NamedTuple):
     divisor: int  # number of items that the loss is averaged over, those that need not be computed included
     share: Share
     correction: CorrectionInfo | None = None
+    target_weight: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
 
 
 class Learner:
@@ -77,6 +78,7 @@ class Learner:
             config.kl.coef,
             config.kl.weight_of(config.rollout.sampler_name),
             config.implementation,
+            config.kl.ema_coef,
         )
         try:
             resolve("train", config.implementation, [torch.empty(0, device=world.device)])
@@ -121,11 +123,11 @@ class Learner:
         # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
         drops = config.advantage.drop_zero
         over_kept = traits.mean_over_kept or drops
-        every = not (traits.skips_zero or drops) or (config.kl.coef > 0 and not over_kept)
+        every = not (traits.skips_zero or drops) or (config.kl.is_on and not over_kept)
         kept = (advantage if drops else target_weight) != 0
         adds = taken if every else taken * kept.to(taken.dtype)[:, None]
         count = int((adds if over_kept else taken).sum())
-        return Work(flat, samples.cond, adds, count, share, correction)
+        return Work(flat, samples.cond, adds, count, share, correction, target_weight)
 
     def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
         """Return the items of given preferences; each rank takes its share of them.
@@ -169,9 +171,14 @@ class Learner:
         return self.preference_items(chosen, [int(group[i]) for i in places], key)
 
     def _noised(self, x0: Tensor, numbers: Sequence[int], target_weight: Tensor, weight: Tensor, key: Key) -> Items:
-        """Return clean samples with noise on them; each sample's noise depends on its number alone."""
-        keys = fold_in(fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device))
-        return noised(x0, keys, target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction)
+        """Return clean samples with noise on them; each sample's noise depends on its number, or its group's, alone."""
+        root, own, levels = fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device), None
+        if self.config.noising.shared:
+            own, levels = own // self.config.rollout.group, fold_in(root, torch.zeros_like(own))
+        return noised(
+            x0, fold_in(root, own), target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction,
+            level_keys=levels,
+        )  # fmt: skip
 
     def _taken_steps(self, recorded: int, key: Key) -> Tensor:
         """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
@@ -234,7 +241,10 @@ class Learner:
             adds: `[B, M]`, 0 for items that this update leaves out.
             count: what the sum of the losses is divided by.
         """
+        if self.config.objective.traits.gathers:
+            work = work._replace(items=self._gathered(work, adds))
         flat, cond, longest = self._levelled(work, adds)
+        # Predictions that were gathered already are not computed again.
         flat = self.policies.compare(flat, self.engine, lambda module: self._predictions(module, flat, cond, longest))
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
         if flat.level_next is not None:
@@ -247,6 +257,27 @@ class Learner:
             micro_batch=self.micro_batch,
             pad_to=longest,
         )
+
+    def _gathered(self, work: Work, adds: Tensor) -> Items:
+        """Return this rank's items with what the other samples of the update are to the loss; every rank must take part."""
+        objective: Any = self.config.objective
+        share, flat = work.share, work.items
+
+        def predicted(module: nn.Module) -> Tensor:
+            return self._predictions(module, flat, work.cond, len(flat.level))
+
+        with self.engine.inference() as module:
+            v = predicted(module)
+        seen = self.policies.compare(flat, self.engine, predicted)
+        if seen.v_old is None and self.policies.old_is_the_policy:
+            seen = seen._replace(v_old=v)
+        with located(objective, "statistic"):
+            own = objective.statistic(v, seen).unflatten(0, (-1, share.slots)).T.contiguous()
+        everyone = self.world.gather_data(own)[: share.batch].cpu()
+        group, target = torch.arange(share.batch) // self.config.rollout.group, given(work.target_weight)
+        with located(objective, "gathered"):
+            context = objective.gathered(everyone, target, group, adds != 0)
+        return seen._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))
 
     def _levelled(self, work: Work, adds: Tensor) -> tuple[Items, Cond, int]:
         """Return this rank's items of an update, their conditioning, and the largest number of items of any rank.
@@ -277,11 +308,13 @@ class Learner:
         with located(objective, "loss"):
             loss, info = objective.loss(v, batch, batch.transition, self.loss_config)
         check_loss(objective, loss, info, len(batch.level))
-        return loss, info
+        return add_ema_kl(loss, v, batch, self.loss_config), info
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
         """Return the prediction at each item; both samples of a preference go through one forward pass."""
         guidance, width = self.config.rollout.guidance, self.width
+        if guidance.update == "conditional" and isinstance(cond, Guided):
+            cond = cond.cond
         v = guided_velocity(
             self.job.model,
             module,

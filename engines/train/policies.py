@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from fluvial.engines.train.job import Job
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter, without_lora
 from fluvial.models.protocol import Weights
 
+PREDICTIONS = {"old": "v_old", "ema": "v_ema", "ref": "v_ref"}  # the field of `Items` that holds a follower's prediction
 # predict(module, items) -> v [P, ...]
 Predict = Callable[[nn.Module, Items], Tensor]
 
@@ -25,8 +27,8 @@ Predict = Callable[[nn.Module, Items], Tensor]
 class Policies:
     """The other policies that a run needs, and no more.
 
-    With LoRA the reference is the module without its adapters, and an old policy that lags behind is another adapter:
-    neither needs a copy. A teacher, and the reference of full fine-tuning, are sharded modules without an optimizer.
+    With LoRA the reference is the module without its adapters, and a policy that lags behind is another adapter: neither
+    needs a copy. A teacher, and the reference of full fine-tuning, are sharded modules without an optimizer.
 
     Args:
         config: the run.
@@ -43,10 +45,12 @@ class Policies:
         self, config: TrainConfig, job: Job, world: World, *, build: Callable[[Job], nn.Module], weights: Weights | None
     ) -> None:
         traits = config.objective.traits
-        self.keeps_old = config.keeps_old
+        self.followers = {follower.name: follower for follower in config.followers}
         self.needs_reference = config.kl.coef > 0 or "ref" in traits.compares_with
         # Whether the old policy is the policy before a rollout's first update, and no rollout records its prediction.
-        self.old_is_the_policy = traits.trains_on != "steps" and "old" in traits.compares_with and not self.keeps_old
+        self.old_is_the_policy = (
+            traits.trains_on != "steps" and "old" in traits.compares_with and "old" not in self.followers
+        )
         self._reference: ShardedModule | None = None
         self._teacher: ShardedModule | None = None
         if self.needs_reference and config.train == "full":
@@ -58,20 +62,35 @@ class Policies:
 
     @contextmanager
     def behaviour(self, engine: Engine) -> Iterator[nn.Module]:
-        """Yield the network that makes the rollouts: the old policy if it lags behind, else the policy."""
+        """Yield the network that makes the rollouts: the follower that does so by now, else the policy."""
+        starts = {name: follower.samples_from for name, follower in self.followers.items()}
+        by_now = [name for name, start in starts.items() if start is not None and engine.updates >= start]
+        with self._of(engine, by_now[0] if by_now else None) as module:
+            yield module
+
+    @contextmanager
+    def _of(self, engine: Engine, follower: str | None) -> Iterator[nn.Module]:
+        """Yield the network with a follower's adapter, or with the policy's."""
         with engine.inference() as module:
-            if not self.keeps_old:
+            if follower is None:
                 yield module
                 return
-            with use_adapter(module, "old"):
+            with use_adapter(module, follower):
                 yield module
 
-    def follow(self, engine: Engine, decay: float) -> None:
-        """Move the old policy to decay old + (1 - decay) policy; every rank moves its own shards."""
-        if decay == 0:
-            copy_adapter(engine.module, "default", "old")
-        else:
-            blend_adapter(engine.module, "default", "old", decay)
+    def follow(self, engine: Engine, rollouts: int) -> None:
+        """Move each follower to d it + (1 - d) policy; every rank moves its own shards.
+
+        Args:
+            engine: engine of the policy.
+            rollouts: number of rollouts made so far.
+        """
+        for name, follower in self.followers.items():
+            decay = follower.decay(rollouts, engine.updates)
+            if decay == 0:
+                copy_adapter(engine.module, "default", name)
+            else:
+                blend_adapter(engine.module, "default", name, decay)
 
     def compare(self, items: Items, engine: Engine, predict: Callable[[nn.Module], Tensor]) -> Items:
         """Return items with the predictions of the other policies; every rank must take part.
@@ -81,13 +100,15 @@ class Policies:
             engine: engine of the policy that is trained.
             predict: function that returns a network's prediction at each item.
         """
-        if self.keeps_old:
-            with self.behaviour(engine) as module:
-                items = items._replace(v_old=predict(module))
-        if self.needs_reference:
+        for name, field in PREDICTIONS.items():
+            if name in self.followers and getattr(items, field) is None:
+                with self._of(engine, name) as module:
+                    found: dict[str, Any] = {field: predict(module)}
+                items = items._replace(**found)
+        if self.needs_reference and items.v_ref is None:
             with self._referring(engine) as module:
                 items = items._replace(v_ref=predict(module))
-        if self._teacher is not None:
+        if self._teacher is not None and items.v_teacher is None:
             with self._teacher.inference() as module:
                 items = items._replace(v_teacher=predict(module))
         return items

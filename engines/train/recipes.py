@@ -12,7 +12,7 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import Awm, Clipped, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft
+from fluvial.engines.objectives.table import Awm, Clipped, Crd, Dgpo, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import BUILT_IN, EvaluationConfig, PipelineConfig, TrainConfig
@@ -137,9 +137,9 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
 def awm(model: str = HANDWRITING) -> TrainConfig:
     """AWM (arXiv 2509.25050): a policy gradient whose log-probability is the matching error of samples with noise on them.
 
-    The settings of large models are those of the published run awm/sd3.5-medium/geneval, sampled with the ODE where that
-    run takes SA-Solver, and without its second KL term, to a moving average of the policy. On handwriting it trains on 4
-    levels per sample.
+    The settings of large models are those of the published run awm/sd3.5-medium/geneval, with its second KL term to a moving
+    average of the policy, and sampled with the ODE where that run takes SA-Solver. On handwriting it trains on 4 levels per
+    sample, without a KL.
     """
     return _published(
         "awm/sd3.5-medium/geneval",
@@ -170,6 +170,43 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
             "rollout": ODE,
             "noising": NoisingConfig(each=8),
         },
+    )
+
+
+def dgpo(model: str = HANDWRITING) -> TrainConfig:
+    """DGPO (arXiv 2510.08425): a preference between the good and the bad samples of a group, on samples with noise on them.
+
+    The settings of large models are those of the published run dgpo/sd3.5-medium/geneval: DPM-Solver++ 2M with guidance 4.5,
+    4 of the 5 noisiest levels, the same for all samples, and one noise per group; the update is without guidance. On
+    handwriting it trains on 4 of all levels.
+    """
+    return _published(
+        "dgpo/sd3.5-medium/geneval",
+        model,
+        **ONE_UPDATE,
+        objective=Dgpo(),
+        rollout=replace(ODE, solver="dpmpp_2m"),
+        noising=NoisingConfig(each=4, shared=True),
+        kl=KLConfig(coef=0.02),
+    )
+
+
+def crd(model: str = HANDWRITING) -> TrainConfig:
+    """CRD (arXiv 2603.14128): the model's implicit rewards are fitted to the given ones, both centred over the update.
+
+    The settings of large models are those of the published run flow_factory/sd3.5-medium/crd-ocr, without the guidance of
+    its reference, and with as many levels per sample as its schedule has steps. On handwriting it trains on 4 levels per
+    sample.
+    """
+    return _published(
+        "flow_factory/sd3.5-medium/crd-ocr",
+        model,
+        **ONE_UPDATE,
+        objective=Crd(),
+        rollout=ODE,
+        advantage=BATCH,
+        noising=NoisingConfig(each=4),
+        kl=KLConfig(coef=0.1),
     )
 
 
@@ -236,6 +273,8 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "nft": nft,
     "awm": awm,
     "dpo": dpo,
+    "dgpo": dgpo,
+    "crd": crd,
     "raft": raft,
     "sft": sft,
     "distill": distill,

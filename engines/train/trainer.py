@@ -109,9 +109,9 @@ class Trainer:
         seconds: dict[str, float] = {}
         asked = [] if self.preferences else self.source.prompts(root)
         learnt, rewards, spread = self._learn(root, asked, seconds)
-        if (old_decay := self.config.objective.traits.old_decay) is not None:
+        if self.config.followers:
             with metrics.timed(seconds, "update"):
-                self.policies.follow(self.engine, old_decay(rollouts + 1, self.engine.updates))
+                self.policies.follow(self.engine, rollouts + 1)
         self.progress.samples += 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import RunSettings
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -115,6 +116,10 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
     """Yield what has no meaning for an objective that trains on recorded steps."""
     rollout, name = config.rollout, name_of(config.objective)
     deterministic_end = rollout.rule.last_step_is_deterministic
+    if rollout.guidance.update == "conditional":
+        yield (
+            f"rollout.guidance.update is conditional, and {name} trains on the steps of guided rollouts: use update guided"
+        )
     if config.noising != NoisingConfig():
         yield f"noising is set, and {name} trains on the steps of its rollouts: leave it as it is"
     if rollout.solver != "euler":
@@ -129,7 +134,7 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
             f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1} or form unscaled"
         )
     trains_on_end = deterministic_end and config.recorded_form == "unscaled" and rollout.window_range[1] == rollout.steps
-    if config.takes_ratios and config.kl.coef > 0 and trains_on_end:
+    if config.takes_ratios and config.kl.is_on and trains_on_end:
         yield (
             f"the last step of {rollout.sampler_name} is deterministic and has no KL, and form unscaled trains on it: "
             f"use kl.coef 0, rollout.window_high <= {rollout.steps - 1} or another form"
@@ -149,6 +154,8 @@ def _clean_samples(config: RunSettings) -> Iterator[str]:
         yield (
             f"rollout.window is set, and {rollout.sampler_name} has no stochastic steps: leave the window of {name} as it is"
         )
+    if config.noising.highest is not None and config.noising.highest > rollout.steps:
+        yield f"noising.highest is {config.noising.highest}, expected at most the {rollout.steps} steps of the schedule"
     if config.noising.levels == "schedule" and config.noising.each > rollout.steps:
         yield (
             f"noising.each is {config.noising.each}, expected at most the {rollout.steps} steps of the schedule: use fewer, "
@@ -173,8 +180,9 @@ def _policies(config: RunSettings) -> Iterator[str]:
     traits, name = config.objective.traits, name_of(config.objective)
     if "teacher" in traits.compares_with and traits.teacher is None:
         yield f"objective.teacher is not set, and {name} compares with a teacher: use the folder of its weights"
-    if config.keeps_old and config.train == "full":
-        yield f"train is full, and the old policy of {name} is kept as a second LoRA adapter: use train lora"
+    if config.followers and config.train == "full":
+        kept = ", ".join(follower.name for follower in config.followers)
+        yield f"train is full, and {name} keeps policies that lag behind ({kept}) as further LoRA adapters: use train lora"
     if traits.offline and traits.trains_on == "preferences" and traits.preferences is None:
         yield f"{name} is offline and trains on preferences, and traits.preferences is None: expected a folder"
 
@@ -182,10 +190,14 @@ def _policies(config: RunSettings) -> Iterator[str]:
 def _kl(config: RunSettings) -> Iterator[str]:
     """Yield settings of the KL term that do nothing."""
     traits, name = config.objective.traits, name_of(config.objective)
-    if config.kl.coef == 0 and config.kl.weight != "auto":
+    if config.kl.ema_coef == 0 and (config.kl.ema_cap, config.kl.ema_rise) != (KLConfig.ema_cap, KLConfig.ema_rise):
+        yield "kl.ema_cap or kl.ema_rise is set, and kl.ema_coef is 0, so that there is no average: use kl.ema_coef > 0"
+    if not config.kl.is_on and config.kl.weight != "auto":
         yield f"kl.weight is {config.kl.weight}, and kl.coef is 0, so that there is no KL: use kl.coef > 0"
     elif config.kl.weight != "auto" and not config.takes_ratios:
         yield f"kl.weight is {config.kl.weight}, and the KL term of {name} is mean |v - v_ref|^2: leave it as it is"
+    if config.kl.ema_coef > 0 and not traits.takes_kl:
+        yield f"kl.ema_coef is {config.kl.ema_coef:g}, and the loss of {name} adds no KL: use kl.ema_coef 0"
     if config.kl.coef > 0 and not traits.takes_kl and "ref" not in traits.compares_with:
         yield (
             f"kl.coef is {config.kl.coef:g}, and the loss of {name} adds no KL: use kl.coef 0 (a loss that adds one says so "
@@ -204,7 +216,7 @@ def _model(config: RunSettings) -> Iterator[str]:
 def _implementation(config: RunSettings) -> Iterator[str]:
     """Yield a choice of kernels where none runs."""
     traits = config.objective.traits
-    runs_one = traits.takes_implementation or config.takes_ratios or (traits.takes_kl and config.kl.coef > 0)
+    runs_one = traits.takes_implementation or config.takes_ratios or (traits.takes_kl and config.kl.is_on)
     if config.implementation != "auto" and not runs_one:
         yield (
             f"implementation is {config.implementation}, and no kernel takes part in {name_of(config.objective)} with these "

@@ -6,6 +6,8 @@ from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
     Awm,
     Clipped,
+    Crd,
+    Dgpo,
     Distill,
     Dpo,
     Dppo,
@@ -30,4 +32,6 @@ OBJECTIVE_ROWS: dict[str, Objective] = {
     "sft": Sft(),
     "dpo, online": Dpo(),
     "dpo, offline": Dpo(preferences=GIVEN),
+    "dgpo": Dgpo(),
+    "crd": Crd(),
 }

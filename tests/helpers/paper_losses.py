@@ -28,7 +28,8 @@ class Scene:
         x_next, level_next: the recorded step, where there is one.
         x0, target: clean sample and noise - clean sample, where noise was put on samples.
         first, second: level 0 and level 1 of the schedule.
-        policy, old, reference: velocities of the trained policy, of the one that made the rollout, and of the base model.
+        policy, old, reference, average: velocities of the trained policy, of the one that made the rollout, of the base
+            model, and of a moving average of the policy.
     """
 
     settings: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Scene:
     policy: Velocity
     old: Velocity
     reference: Velocity
+    average: Velocity  # moving average of the policy
 
     def at(self, velocity: Velocity) -> Tensor:
         """Return a policy's velocity at each item."""
@@ -79,7 +81,9 @@ def advantages(scene: Scene, *, default_ddof: int = 1, default_eps: float = 1e-4
     for group in scene.group.unique():
         mine = scene.group == group
         within = s.get("advantage_scale", "group") == "group"
-        out[mine] = (reward[mine] - reward[mine].mean()) / (std(reward[mine] if within else reward) + eps)
+        scale = std(reward[mine] if within else reward)
+        # Flow-Factory takes the larger of the two.
+        out[mine] = (reward[mine] - reward[mine].mean()) / (max(scale, eps) if eps == 1e-6 else scale + eps)
     clip = s.get("advantage_clip")
     return out if clip is None else out.clamp(-clip, clip)
 
@@ -184,6 +188,8 @@ def awm(scene: Scene) -> Tensor:
 
     ratio = (matching(v) - matching(old)).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(*clip(scene)) * advantage)
+    if coef := scene.extra("ema_kl_coef"):
+        loss = loss + coef * mean((v - scene.at(scene.average)) ** 2)
     return (loss + velocity_kl(scene, v)).mean()
 
 
@@ -193,6 +199,43 @@ def dpo(scene: Scene) -> Tensor:
     assert scene.target is not None
     gain = mean((v - scene.target) ** 2) - mean((reference - scene.target) ** 2)
     return -torch.nn.functional.logsigmoid(-scene.extra("dpo_beta", "beta") / 2 * (gain[0::2] - gain[1::2])).mean()
+
+
+def dgpo(scene: Scene) -> Tensor:
+    """DGPO: sigmoid(sum over the group of A beta (e - e_ref) / G) A e; beyond the clip of exp(e_old - e) no gradient."""
+    v, advantage = scene.at(scene.policy), advantages(scene)[scene.sample]
+    assert scene.target is not None
+    error, old, reference = (mean((of - scene.target) ** 2) for of in (v, scene.at(scene.old), scene.at(scene.reference)))
+    group, weight = scene.group[scene.sample], torch.zeros_like(error)
+    for level in scene.level.unique():
+        for number in group.unique():
+            mine = (scene.level == level) & (group == number)
+            terms = advantage[mine] * scene.extra("dpo_beta") * (error[mine] - reference[mine]).detach()
+            weight[mine] = torch.sigmoid(terms.sum() / int(mine.sum()))
+    ratio, (low, high) = (old - error).exp().detach(), clip(scene)
+    free = ~torch.where(advantage > 0, ratio > high, ratio < low)
+    error = torch.where(free, error, error.detach())
+    return (weight * advantage * error + velocity_kl(scene, v)).mean()
+
+
+def crd(scene: Scene) -> Tensor:
+    """CRD: (beta (r - mean r) - (R - mean R))^2, and a KL that weighs good samples more; items are level by level."""
+    s, v, old = scene.settings, scene.at(scene.policy), scene.at(scene.old)
+    assert scene.target is not None
+    bound, beta, coef = s["advantage_clip"], scene.extra("crd_beta"), s["kl_coef"]
+    reward = (advantages(scene).clamp(-bound, bound) / bound / 2 + 0.5)[scene.sample]
+    fits = []
+    for of in (v, old):
+        off = of - scene.target
+        fits.append(mean(off**2) / mean(off.detach().abs()).clamp(min=1e-5))
+    implicit, total = fits[1] - fits[0], torch.zeros((), dtype=v.dtype)
+    samples = len(scene.group)
+    for start in range(0, len(implicit), samples):
+        rows = slice(start, start + samples)
+        own = beta * (implicit[rows] - implicit[rows].detach().mean())
+        total = total + (bound / beta * (own - (reward[rows] - reward[rows].mean())) ** 2).sum()
+    kl = (1e-4 / coef + (1 - 1e-4 / coef) * reward) * mean((v - scene.at(scene.reference)) ** 2)
+    return total / len(implicit) + coef * kl.mean()
 
 
 def velocity_kl(scene: Scene, v: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def _guidance_kind(config: TrainConfig, run: PublishedRun) -> str:
 def _guided_update(config: TrainConfig, run: PublishedRun) -> Any:
     if run.settings.get("guidance_kind") == "distilled":
         return run.settings["cfg_in_training_forward"]  # an input of the network, in rollout and update
-    return config.rollout.guidance.scale != 1
+    guidance = config.rollout.guidance
+    return guidance.scale != 1 and guidance.update == "guided"
 
 
 def _guidance_scale(config: TrainConfig, run: PublishedRun) -> Any:
@@ -290,7 +291,7 @@ MISSING: dict[str, Missing] = {
     "dataset": _never("dataset", "reward", "prompts are a file of your own"),
     "noise_level_draw": _unless(
         "noise_level_draw",
-        lambda value: value == "logit_normal" or value.startswith(("random", "all ")),
+        lambda value: value == "logit_normal" or value.startswith(("random", "all ", "4 without replacement")),
         "method",
         "levels are random distinct steps of the sampling schedule, per sample",
     ),
@@ -306,12 +307,21 @@ MISSING: dict[str, Missing] = {
 # What a loss's own numbers are matched by: fields of the objective that `resolve` fills.
 MATCHED_EXTRA = {
     "nft_beta", "nft_mix_beta", "old_policy_decay", "adaptive_weight_floor", "kl_mask_threshold", "dpo_beta", "beta",
-    "awm_weighting", "ghuber_power", "weighting_scheme", "loss_factor",
+    "awm_weighting", "ghuber_power", "weighting_scheme", "loss_factor", "ema_kl_coef", "ema_kl_decay", "trunc_steps",
+    "switch_ema_ref", "use_shared_noise", "clip_dsm", "ema_ref_max_decay", "ema_ref_ramp_rate", "crd_beta", "crd_loss_type",
+    "adaptive_logp", "old_model_decay", "sampling_model_decay", "reward_adaptive_kl", "use_old_for_loss", "train_num_steps",
+}  # fmt: skip
+
+
+# Numbers of a loss that say what fluvial does in any case.
+AS_OURS: dict[str, Any] = {
+    "off_policy": False, "clip_kl": False, "use_ema_ref": False, "kl_cfg": 1.0, "kl_weight": "Uniform", "weight_temp": -1.0
 }  # fmt: skip
 
 
 def _extra(published: dict[str, Any], run: PublishedRun) -> Deviation | None:
-    left = {name: value for name, value in published.items() if name not in MATCHED_EXTRA}
+    settled = MATCHED_EXTRA | {name for name, value in published.items() if AS_OURS.get(name, ...) == value}
+    left = {name: value for name, value in published.items() if name not in settled}
     why = f"fluvial has no setting for {', '.join(left)}"
     return Deviation("loss_extra", left, None, "method", why) if left else None
 

@@ -12,7 +12,7 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import Awm, Clipped, Dpo, Dppo, Guard, Nft
+from fluvial.engines.objectives.table import Awm, Clipped, Crd, Dgpo, Dpo, Dppo, Guard, Nft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -24,7 +24,8 @@ from fluvial.models import LoraConfig
 OBJECTIVES: dict[str, str] = {
     "Flow-GRPO": "clipped", "Flow-GRPO-Fast": "clipped", "Flow-CPS (GRPO)": "clipped", "DanceGRPO": "clipped",
     "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
-    "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo",
+    "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo", "DGPO": "dgpo",
+    "CRD": "crd", "DanceGRPO (by name)": "clipped", "Flow-GRPO-Fast (branching)": "clipped",
 }  # fmt: skip
 SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
 SOLVERS: dict[str, Literal["euler", "dpmpp_2m"]] = {"dpm2_ode": "dpmpp_2m"}
@@ -103,7 +104,7 @@ def _config(run: PublishedRun) -> TrainConfig:
         rollout=rollout,
         advantage=_advantage(s) if objective.traits.rewards == "advantages" else AdvantageConfig(),
         noising=NoisingConfig() if on_steps else _noising(s, rollout),
-        kl=KLConfig(coef=_kl(s)) if objective.traits.takes_kl else KLConfig(),
+        kl=_kl(s) if objective.traits.takes_kl else KLConfig(),
         optimizer=_optimizer(s),
         lora=_lora(s),
         pipeline=_pipeline(run),
@@ -124,8 +125,23 @@ def _objective(run: PublishedRun) -> Objective:
         "nft": lambda: _nft(s, extra),
         "awm": lambda: Awm(**clip, power=extra.get("ghuber_power", Awm.power)),
         "dpo": lambda: Dpo() if beta is None else Dpo(beta=float(beta)),
+        "dgpo": lambda: Dgpo(**clip, beta=float(extra["dpo_beta"]), old_samples_from=extra["switch_ema_ref"]),
+        "crd": lambda: _crd(s, extra),
     }
     return builders[OBJECTIVES[run.algorithm]]()
+
+
+def _crd(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Crd:
+    """Return the objective; the decays are texts start-value-rise-cap."""
+    decays: dict[str, Any] = {}
+    for name in ("old", "sampling"):
+        delay, value, rise, cap = extra[f"{name}_model_decay"].split("-")
+        decays |= {f"{name}_delay": int(delay), f"{name}_value": float(value)}
+        decays |= {f"{name}_rise": float(rise), f"{name}_cap": float(cap)}
+    return Crd(
+        beta=extra["crd_beta"], adv_clip=s["advantage_clip"], match=extra["crd_loss_type"], adaptive=extra["adaptive_logp"],
+        adaptive_kl=extra["reward_adaptive_kl"], **decays,
+    )  # fmt: skip
 
 
 def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
@@ -153,8 +169,11 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     s = run.settings
     steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
     prompts = s.get("prompts_per_rollout") or max(s.get("samples_per_rollout", group) // group, 1)
+    without = not s.get("cfg_in_training_forward", True)
+    conditional = _scale(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"
     guidance = Guidance(
-        scale=_scale(s), gradient="both" if s.get("cfg_in_training_forward", True) else "conditional"
+        scale=_scale(s), gradient="conditional" if without and not conditional else "both",
+        update="conditional" if conditional else "guided",
     )  # fmt: skip
     common: dict[str, Any] = {"prompts": prompts, "group": max(group, 2), "steps": steps, "guidance": guidance}
     sampler = SAMPLERS.get(s.get("sampler", ""))
@@ -205,8 +224,14 @@ def _interval(s: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _kl(s: Mapping[str, Any]) -> float:
-    return float(s.get("kl_coef", 0.0)) if s.get("kl_kind", "none") in ("mean_gaussian", "velocity_mse") else 0.0
+def _kl(s: Mapping[str, Any]) -> KLConfig:
+    """Return the KL terms; a second one is to a moving average of the policy (AWM)."""
+    extra = s.get("loss_extra", {})
+    coef = float(s.get("kl_coef", 0.0)) if s.get("kl_kind", "none") in ("mean_gaussian", "velocity_mse") else 0.0
+    found = re.fullmatch(r"min\(([\d.]+), ([\d.]+)\*step\)", str(extra.get("ema_kl_decay", "")))
+    if found is None:
+        return KLConfig(coef=coef)
+    return KLConfig(coef=coef, ema_coef=extra["ema_kl_coef"], ema_cap=float(found[1]), ema_rise=float(found[2]))
 
 
 def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
@@ -225,6 +250,11 @@ def _noising(s: Mapping[str, Any], rollout: RolloutConfig) -> NoisingConfig:
     logit_normal = s.get("noise_level_draw") == "logit_normal"
     if logit_normal:
         return NoisingConfig(each=each, levels="logit_normal")
+    if (truncated := s.get("loss_extra", {}).get("trunc_steps")) is not None:
+        return NoisingConfig(each=each, highest=truncated + 1, shared=True)
+    if s.get("loss_extra", {}).get("use_shared_noise"):
+        # Flow-Factory's port of DGPO states the fraction of the schedule whose steps it draws from, the last one included.
+        return NoisingConfig(each=each, highest=round(s["timestep_fraction"] * rollout.steps) + 1, shared=True)
     return NoisingConfig(each=min(each, rollout.steps))
 
 

@@ -185,14 +185,14 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
     items = Items(
         x=x, level=level, timestep=None, sample=torch.arange(2), target_weight=numbers, weight=torch.ones(2),
         level_next=level / 2, x_next=x_next, log_prob_old=-numbers, x0=x0, target=target, v_old=v_old, v_ref=v_ref,
-        v_teacher=v_teacher,
+        v_teacher=v_teacher, context=numbers[:, None].expand(2, 2) if name == "crd" else numbers,
     )  # fmt: skip
     transition = transitions.dance_sde(level, level / 2, eta=0.5)
     assert objective.loss(v, items, transition, config)[0].shape == (2,)
     with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"):
         objective.loss(v, items, transition, config._replace(implementation="triton"))
-    if name.startswith("clipped"):
-        return  # its loss and its KL are one kernel
+    if name.startswith(("clipped", "crd")):
+        return  # a single kernel: of crd's loss the KL alone
     if objective.traits.takes_kl:
         seen: list[str] = []
         with pytest.MonkeyPatch.context() as patch:

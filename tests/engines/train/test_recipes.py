@@ -56,9 +56,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "awm": ODE | {
         "objective.weighting": "ghuber", "objective.clip_low": 1.0, "rollout.steps": 14, "rollout.prompts": 72,
-        "kl.coef": 1e-3,
+        "kl.coef": 1e-3, "kl.ema_coef": 1.0, "kl.ema_cap": 0.3, "kl.ema_rise": 0.001,
     },
     "dpo": ODE | {"objective.beta": 2000.0},
+    "dgpo": ODE | {
+        "rollout.solver": "dpmpp_2m", "rollout.guidance.scale": 4.5, "rollout.guidance.update": "conditional",
+        "noising.highest": 5, "noising.shared": True, "kl.coef": 0.02, "objective.beta": 100.0, "objective.clip_low": 0.01,
+        "objective.old_samples_from": 500, "optimizer.lr": 3e-4, "rollout.group": 16,
+    },
+    "crd": ODE | {
+        "objective.beta": 1.0, "objective.match": "mse", "objective.old_rise": 0.005, "objective.sampling_delay": 75,
+        "kl.coef": 0.1, "minibatches": 2, "rollout.group": 24,
+    },
     "raft": ODE,
     "sft": ODE | {"rollout.group": 1},
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
@@ -207,6 +216,8 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "nft": ("--objective.old", "none", "none"),
     "awm": ("--objective.weighting", "t2", "t2"),
     "dpo": ("--objective.preferences", "folder", Path("folder")),
+    "dgpo": ("--objective.old-samples-from", "7", 7),
+    "crd": ("--objective.match", "bce", "bce"),
     "raft": ("--objective.best", "0.5", 0.5),
     "sft": ("--noising.levels", "schedule", "schedule"),
     "distill": ("--objective.teacher", "folder", Path("folder")),

@@ -1,0 +1,83 @@
+"""Direct group preference optimisation (DGPO): a preference between the good and the bad samples of a group."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_number, check_same_shape, compute_dtype
+from fluvial.core.types import Ids, PerSample
+
+
+class DgpoInfo(NamedTuple):
+    """Diagnostics of DGPO, one number per item, without gradient."""
+
+    error: Tensor  # matching error of the policy
+    clipped: Tensor  # 1 where the clip sets the gradient to 0, else 0
+    group_weight: Tensor  # w in (0, 1): near 0 once the policy prefers the good samples of the group
+    kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
+
+
+def group_weight(margin: Tensor, group: Ids, *, counts: Tensor | None = None) -> Tensor:
+    """Return the weight of each sample's group, `[B, M]`: how little the policy prefers the group's good samples so far.
+
+        w_g = sigmoid(sum over the group of margin / G)
+
+    G is the number of samples of the group that count.
+
+    Args:
+        margin: `preference_margin` of each sample at each of its M noise levels, `[B, M]`.
+        group: group of each sample, `[B]`.
+        counts: `[B, M]` bool, false for items that are left out; by default all count.
+
+    Source: DGPO, arXiv 2510.08425, and its published code.
+    """
+    counted = torch.ones_like(margin) if counts is None else counts.to(margin.dtype)
+    same = (group[:, None] == group).to(margin.dtype)
+    return torch.sigmoid(same @ (margin * counted) / (same @ counted).clamp(min=1))
+
+
+def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSample, *, beta: float) -> PerSample:
+    """Return beta A (error - error_ref), `[B]`: what a sample adds to the argument of its group's sigmoid.
+
+    Args:
+        error, error_ref: `flow_matching.velocity_error` of the policy and of the reference, `[B]`.
+        advantage: advantage A, `[B]`.
+        beta: inverse temperature of the preference, > 0.
+    """
+    check_number("preference_margin", "beta", beta, low=1e-12)
+    values = {"error": error, "error_ref": error_ref, "advantage": advantage}
+    dtype = compute_dtype("preference_margin", **values)
+    check_same_shape("preference_margin", **values)
+    return beta * advantage.to(dtype) * (error.to(dtype) - error_ref.to(dtype))
+
+
+def dgpo_loss(
+    error: PerSample, error_old: PerSample, advantage: PerSample, weight: PerSample, *, clip_low: float, clip_high: float
+) -> tuple[PerSample, DgpoInfo]:
+    """Return the loss of DGPO and its diagnostics, each `[B]`: a matching error weighted by advantage and group.
+
+        loss = w_g A error, without gradient where rho > 1 + clip_high and A > 0, or rho < 1 - clip_low and A <= 0
+        rho = exp(error_old - error)
+
+    It takes no log-probability, so the samples may come from any solver.
+
+    Args:
+        error: `flow_matching.velocity_error` of the policy, `[B]`.
+        error_old: that of the old policy, a fast moving average, `[B]`.
+        advantage: advantage A, `[B]`.
+        weight: `group_weight` at the item's noise level, `[B]`, taken without gradient.
+        clip_low, clip_high: >= 0; the range of the ratio rho is [1 - clip_low, 1 + clip_high].
+
+    Source: DGPO, arXiv 2510.08425, and its published code, which adds the clip.
+    """
+    check_number("dgpo_loss", "clip_low", clip_low, low=0, high=1)
+    check_number("dgpo_loss", "clip_high", clip_high, low=0)
+    values = {"error": error, "error_old": error_old, "advantage": advantage, "weight": weight}
+    dtype = compute_dtype("dgpo_loss", **values)
+    check_same_shape("dgpo_loss", **values)
+    advantage, weight, error = advantage.to(dtype), weight.to(dtype).detach(), error.to(dtype)
+    ratio = torch.exp((error_old.to(dtype) - error).detach().clamp(max=80))
+    held = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    loss = weight * advantage * torch.where(held, error.detach(), error)
+    return loss, DgpoInfo(error.detach(), held.to(dtype), weight, torch.zeros_like(weight))

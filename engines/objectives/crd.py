@@ -1,0 +1,121 @@
+"""Centred reward distillation: the model's implicit rewards are fitted to the given ones, both centred over the update."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fluvial.core import crd
+from fluvial.core.checks import check_fields
+from fluvial.core.nft import reward_prob
+from fluvial.core.transitions import Transition
+from fluvial.engines.objectives.losses import LossConfig
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, RunSettings
+from fluvial.engines.rollout.items import Items, given
+from fluvial.kernels import velocity_error
+
+
+def _refuses(config: RunSettings) -> Iterator[str]:
+    if config.advantage.drop_zero:
+        yield "advantage.drop_zero is set, and crd centres the rewards of all samples: leave it False"
+
+
+@dataclass(frozen=True)
+class Crd:
+    """CRD's loss: the centred implicit reward of each item is fitted to its centred reward (arXiv 2603.14128).
+
+        loss = adv_clip / beta (beta (r - mean r) - (R - mean R))^2 + kl.coef c(R) |v - v_ref|^2
+        r = |v_old - target|^2 / w_old - |v - target|^2 / w,  R = (A clipped to adv_clip) / (2 adv_clip) + 1/2
+
+    The means are over the samples of the update, each at the same index of its noise levels. After each rollout an old
+    policy becomes d old + (1 - d) policy, and another one, which makes the rollouts, likewise. After n updates d is value
+    where n < delay, else min(value + rise (n - delay), cap).
+
+    Args:
+        beta: Inverse temperature of the implicit reward, without a unit.
+        adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
+        match: What is fitted: mse (the squared distance of centred rewards) or bce (the cross-entropy of their sigmoids).
+        adaptive: Divide each matching error by its mean absolute error.
+        weight_min: Lower bound of that mean absolute error.
+        adaptive_kl: Weigh the KL term by c(R) = m + (1 - m) R with m = 1e-4 / kl.coef, so that good samples stay near the
+            reference; otherwise c is 1.
+        old_value, old_rise, old_cap, old_delay: Decay of the old policy.
+        sampling_value, sampling_rise, sampling_cap, sampling_delay: Decay of the policy that makes the rollouts.
+    """
+
+    beta: float = 1.0
+    adv_clip: float = 5.0
+    match: crd.Match = "mse"
+    adaptive: bool = True
+    weight_min: float = 1e-5
+    adaptive_kl: bool = True
+    old_value: float = 0.25
+    old_rise: float = 0.005
+    old_cap: float = 0.999
+    old_delay: int = 0
+    sampling_value: float = 0.0
+    sampling_rise: float = 0.0075
+    sampling_cap: float = 0.999
+    sampling_delay: int = 75
+
+    def __post_init__(self) -> None:
+        share, rise, delay = (0, 0.999999), (0, 1), (0, math.inf)
+        check_fields(
+            self, "objective", beta=(1e-12, math.inf), adv_clip=(1e-12, math.inf), weight_min=(1e-12, math.inf),
+            old_value=share, old_rise=rise, old_cap=share, old_delay=delay, sampling_value=share, sampling_rise=rise,
+            sampling_cap=share, sampling_delay=delay,
+        )  # fmt: skip
+
+    @cached_property
+    def traits(self) -> ObjectiveTraits:
+        """The old policy and the one that makes the rollouts are adapters."""
+        followers = Follower("old", self.old_decay), Follower("sampling", self.sampling_decay, samples_from=0)
+        return ObjectiveTraits(
+            trains_on="noised", compares_with=("old",), flows_only=True, takes_kl=True, gathers=True,
+            followers=followers, refuses=_refuses,
+        )  # fmt: skip
+
+    def old_decay(self, rollouts: int, updates: int) -> float:
+        """Return the share of the old policy that stays after a number of rollouts and updates."""
+        done = updates - self.old_delay
+        return self.old_value if done < 0 else min(self.old_value + self.old_rise * done, self.old_cap)
+
+    def sampling_decay(self, rollouts: int, updates: int) -> float:
+        """Return the share of the policy that makes the rollouts that stays."""
+        done = updates - self.sampling_delay
+        return self.sampling_value if done < 0 else min(self.sampling_value + self.sampling_rise * done, self.sampling_cap)
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the reward R in [0, 1]."""
+        return reward_prob(advantage, adv_clip=self.adv_clip)
+
+    def statistic(self, v: Tensor, items: Items) -> Tensor:
+        """Return the implicit reward of each item."""
+        return self._implicit(v, items)
+
+    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
+        """Return the mean implicit reward and the mean reward at each level, `[B, M, 2]`."""
+        number = counts.sum(0).clamp(min=1)
+        means = [(values * counts).sum(0) / number for values in (statistic, target_weight[:, None])]
+        return torch.stack(means, dim=-1).expand(*statistic.shape, 2)
+
+    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
+        """Return `crd.crd_loss` with the KL term."""
+        implicit, reward = self._implicit(v, items), items.target_weight
+        centre, mean = given(items.context).unbind(1)
+        loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
+        info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
+        if items.v_ref is None:
+            return loss, info
+        kl = velocity_error(v, items.v_ref, implementation=config.implementation)
+        least = 1e-4 / config.kl_coef
+        weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
+        return loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())
+
+    def _implicit(self, v: Tensor, items: Items) -> Tensor:
+        return crd.implicit_reward(
+            v, given(items.v_old), given(items.target), adaptive=self.adaptive, weight_min=self.weight_min
+        )

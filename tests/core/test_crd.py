@@ -1,0 +1,58 @@
+"""CRD: implicit rewards and the loss, by loops in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluvial.core.crd import crd_loss, implicit_reward
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.booleans())
+def test_the_implicit_reward_is_the_gain_over_the_old_policy(seed: int, elements: int, adaptive: bool) -> None:
+    """Each error is divided by its own mean absolute error, or by 1."""
+    drawn = torch.Generator().manual_seed(seed)
+    v, old, target = torch.randn(3, 2, elements, generator=drawn, dtype=torch.float64)
+    got = implicit_reward(v, old, target, adaptive=adaptive)
+    for i in range(2):
+        errors = []
+        for prediction in (v, old):
+            off = [float(prediction[i, k] - target[i, k]) for k in range(elements)]
+            size = max(sum(map(abs, off)) / elements, 1e-5) if adaptive else 1.0
+            errors.append(sum(d * d for d in off) / elements / size)
+        assert float(got[i]) == pytest.approx(errors[1] - errors[0], rel=1e-9, abs=1e-12)
+    assert implicit_reward(v, v, target, adaptive=adaptive).tolist() == [0.0, 0.0]
+
+
+@settings(max_examples=20)
+@given(*[st.floats(-2, 2) for _ in range(3)], st.floats(0.1, 3), st.floats(0.5, 5))
+def test_both_losses(implicit: float, centre: float, reward: float, beta: float, scale: float) -> None:
+    """The squared distance, and the cross-entropy of the sigmoids."""
+    values = [torch.tensor([number], dtype=torch.float64) for number in (implicit, centre, reward)]
+    own = beta * (implicit - centre)
+    p, q = 1 / (1 + math.exp(-own)), 1 / (1 + math.exp(-reward))
+    wants = {"mse": (own - reward) ** 2, "bce": -(q * math.log(p) + (1 - q) * math.log(1 - p))}
+    for match, want in wants.items():
+        got = crd_loss(*values, beta=beta, scale=scale, match=match)  # type: ignore[arg-type]
+        assert float(got) == pytest.approx(scale / beta * want, rel=1e-9, abs=1e-12)
+
+
+def test_gradients_flow_to_the_policy_alone() -> None:
+    """Centre, reward and old policy are constants, and the sizes that errors are divided by."""
+    v, old, target = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    implicit = implicit_reward(v, old, target.detach())
+    centre, reward = (torch.tensor([0.1, -0.2], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    crd_loss(implicit, centre, reward, beta=1.0, scale=5.0).sum().backward()
+    assert v.grad is not None
+    assert bool((v.grad != 0).any())
+    assert old.grad is centre.grad is reward.grad is None
+
+
+def test_wrong_values_raise() -> None:
+    """In one line."""
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match="crd_loss: beta is 0"):
+        crd_loss(one, one, one, beta=0.0, scale=1.0)
