@@ -18,7 +18,7 @@ from paper_losses import Scene, Velocity
 from spied_runs import Spied, Update
 from torch import Tensor
 
-from fluvial.engines.fsdp.optimizer import OptimizerConfig
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.resolve import OBJECTIVES, resolve
