@@ -1,0 +1,100 @@
+"""The run folder: what is written where, and what a resumed run keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.run_folder import RunFolder, claim, finite, write_json
+
+UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
+EVALUATION = {"update": 1, "exact": {"heldout": 0.5}, "drift": 0.01}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl holds."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_record_is_a_line_of_json_and_a_point_of_each_tag(tmp_path: Path) -> None:
+    """Nested names are joined by a slash; the step is the update."""
+    folder = RunFolder(tmp_path, {"seed": 3})
+    for record in (UPDATE, EVALUATION, UPDATE | {"update": 2, "loss": 0.25}):
+        folder.log(dict(record))
+    folder.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 3}
+    assert records(tmp_path) == [UPDATE, EVALUATION, UPDATE | {"update": 2, "loss": 0.25}]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {"update", "loss", "grad_norm", "reward/mean", "reward/std", "diversity", "exact/heldout", "drift"}
+    assert set(events.Tags()["scalars"]) == tags
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_a_number_that_json_lacks_is_null_and_no_point(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    folder.log({"update": 1, "loss": float("nan"), "reward": {"mean": float("inf")}})
+    folder.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"update": 1, "loss": null, "reward": {"mean": null}}\n'
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["update"]
+    assert finite({"a": [float("-inf"), 1, None], "b": "text"}) == {"a": [None, 1, None], "b": "text"}
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    """Also a last line that was cut short, and a record that is logged again."""
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(UPDATE)}\n{{"update": 2, "loss": 1.0}}\n{{"update": 3, "lo')
+    folder = RunFolder(tmp_path, {}, update=1)
+    folder.log(dict(UPDATE))
+    folder.log({"update": 2, "loss": 2.0})
+    folder.close()
+    assert records(tmp_path) == [UPDATE, {"update": 2, "loss": 2.0}]
+
+
+def test_samples_and_curves_are_images(tmp_path: Path) -> None:
+    """A name with spaces is a file name without; curves need no record at all."""
+    claim(tmp_path / "run", resume=False)
+    folder = RunFolder(tmp_path / "run", {})
+    path = folder.samples("after 20 updates", torch.zeros(2, 1, 8, 32), ["0427", "1999"], torch.ones(2), title="after")
+    assert path == tmp_path / "run" / "samples" / "after-20-updates.png"
+    empty = folder.curves().read_bytes()
+    for record in (UPDATE, EVALUATION, {"update": 2, "grad_norm": None}):  # a skipped update has no norm
+        folder.log(dict(record))
+    drawn = folder.curves()
+    assert drawn.read_bytes() != empty
+    for image in (path, drawn):
+        with Image.open(image) as opened:
+            opened.load()
+            assert opened.format == "PNG"
+    folder.close()
+
+
+def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
+    """A value that cannot be written leaves the old file, and no partial one."""
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads(path.read_text()) == {"a": 2}
+
+
+def test_a_folder_is_claimed_once_and_resumed_only_if_it_holds_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        claim(tmp_path / "run", resume=True)
+    claim(tmp_path / "run", resume=False)
+    write_json(tmp_path / "run" / "config.json", {})
+    with pytest.raises(UsageError, match="already holds a run: set resume to continue it"):
+        claim(tmp_path / "run", resume=False)
+    claim(tmp_path / "run", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made: Not a directory"):
+        claim(tmp_path / "file" / "run", resume=False)
