@@ -17,7 +17,9 @@ from fluvial.engines.report import plots
     ],
     ids=["a line without points", "a panel without lines"],
 )
-def test_curves_are_a_png_with_every_panel_side_by_side(panels: dict[str, dict[str, list[tuple[float, float]]]], tmp_path: Path) -> None:
+def test_curves_are_a_png_with_every_panel_side_by_side(
+    panels: dict[str, dict[str, list[tuple[float, float]]]], tmp_path: Path
+) -> None:
     plots.curves(tmp_path / "curves.png", panels, xlabel="updates")
     with Image.open(tmp_path / "curves.png") as drawn:
         drawn.load()  # raises if the file is cut short
