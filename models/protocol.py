@@ -157,7 +157,8 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
     """
     calls = _PIPELINE_CALLS if pipeline else _CALLS
     protocol = (PipelineModel if pipeline else DiffusionModel).__name__
-    members = ("prediction", "lora_targets", "weights", *calls)
+    # A class need not have what its objects get when they are made.
+    members = (*calls,) if isinstance(model, type) else ("prediction", "lora_targets", "weights", *calls)
     what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
     if missing := [member for member in members if not hasattr(model, member)]:
         raise ValueError(f"{name} is {what}, which is not a {protocol}: it has no {', '.join(missing)}")

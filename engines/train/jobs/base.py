@@ -14,10 +14,7 @@ from fluvial.engines.data.prompts import split_off
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.models import DiffusionModel
-
-# What is asked of a model at the door; `models.protocol` says what each is for.
-METHODS = ("build", "blocks", "schedule", "check_prompt", "encode", "predict", "decode")
+from fluvial.models import DiffusionModel, check_model
 
 
 @dataclass(frozen=True, init=False)
@@ -77,11 +74,11 @@ class Job:
         check: Callable[[nn.Module], str] | None = None,
         source_weights: Mapping[str, float] | None = None,
     ) -> None:
-        if missing := [name for name in METHODS if not callable(getattr(model, name, None))]:
-            raise UsageError(
-                f"job: model is of type {type(model).__name__} and has no {missing[0]}(), expected a DiffusionModel "
-                "(fluvial.models.protocol): fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
-            )
+        try:
+            check_model(model, "model")
+        except ValueError as error:
+            made = "fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
+            raise UsageError(f"job: {error}; see fluvial.models.protocol, or {made}") from error
         prompts = _strings("prompts", prompts)
         if heldout is None:
             prompts, heldout = split_off(prompts)

@@ -3,7 +3,7 @@
 import importlib
 import json
 import sys
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import launch
@@ -71,45 +71,76 @@ def test_an_own_model_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert moved(out)
 
 
-def test_an_installed_package_is_found_by_its_entry_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A recipe, an objective, a sampler and a reward by their short names."""
+INSTALLED = """
+from dataclasses import dataclass, replace
+import toy_doors
+from toy_doors import bold, walk
+from fluvial.models.handwriting import BASE, Handwriting
+
+@dataclass(frozen=True)
+class Pull(toy_doors.Pull):
+    \"\"\"The same.
+
+    Args:
+        scale: Factor of the loss.
+    \"\"\"
+
+def recipe():
+    found = toy_doors.recipe()
+    return replace(
+        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler="walk"), updates=1
+    )
+
+class Codes(Handwriting):
+    def __init__(self, folder, **options):
+        assert (folder / "model_index.json").exists()
+        super().__init__(BASE)
+
+    def with_weights(self, folder):
+        return Handwriting(folder)
+
+    def release(self):
+        pass
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package on the path as an installer leaves it, with an entry point of every kind."""
     folder = tmp_path / "site"
-    (folder / "installed_doors-1.0.dist-info").mkdir(parents=True)
-    (folder / "installed_doors.py").write_text(
-        textwrap.dedent("""
-        from dataclasses import dataclass, replace
-        import toy_doors
-        from toy_doors import bold, walk
-
-        @dataclass(frozen=True)
-        class Pull(toy_doors.Pull):
-            \"\"\"The same.
-
-            Args:
-                scale: Factor of the loss.
-            \"\"\"
-
-        def recipe():
-            found = toy_doors.recipe()
-            return replace(
-                found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler="walk"), updates=1
-            )
-        """)
-    )
-    (folder / "installed_doors-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n"
-    )
-    (folder / "installed_doors-1.0.dist-info" / "entry_points.txt").write_text(
+    metadata = folder / "installed_doors-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / "installed_doors.py").write_text(INSTALLED)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
         "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.objectives]\npull = installed_doors:Pull\n"
         "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
+        "[fluvial.models]\nCodesPipeline = installed_doors:Codes\n"
     )
     monkeypatch.syspath_prepend(folder)
+    yield
+    monkeypatch.delitem(sys.modules, "installed_doors")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_is_found_by_its_entry_points(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A recipe, an objective, a sampler and a reward by their short names."""
     out = tmp_path / "run"
     finish(["train", "pull", "--out", str(out)], capfd)
     assert moved(out)
-    monkeypatch.delitem(sys.modules, "installed_doors")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_adapter_trains_the_pipelines_of_its_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The folder names the class, which the entry point is named after."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "CodesPipeline"}')
+    (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
+    out = tmp_path / "run"
+    own = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
+    size = ["--pipeline.height", "8", "--pipeline.width", "32", "--updates", "1"]
+    finish(["train", "toy_doors:recipe", "--out", str(out), *own, *size], capfd)
+    assert moved(out)
 
 
 BROKEN = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_jobs as tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.train.job import Job
@@ -34,10 +34,20 @@ def test_defaults() -> None:
     assert list(Job(Handwriting(), codes, lambda images, prompts: bright(images, prompts)).rewards) == ["reward"]
 
 
+class Backwards(tiny.Tiny):
+    """Its prediction does not take the samples."""
+
+    def predict(self, module: nn.Module, level: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the levels."""
+        return level
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "handwriting"}, r"model is of type str and has no build\(\), expected a DiffusionModel"),
+        ({"model": "handwriting"}, "model is an object of type str, which is not a DiffusionModel: it has no prediction, "),
+        ({"model": Handwriting}, "model is the class Handwriting, expected an object of it"),
+        ({"model": Backwards()}, r"model.predict has the signature \(module: .*, expected \(module, x, level, cond, "),
         ({"prompts": "0427"}, "prompts is of type str, expected a list of strings"),
         ({"prompts": Path("prompts.txt")}, "prompts is of type .*Path, expected a list of strings"),
         ({"prompts": ["0", {"prompt": "1"}]}, r"prompts\[1\] is of type dict, expected a string"),
