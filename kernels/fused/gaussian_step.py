@@ -30,12 +30,13 @@ DIAGNOSTICS = 6
 
 @triton.jit
 def residual_sums(
-    v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
+    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
+    s_a, s_b, s_std, s_x, s_v, s_next, s_ref, s_uncond, s_g, s_old, s_advantage, s_kl_scale,
     sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
     out_ptr,  # [B] float32
     more_ptr,  # [.., B] float32, or None
-    a_ptr, b_ptr, std_ptr, g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
-    s_v, s_x, s_next, s_ref, s_uncond, s_a, s_b, s_std, s_g, s_old, s_advantage, s_kl_scale,
     length, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -143,11 +144,12 @@ def results(
 
 @triton.jit
 def gradients(
-    v_ptr, x_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    step_ptr,  # [B, N], gradient of x_next if it is a result of the step, else None
-    dv_ptr, dx_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not needed
-    a_ptr, b_ptr, std_ptr, g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, s_* apart
-    s_v, s_x, s_next, s_ref, s_uncond, s_step, s_a, s_b, s_std, s_g, s_grad, s_grad_kl, s_slope, s_kl_scale,
+    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
+    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, s_* apart
+    step_ptr,  # [B, N], rows s_step apart: gradient of x_next if it is a result of the step, else None
+    s_a, s_b, s_std, s_x, s_v, s_next, s_ref, s_uncond, s_g, s_grad, s_grad_kl, s_slope, s_kl_scale, s_step,
+    dx_ptr, dv_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not needed
     length, chunks, inverse, kl_coef,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -286,21 +288,19 @@ def forward(
         return out, more
     cut = partition(length)
     partial = None if cut.chunks == 1 else out.new_empty((batch, 2, cut.chunks))
-    tensors = [operand(t) for t in (step.v, step.x, step.x_next, step.v_ref, step.v_uncond)]
-    old, advantage, kl_scale, *numbers = policy or (None, None, None, 0.0, 0.0, 0.0)
-    scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, old, advantage, kl_scale)]
-    weights = (*reduction_weights(length, reduction), *numbers)
+    *of_policy, clip_low, clip_high, kl_coef = policy or (None, None, None, 0.0, 0.0, 0.0)
+    operands = [operand(t) for t in (*step, *of_policy)]
+    pointers, strides = [t for t, _ in operands], [s for _, s in operands]
+    weights = (*reduction_weights(length, reduction), clip_low, clip_high, kl_coef)
     with on_device_of(step.v):
         residual_sums[(batch * cut.chunks,)](
-            *(t for t, _ in tensors), partial, out, more, *(t for t, _ in scalars),
-            *(s for _, s in tensors), *(s for _, s in scalars), length, batch, cut.chunks, *weights,
+            *pointers, *strides, partial, out, more, length, batch, cut.chunks, *weights,
             BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
         if partial is not None:
-            _, (b, s_b), (std, s_std), _, *of_policy = scalars
             finish[(batch,)](
-                partial, out, more, b, std, *(t for t, _ in of_policy),
-                s_b, s_std, *(s for _, s in of_policy), batch, cut.chunks, *weights,
+                partial, out, more, *pointers[1:3], *pointers[-3:],  # b and std; the policy's
+                *strides[1:3], *strides[-3:], batch, cut.chunks, *weights,
                 LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=step.v_ref is not None,
                 num_warps=cut.chunk_warps, **EXACT,
             )  # fmt: skip
@@ -335,20 +335,18 @@ def backward(
     # An operand without a gradient path is not read, so that an infinity in it cannot reach the other gradients.
     no_kl = grad_kl is None and slope is None
     x, x_next = (None, None) if grad is None else (step.x, step.x_next)
-    read = (step.v, x, x_next, None if no_kl else step.v_ref, step.v_uncond)
+    v_ref = None if no_kl else step.v_ref
+    read = (step.a, step.b, step.std, x, step.v, x_next, v_ref, step.v_uncond, step.guidance)
     wanted = [
         None if not need or tensor is None else tensor.new_zeros(tensor.shape) if unread else tensor.new_empty(tensor.shape)
         for tensor, need, unread in zip(inputs, needs, (False, False, False, no_kl, False), strict=True)
     ]
     if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
-        dx, dv, *of_others = wanted
         cut = partition(length)
-        tensors = [operand(t) for t in (*read, step_grad)]
-        scalars = [operand(t) for t in (step.a, step.b, step.std, step.guidance, grad, grad_kl, slope, kl_scale)]
+        operands = [operand(t) for t in (*read, grad, grad_kl, slope, kl_scale, step_grad)]
         with on_device_of(step.v):
             gradients[(batch * cut.chunks,)](
-                *(t for t, _ in tensors), dv, dx, *of_others, *(t for t, _ in scalars),
-                *(s for _, s in tensors), *(s for _, s in scalars),
+                *(t for t, _ in operands), *(s for _, s in operands), *wanted,
                 length, cut.chunks, reduction_weights(length, reduction)[0], kl_coef,
                 BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
             )  # fmt: skip

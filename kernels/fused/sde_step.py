@@ -18,13 +18,15 @@ from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_
 
 @triton.jit
 def draw(
-    v_ptr, x_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
+    x_ptr, v_ptr, uncond_ptr,  # [B, N], rows s_* apart
+    g_ptr,  # [B] float32, s_g apart
+    low_ptr, high_ptr,  # [B] int64, words of 32 bits
+    s_a, s_b, s_std, s_x, s_v, s_uncond, s_g, s_low, s_high,
     out_ptr,  # [B, N] float32, rows N apart
     sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
     log_prob_ptr,  # [B] float32
-    a_ptr, b_ptr, std_ptr, g_ptr,  # [B] float32, s_* apart
-    low_ptr, high_ptr,  # [B] int64, words of 32 bits
-    s_v, s_x, s_uncond, s_a, s_b, s_std, s_g, s_low, s_high, length, batch, chunks, inverse, count,
+    length, batch, chunks, inverse, count,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store a x + b v + std z, with the noise z of each sample's key, and its log-prob.
@@ -75,17 +77,17 @@ def operation(
         return x_next, log_prob
     cut = partition(length)
     partial = None if cut.chunks == 1 else x_next.new_empty((batch, 2, cut.chunks))
-    operands = [operand(t) for t in (v, x, v_uncond, a, b, std, guidance, low, high)]
+    operands = [operand(t) for t in (a, b, std, x, v, v_uncond, guidance, low, high)]
     pointers, strides = [t for t, _ in operands], [s for _, s in operands]
     weights = reduction_weights(length, reduction)
     with on_device_of(v):
         draw[(batch * cut.chunks,)](
-            *pointers[:3], x_next, partial, log_prob, *pointers[3:], *strides, length, batch, cut.chunks, *weights,
+            *pointers, *strides, x_next, partial, log_prob, length, batch, cut.chunks, *weights,
             BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
         if partial is not None:
             finish[(batch,)](
-                partial, log_prob, None, *pointers[4:6], None, None, None, *strides[4:6], 0, 0, 0, batch, cut.chunks,
+                partial, log_prob, None, *pointers[1:3], None, None, None, *strides[1:3], 0, 0, 0, batch, cut.chunks,
                 *weights, 0.0, 0.0, 0.0,
                 LEVELS=cut.chunk_levels, FORM=FORMS[form], HAS_REF=False, num_warps=cut.chunk_warps, **EXACT,
             )  # fmt: skip
