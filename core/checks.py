@@ -162,7 +162,7 @@ def _check_literal_field(owner: str, field: str, value: object, members: tuple[A
 
 
 def _is_among(value: object, accepted: Collection[object]) -> bool:
-    """Whether a value is one of those accepted; True is not 1."""
+    """Return whether a value is one of those accepted; True is not 1."""
     return any(type(value) is type(choice) and value == choice for choice in accepted)
 
 

@@ -1,5 +1,6 @@
 """The vocabulary of the project: words of its own making do not come back into the code, the texts and the tests."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ BANNED = {
     r"\b(?:is|are) given back\b": "is returned",
     # "nats a dimension", "two forward passes a step": a plural or a number before, so that "gives a step a name" is none.
     rf"\b(?:{UNITS}) an? (?:{OWNERS})\b(?! (?:of|that|which|has|is|in|with)\b)": "per ...",
+    # "once an update, one a sample"; no count of something else that begins so.
+    rf"\b(?:once|twice|one|(?:a|one|two) keys?|passes) an? (?:{OWNERS}|evaluation)\b": "per ...",
 }
 # Lines that say something else: {file: what the line holds}.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -32,6 +35,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engines/checkpoint/checkpoint.py": ("reader",),
     "engines/fsdp/loading.py": ("reader",),
 }
+
+
+# First words of a docstring that is no verb sentence. Fixtures and properties are things, and may be named as such.
+NOUNS = re.compile(r"(?:A|An|The|This|Two|Both|Every|Each|Whether|What|How|Where|Which|Another|All)\b")
 
 
 def files() -> list[Path]:
@@ -53,6 +60,30 @@ def offences() -> Iterator[str]:
                     yield f"{name}:{number}: {found[0]!r}, write {better!r}: {line.strip()}"
 
 
+def nouns() -> Iterator[str]:
+    """Yield the functions whose docstring begins with a noun, or with a question: where, and the docstring's first line."""
+    for path in files():
+        functions = ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ()
+        for node in functions:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("test_") or returns_nothing(node):
+                continue
+            words = ast.get_docstring(node) or ""
+            named = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
+            if NOUNS.match(words) and not named & {"fixture", "property", "cached_property"}:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {words.splitlines()[0]}"
+
+
+def returns_nothing(node: ast.FunctionDef) -> bool:
+    """Return whether a function is one that only acts, whose docstring may say what it stands for."""
+    return node.returns is None or ast.unparse(node.returns) == "None"
+
+
+def test_a_docstring_begins_with_a_verb() -> None:
+    """Of functions that return something; a test's docstring says more of what its name claims."""
+    found = [*nouns()]
+    assert not found, "\n".join(found)
+
+
 def test_no_banned_word_is_in_use() -> None:
     """Each offence is one line: where, what, and what to write."""
     found = [*offences()]
@@ -64,7 +95,7 @@ def test_no_banned_word_is_in_use() -> None:
     [
         "one picture", "Pictures", "films", "drawn anew", "the judges agree", "a reader of digits",
         "in nats a dimension", "a key a sample, two forwards a step", "five numbers a sample", "is refused in words",
-        "the value is given back",
+        "the value is given back", "once an update", "a key a sample is taken", "one an evaluation",
     ],
 )  # fmt: skip
 def test_the_patterns_find_what_they_are_for(text: str) -> None:

@@ -77,7 +77,7 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
 
 
 def is_typing(node: ast.AST) -> bool:
-    """Whether a node is `if TYPE_CHECKING:`."""
+    """Return whether a node is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 

@@ -140,7 +140,7 @@ def _tensor(returned: Any) -> Tensor | None:
 
 
 def _is_number(element: Any) -> bool:
-    """Whether an element of a list is a real number: of Python, of numpy, or a tensor without dimensions."""
+    """Return whether an element of a list is a real number: of Python, numpy, or a tensor without dimensions."""
     if isinstance(element, Tensor):
         return element.ndim == 0 and not element.dtype.is_complex
     return isinstance(element, Real) or type(element).__name__ == "bool"  # numpy's bool is no Real

@@ -319,7 +319,7 @@ class _Loop:
                 raise UsageError(f"model {self.config.model}: {error}") from error
 
     def _due(self, every: int) -> bool:
-        """Whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
+        """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
         done = self.trainer.engine.updates
         return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
 

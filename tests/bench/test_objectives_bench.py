@@ -11,7 +11,7 @@ from fluvial.engines.errors import UsageError
 
 
 def point(recipe: str, seed: int, updates: int, heldout: float) -> Point:
-    """An evaluation."""
+    """Return an evaluation."""
     return Point(
         recipe, seed, updates, 128 * updates, 2.0 * updates, heldout, heldout - 0.1, 0.01, 0.2, 1000, 0.0, "cpu", "2", "day"
     )

@@ -41,7 +41,7 @@ class StandIn:
         self.inputs = [torch.cat(halves) for halves in zip(work.uncond, work.cond, strict=True)]
 
     def mean_std(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Mean and std of a step, as arXiv 2505.05470 has them."""
+        """Return the mean and the std of a step, as arXiv 2505.05470 has them."""
         timestep = self.timesteps[step].expand(2 * len(x))
         v = self.module(torch.cat([x, x]), self.inputs[0], self.inputs[1], timestep, return_dict=False)[0]
         v_uncond, v = v.chunk(2)
@@ -52,14 +52,14 @@ class StandIn:
         return mean, rate * (-dt).sqrt()
 
     def scored(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
-        """Log-probability of a step."""
+        """Return the log-probability of a step."""
         mean, std = self.mean_std(x, step)
         error = ((x_next - mean) ** 2).flatten(1).mean(1)
         return -error / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
 
     @torch.no_grad()
     def rollout(self) -> Sampled:
-        """A rollout from noise of torch."""
+        """Return a rollout from noise of torch."""
         x, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
         for step in range(self.work.steps):
             mean, std = self.mean_std(x[-1], step)
@@ -69,11 +69,11 @@ class StandIn:
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Log-probabilities of given steps."""
+        """Return the log-probabilities of given steps."""
         return torch.stack([self.scored(x[:, j], x_next[:, j], j) for j in range(self.work.steps)], 1)
 
     def update(self, stored: Stored) -> float:
-        """One step of AdamW."""
+        """Take one step of AdamW."""
         total = 0.0
         for step in range(self.work.steps):
             log_prob = self.scored(stored.x[:, step], stored.x_next[:, step], step)
@@ -90,18 +90,18 @@ class StandIn:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradient of the first update."""
+        """Return the gradient of the first update."""
         return first_moments(self.module, self.optimizer)
 
 
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
-    """A table of projects with the stand-in, whose clone is there."""
+    """Return a table of projects with the stand-in, whose clone is there."""
     (tmp_path / "clones" / "stand-in").mkdir(parents=True)
     return {"flow_grpo": Project("stand-in", build, "both"), "flow_factory": Project("absent", build, "both")}
 
 
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
-    """A small comparison."""
+    """Return the configuration of a small comparison."""
     base = PeersConfig(tmp_path / "clones", sizes=("tiny",), pairs=(2, 6), samples=2, steps=3, runs=3, out=tmp_path / "out")
     return replace(base, **changes)
 

@@ -36,7 +36,7 @@ def result(ranks: int) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any], sharding: str) -> list[dict[str, Any]]:
-    """The counts of every guidance mode, number of recorded steps and number of micro-batches."""
+    """Return the counts of every guidance mode, number of recorded steps and number of micro-batches."""
     found = [row for row in result["counts"] if row["sharding"] == sharding]
     assert {row["guidance"] for row in found} == ({"two"} if sharding == "checkpointed" else {"off", "one", "two"})
     assert {row["steps"] for row in found} == {2, 4, 6}
@@ -52,14 +52,14 @@ def test_keep_gathers_and_reduces_once_an_update(result: dict[str, Any], ranks: 
 
 
 def test_reshard_gathers_twice_a_micro_batch_and_reduces_once(result: dict[str, Any], ranks: int) -> None:
-    """In the forward and in the backward pass; with guidance in two passes a block in both, the root in one more."""
+    """In the forward and in the backward pass; with guidance in two passes per block in both, the root in one more."""
     for row in rows(result, "reshard"):
         a_micro_batch = 4 * (UNITS - 1) + 3 if row["guidance"] == "two" else 2 * UNITS
         assert (row["gathers"], row["scatters"]) == ((a_micro_batch * row["n"], UNITS) if ranks > 1 else (0, 0)), row
 
 
 def test_sync_every_reduces_each_micro_batch(result: dict[str, Any], ranks: int) -> None:
-    """And gathers once an update."""
+    """And gathers once per update."""
     for row in rows(result, "every"):
         assert (row["gathers"], row["scatters"]) == ((UNITS, UNITS * row["n"]) if ranks > 1 else (0, 0)), row
 
@@ -97,7 +97,7 @@ def test_two_forward_passes_give_the_gradient_of_one(result: dict[str, Any]) -> 
 
 
 def gradient_of_guided(**options: Any) -> list[Tensor]:
-    """The gradient of a guided velocity's square in float64."""
+    """Return the gradient of a guided velocity's square in float64."""
     size = SIZES["tiny"]
     module = size.build("full", torch.device("cpu")).double()
     generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ class RunConfig:
 
 
 def broken(**values: Any) -> RunConfig:
-    """A config with values that its type forbids, built past the run-time type checks of the test session."""
+    """Return a config with values that its type forbids, built past the run-time type checks of the test session."""
     config = RunConfig()
     for name, value in values.items():
         object.__setattr__(config, name, value)

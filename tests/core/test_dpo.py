@@ -78,7 +78,7 @@ def test_diagnostics_carry_no_gradient() -> None:
 
 
 def reference_pairs(reward: list[float], group: list[int]) -> set[tuple[int, int]]:
-    """The pairs that a loop over groups gives."""
+    """Return the pairs that a loop over groups gives."""
     pairs = set()
     for name in set(group):
         members = [i for i, of in enumerate(group) if of == name]

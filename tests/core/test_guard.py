@@ -16,7 +16,7 @@ GRID = shifted(10, 3.0).double()
 
 
 def steps(eta: float = 0.8) -> tuple[Transition, Tensor]:
-    """Every step of a schedule, one a sample, and its dt."""
+    """Return every step of a schedule, one per sample, and its dt."""
     return flow_sde(GRID[:-1], GRID[1:], eta=eta, sigma_max=GRID[1]), GRID[1:] - GRID[:-1]
 
 

@@ -23,7 +23,7 @@ STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 200_000, 8
 
 
 def problem(row: SamplerRow) -> tuple[Tensor, Tensor, Sampler, Sampler]:
-    """A schedule whose last step is stochastic too, the model, the sampler and what the other steps are taken with."""
+    """Return a schedule whose last step is stochastic too, the model, the sampler and that of the other steps."""
     grid = row.grid(STEPS + 1).double()
     grid = grid[: STEPS + 1] if row.name == "ddim" else torch.cat([grid[:STEPS], grid[-1:]])
     theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
@@ -32,7 +32,7 @@ def problem(row: SamplerRow) -> tuple[Tensor, Tensor, Sampler, Sampler]:
 
 
 def recorded_steps(row: SamplerRow, window: range, grid: Tensor) -> list[int]:
-    """The steps of a window that have a density."""
+    """Return the steps of a window that have a density."""
     return [i for i in window if float(row.bind(ETA)(grid[i], grid[i + 1]).std) > 0]
 
 
@@ -50,7 +50,7 @@ def exact_gradient(grid: Tensor, theta: Tensor, sampler: Sampler, still: Sampler
 
 @lru_cache(maxsize=8)
 def sampled(row: SamplerRow, window: range) -> tuple[Trajectory, Tensor, Tensor]:
-    """A rollout of many samples of one number each, with its schedule and model; all tests of a window share it."""
+    """Return a rollout of many samples of one number each, its schedule and model; tests of one window share it."""
     grid, theta, sampler, still = problem(row)
     trajectory = rollout(
         lambda x, sigma, step: theta[step] * x, normal(key(3), (SAMPLES, 1), dtype=torch.float64), grid,
@@ -68,7 +68,7 @@ def estimates(row: SamplerRow, window: range, loss_of: str, *, baseline: bool = 
     advantage = group_advantages(reward, torch.arange(SAMPLES) // GROUP, scale="none") if baseline else reward
     parts = []
     for place, i in enumerate(trajectory.steps.tolist()):
-        # One theta a sample, so that one backward pass gives every sample's gradient.
+        # One theta per sample, so that one backward pass gives every sample's gradient.
         own = theta[i].expand(SAMPLES).clone().requires_grad_()
         x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
         v = own[:, None] * x

@@ -1,4 +1,4 @@
-"""Rollouts: what is walked, what is recorded, and that the record answers an update exactly."""
+"""Rollouts: which steps are taken, which are recorded, and that an update recomputes the record exactly."""
 
 import math
 from functools import partial
@@ -28,7 +28,7 @@ FLOW = partial(flow_sde, eta=0.7, sigma_max=SIGMA_MAX)
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """An elementwise velocity of products and sums alone, whose bits do not depend on an element's place in a vector."""
+    """Return a velocity of products and sums alone, whose bits do not depend on an element's place in a vector."""
     return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1)).to(x.dtype)
 
 

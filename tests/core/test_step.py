@@ -23,7 +23,7 @@ DTS: dict[str, Any] = {
 
 
 def kl_term(loss: Any, dt: Any, kl_weight: Any) -> Tensor:
-    """The loss with a KL of coefficient 0.5, minus the loss without."""
+    """Return the loss with a KL of coefficient 0.5, minus the loss without."""
     stored = {"log_prob_old": OLD, "advantage": ADVANTAGE, **CLIP}
     with_kl, info = loss(STEP, X, V, X_NEXT, **stored, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=dt)
     without, _ = loss(STEP, X, V, X_NEXT, **stored)

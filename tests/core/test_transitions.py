@@ -247,7 +247,7 @@ def test_the_first_step_of_flow_sde_leaves_surplus_noise(eta: float) -> None:
         grid = torch.linspace(1, 0, T + 1, dtype=torch.float64)
 
         def surplus(i: int, grid: torch.Tensor = grid) -> float:
-            """Noise power after step i less what the path has there, where all data are 0, so that v = x / sigma."""
+            """Return the noise power after step i less the path's there; all data are 0, so that v = x / sigma."""
             step = flow_sde(grid[i], grid[i + 1], eta=eta, sigma_max=grid[1])
             spread = (step.a * grid[i] + step.b) ** 2 + step.std**2
             return float(spread - grid[i + 1] ** 2)
@@ -301,7 +301,7 @@ def test_a_name_or_an_eta_that_is_none_is_named(name: str, eta: float, message: 
 
 
 def constant(level: Tensor, level_next: Tensor) -> transitions.Transition:
-    """A custom sampler: the ODE's mean with noise of std 0.1."""
+    """Return a custom sampler: the ODE's mean with noise of std 0.1."""
     return transitions.ode(level, level_next)._replace(std=torch.full_like(level, 0.1))
 
 

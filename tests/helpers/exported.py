@@ -11,7 +11,7 @@ INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
 def moved(*adapters: str) -> nn.Module:
-    """The adapted module, its adapters each moved elsewhere."""
+    """Return the adapted module, its adapters each moved elsewhere."""
     module = adapted(*adapters)
     for seed, adapter in enumerate(adapters or ("default",)):
         perturb(module, adapter, seed=seed)
@@ -19,12 +19,12 @@ def moved(*adapters: str) -> nn.Module:
 
 
 def opened(folder: Path) -> nn.Module:
-    """The exported model, as diffusers opens it; all of its weights are there."""
+    """Return the exported model, as diffusers opens it; all of its weights are there."""
     module, info = SD3Transformer2DModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     assert not any(info.values()), info
     return module
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file of a folder."""
+    """Return the bytes of every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -14,7 +14,7 @@ from fluvial.engines.train.config import RolloutConfig, TrainConfig
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
-    """A run of two updates of eight samples."""
+    """Return the configuration of a run of two updates of eight samples."""
     rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
     run = TrainConfig(
         out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
@@ -23,10 +23,10 @@ def config(out: Path, **changes: Any) -> TrainConfig:
 
 
 def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward that differs within every group."""
+    """Score images so that each group has different scores."""
     return torch.arange(len(prompts)).float() % 2
 
 
 def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
-    """The built-in job with another reward, and the weights of a folder."""
+    """Return the built-in job with another reward, and the weights of a folder."""
     return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)

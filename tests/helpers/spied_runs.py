@@ -56,7 +56,7 @@ class Spied(tiny.Run):
         engine.update, learner.items, learner.preference_items = noted, learnt, learnt_given  # type: ignore
 
     def velocity(self, items: Items) -> Tensor:
-        """The velocity of the policy as it is, or of the adapter that computes."""
+        """Return the velocity of the policy as it is, or of the adapter that computes."""
         with self.trainer.engine.inference() as module:
             cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
             return self.trainer.job.model.predict(module, items.x, items.level, cond)

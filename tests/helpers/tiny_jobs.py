@@ -67,61 +67,61 @@ class Tiny:
     weights: Path | None = None
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """The net with random weights."""
+        """Return the net with random weights."""
         return Net(self.seed)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Both."""
+        """Return both blocks."""
         blocks = module.get_submodule("blocks")
         return [*blocks.children()]
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """The only one."""
+        """Return the shape of every sample."""
         return SHAPE
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Levels of noise that fall, or of target_weight that rise."""
+        """Return noise levels that fall (sigma), or rise (alpha_bar)."""
         if self.prediction == "velocity":
             levels = shifted(steps, 3.0)
             return Schedule(levels, 1000 * levels[:-1])
         return Schedule(torch.linspace(0.02, 0.99, steps + 1), torch.linspace(900, 100, steps))
 
     def check_prompt(self, prompt: str) -> None:
-        """A digit, or the empty one."""
+        """Accept a digit or the empty prompt."""
         if prompt not in ("", *PROMPTS, *HELDOUT):
             raise ValueError(f"prompt {prompt!r} is no digit")
 
     def encode(self, prompts: Sequence[str]) -> TinyCond:
-        """Digits one-hot, zeros for the empty prompt."""
+        """Return digits one-hot, zeros for the empty prompt."""
         return TinyCond(torch.stack([torch.eye(7)[int(prompt or "6")][:6] for prompt in prompts]))
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TinyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """The net's output."""
+        """Return the net's output."""
         return module(x, cond.rows, sigma)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Grey images."""
+        """Return grey images."""
         return (latents.float() / 2 + 0.5).clamp(0, 1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Classifier-free."""
+        """Apply classifier-free guidance."""
         return classifier_free(v, v_uncond, scale)
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward that every sample has another of."""
+    """Score each sample by its brightness, which differs for every sample."""
     return images.mean((1, 2, 3)).cpu()
 
 
 def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Another one, of another size."""
+    """Score each sample by its contrast, in another range than its brightness."""
     return 100 * images.flatten(1).std(1).cpu()
 
 
 def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
-    """Clean samples for supervised training."""
+    """Return clean samples for supervised training."""
     return normal(key, (len(prompts), *SHAPE)).clamp(-1, 1)
 
 
@@ -136,7 +136,7 @@ def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
-    """A run of one rollout of two groups of two."""
+    """Return the configuration of a run of one rollout of two groups of two."""
     values: dict[str, Any] = {
         "out": out, "micro_batch": 2, "updates": 1, "lora": LoraConfig(rank=4),
         "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, eta=0.5),
@@ -163,10 +163,10 @@ class Run:
         return self.trainer.update()
 
     def weights(self) -> dict[str, Tensor]:
-        """What is trained, and what an adapter that is not trained holds."""
+        """Return the trained parameters, and those of an adapter that is not trained."""
         return {name: tensor.clone() for name, tensor in self.trainer.engine.sharded.shards().items()}
 
     def gradient(self) -> dict[str, Tensor]:
-        """The first moments of AdamW, which after one update are the gradient times 1 - beta."""
+        """Return the first moments of AdamW, which after one update are the gradient times 1 - beta."""
         state = self.trainer.engine.state()
         return {name: t.full_tensor().clone() for name, t in state.items() if name.startswith("exp_avg.")}  # type: ignore[attr-defined]

@@ -40,14 +40,14 @@ class Wide(nn.Module):
 
 
 def data(count: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs, targets and weights."""
+    """Return inputs, targets and weights."""
     generator = torch.Generator().manual_seed(count)
     items = {"x": torch.randn(count, 3, generator=generator), "y": torch.randn(count, generator=generator)}
     return items, torch.rand(count, generator=generator)
 
 
 def squared(module: nn.Module) -> Any:
-    """The test's loss of a module."""
+    """Return the test's loss of a module."""
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         error = (module(items["x"]) - items["y"]) ** 2

@@ -55,7 +55,7 @@ def test_a_policy_loss_is_its_parts(kl_weight: Any, factor: Tensor) -> None:
 
 
 def test_a_step_is_its_parts() -> None:
-    """One key folds in each sample's place; a key a sample is taken as it is."""
+    """One key is folded with each sample's index; one key per sample is used as it is."""
     keys = fold_in(key(5), torch.arange(3))
     x_next, log_prob = kernels.sde_step(STEP, X, V, key=keys)
     assert torch.equal(x_next, gaussian.sample(STEP, X, V, normal(keys, (3, 2, 5))))

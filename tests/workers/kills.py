@@ -50,7 +50,7 @@ class Bucket(DirFileSystem):
 
 
 class Fault:
-    """What befalls a process at its k-th operation on a disk: it is killed, or the disk is full from then on."""
+    """Fault at a process's k-th operation on a disk: it is killed, or the disk is full from then on."""
 
     def __init__(self, k: int, *, full: bool) -> None:
         self.left, self.full = k, full
@@ -113,7 +113,7 @@ def torn(create: Any, fault: Fault) -> Any:
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
-    """A state of a number."""
+    """Return the state that belongs to a number."""
     return {"a": torch.full((64, 64), value), "b": torch.tensor(value)}
 
 

@@ -21,7 +21,7 @@ FINGERPRINT = {"seed": 0, "train": "full"}
 
 
 def sharded(value: float, world: World) -> dict[str, DTensor]:
-    """What test_checkpoint.whole says, on the ranks: by rows, by columns, with fewer rows than ranks, and as copies."""
+    """Return the tensors of test_checkpoint.whole, sharded by rows, by columns, into fewer rows than ranks, or copied."""
     tensors = {
         "matrix": torch.arange(21, dtype=torch.float32).reshape(7, 3) * value,
         "columns": torch.arange(10, dtype=torch.bfloat16).reshape(2, 5) * value,
@@ -33,7 +33,7 @@ def sharded(value: float, world: World) -> dict[str, DTensor]:
 
 
 def told(update: int, world: World) -> dict[str, Any]:
-    """What a save is told beside the state."""
+    """Return the further arguments of a save."""
     return {"meta": {}, "update": update, "fingerprint": FINGERPRINT, "world": world, "keep": 9}
 
 
@@ -49,7 +49,7 @@ def wrong(folder: Path, world: World) -> list[str]:
 
 
 def message(call: Any) -> str:
-    """What a call that must fail says."""
+    """Return what a call that must fail says."""
     try:
         call()
     except RunError as error:
@@ -83,7 +83,7 @@ def saves(folder: Path, world: World) -> dict[str, Any]:
 
 
 def plain(state: dict[str, DTensor]) -> dict[str, Tensor]:
-    """The same tensors, as the type that a state has."""
+    """Return the same tensors, as the type that a state has."""
     return {**state}
 
 
@@ -118,7 +118,7 @@ def killed(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path, world: World) -> str:
-    """What a rank says of a checkpoint with a changed bit."""
+    """Return what a rank says of a checkpoint with a changed bit."""
     loaded = sharded(0.0, world)
     return message(lambda: checkpoint.load(folder / "000001", plain(loaded), fingerprint=FINGERPRINT, world=world))
 

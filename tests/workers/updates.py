@@ -29,12 +29,12 @@ SHAPES = [(2, 1), (4, 2), (6, 3)]
 
 
 def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
-    """A rollout of a tiny transformer."""
+    """Return a rollout of a tiny transformer."""
     return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
 
 
 def counts(world: World) -> list[dict[str, Any]]:
-    """Collectives and host reads of an update, by the way of communicating, guidance, steps and micro-batches."""
+    """Return the collectives and host reads of an update, by the way of communicating, guidance, steps and micro-batches."""
     found: list[dict[str, Any]] = []
     sampler = build_engine(case(2), world, EngineConfig())
     rollouts = {
@@ -62,7 +62,7 @@ def counts(world: World) -> list[dict[str, Any]]:
 
 
 def gradients(world: World) -> dict[str, float]:
-    """How far an update's gradient is from the baseline's, and from that of the engine's default way, relatively."""
+    """Return how far an update's gradient is from the baseline's, and from that of the engine's default way, relatively."""
     distances = {}
     ways: dict[str, dict[str, Any]] = {"two": {"forwards": "two"}, "conditional": {"gradient": "conditional"}}
     for train, guidance in (("full", True), ("full", False), ("lora", True)):
@@ -82,7 +82,7 @@ def gradients(world: World) -> dict[str, float]:
 
 
 def peaks(world: World) -> dict[int, int]:
-    """Peak bytes of an update at two numbers of recorded steps, with micro-batches of one size."""
+    """Return the peak bytes of an update at two numbers of recorded steps, with micro-batches of one size."""
     engine = build_engine(case(2), world, EngineConfig())
     update_engine(engine, make_rollout(engine, case(2), world), micro_batch=SAMPLES)  # makes the optimizer's state
     found = {}

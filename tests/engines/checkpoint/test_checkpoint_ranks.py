@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def whole(value: float) -> dict[str, torch.Tensor]:
-    """The tensors that saving.py shards; their rows are no multiple of the ranks."""
+    """Return the tensors that saving.py shards; their rows are no multiple of the ranks."""
     return {
         "matrix": torch.arange(21, dtype=torch.float32).reshape(7, 3) * value,
         "columns": torch.arange(10, dtype=torch.bfloat16).reshape(2, 5) * value,

@@ -27,7 +27,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(folder: Path | str, one: World) -> 
 
 
 def damages() -> dict[str, Callable[[AbstractFileSystem, str, str], Any]]:
-    """Ways to damage a checkpoint, given its tensors' file and its manifest, and what the message says of each."""
+    """Return the ways to damage a checkpoint, given its tensors' file and its manifest, with the message of each."""
 
     def flip(fs: AbstractFileSystem, tensors: str, manifest: str) -> None:
         data = bytearray(fs.cat_file(tensors))
@@ -67,7 +67,7 @@ def damages() -> dict[str, Callable[[AbstractFileSystem, str, str], Any]]:
 
 
 def sealed(text: bytes) -> bytes:
-    """Someone else's manifest, with the seal that belongs to it."""
+    """Return another checkpoint's manifest, with the seal that belongs to it."""
     manifest = json.loads(text)
     return checkpoint._text({**manifest, "seal": checkpoint._digest(manifest)})
 

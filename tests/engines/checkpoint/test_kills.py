@@ -13,7 +13,7 @@ SCENES = {
 
 
 def every(scene: str, *, url: bool, full: bool, background: bool) -> tuple[str, tuple[str, dict[str, Any]]]:
-    """A name and a case of kills.every_moment."""
+    """Return a name and a case of kills.every_moment."""
     name = f"{scene}, {'url' if url else 'disk'}, {'full' if full else 'killed'}{', background' if background else ''}"
     return name, ("every", {"scene": scene, "url": url, "full": full, "background": background})
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline_job(folder: Path) -> jobs.Job:
-    """The job of the pipeline on the prompts of its preferences."""
+    """Return the job of the pipeline on the prompts of its preferences."""
     height, width = ROW.sizes[0][:2]
     return jobs.pipeline(
         str(folder / "model"), PipelineConfig(height=height, width=width), preferences=folder / "prefs", steps=3,

@@ -35,12 +35,12 @@ def one() -> Iterator[World]:
 
 
 def read_preferences(folder: Path, job: jobs.Job) -> tuple[Preference, ...]:
-    """The preferences of a folder, as a run reads them."""
+    """Return the preferences of a folder, as a run reads them."""
     return read(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=job.heldout)
 
 
 def chosen(count: int = 4) -> list[tuple[str, Tensor, Tensor]]:
-    """Preferences of images of noise."""
+    """Return preferences of images of noise."""
     drawn = torch.rand(2 * count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
     return [(tiny.PROMPTS[i % 4], drawn[2 * i], drawn[2 * i + 1]) for i in range(count)]
 
@@ -76,24 +76,24 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def line(**changes: Any) -> str:
-    """A line of the file."""
+    """Return a line of the file."""
     return json.dumps({"prompt": "1", "win": "000000-win.png", "lose": "000000-lose.png", **changes})
 
 
 def large(folder: Path) -> str:
-    """A image of another size."""
+    """Return an image of another size."""
     Image.new("L", (9, 9)).save(folder / "large.png")
     return line(win="large.png", lose="large.png")
 
 
 def unequal(folder: Path) -> str:
-    """Two images of different sizes."""
+    """Return two images of different sizes."""
     Image.new("L", (9, 9)).save(folder / "large.png")
     return line(win="large.png")
 
 
 def text(folder: Path) -> str:
-    """A file that is no image."""
+    """Return a file that is no image."""
     (folder / "text.png").write_text("no image")
     return line(win="text.png")
 

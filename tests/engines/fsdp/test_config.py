@@ -13,7 +13,7 @@ from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 
 
 def rates(*, updates: int | None, count: int | None = None, **settings: Any) -> list[float]:
-    """The factor of each update."""
+    """Return the factor of each update."""
     config = OptimizerConfig(**settings)
     factor = lr_factor(OPTIMIZERS["sgd"].build([torch.nn.Parameter(torch.zeros(1))], config), config, updates=updates)
     return [factor(done) for done in range(count or (updates or 0) + 1)]

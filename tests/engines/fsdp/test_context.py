@@ -1,4 +1,4 @@
-"""Ranks that share a sample's tokens take the update that one process takes, and hand out whole velocities."""
+"""Ranks that share the tokens of a sample take the update of a single process, and return whole velocities."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -46,7 +46,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def processors(folder: Path) -> dict[str, dict[str, str]]:
-    """The environments in which MKL takes the code paths of other processors; the last needs a C compiler."""
+    """Return the environments in which MKL takes the code paths of other processors; the last needs a C compiler."""
     found: dict[str, dict[str, str]] = {"this one": {}, "SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}}
     compiler = shutil.which("cc")
     if compiler is not None and sys.platform == "linux":

@@ -31,19 +31,19 @@ def one() -> Iterator[World]:
 
 
 def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
-    """An engine over a fresh net."""
+    """Return an engine over a fresh net."""
     net = Net()
     lies = EngineConfig(**{"comm": comm, **(sharding or {})})
     return Engine(net, list(net.blocks), OptimizerConfig(**{"lr": 0.01, **config}), one, updates=100, sharding=lies)
 
 
 def full(trained: Engine) -> dict[str, Tensor]:
-    """The weights, gathered."""
+    """Return the weights, gathered."""
     return dict(trained.weights(average=False))
 
 
 def gathered(trained: Engine) -> dict[str, Tensor]:
-    """The state, gathered and copied."""
+    """Return the state, gathered and copied."""
     tensors = {}
     for name, tensor in trained.state().items():
         assert isinstance(tensor, DTensor)
@@ -52,7 +52,7 @@ def gathered(trained: Engine) -> dict[str, Tensor]:
 
 
 def plain_step(items: dict[str, Tensor], weight: Tensor, *, count: int, max_grad_norm: float = 1.0) -> dict[str, Tensor]:
-    """The update written with torch alone."""
+    """Take the update, written with torch alone."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
     ((squared(net)(items)[0] * weight).sum() / count).backward()
@@ -318,7 +318,7 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
 
 
 def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers leave the device once an update, however many micro-batches it has."""
+    """Numbers leave the device once per update, however many micro-batches it has."""
     reads: Counter[str] = Counter()
 
     def spied(name: str) -> Any:

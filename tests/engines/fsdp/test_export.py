@@ -42,7 +42,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sharded(module: nn.Module, one: World, **sharding: Any) -> nn.Module:
-    """The module as an engine holds it."""
+    """Return the module as an engine holds it."""
     return Engine(module, MODEL.blocks(module), OptimizerConfig(), one, updates=1, sharding=EngineConfig(**sharding)).module
 
 
@@ -95,7 +95,7 @@ def test_merged_is_the_adapted_module(tmp_path: Path, one: World) -> None:
 
 
 def as_default(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Another adapter's parameters, as an average of the trained one."""
+    """Return another adapter's parameters, as an average of the trained one."""
     state = module.state_dict().items()  # named_parameters would be what a forward pass gathered
     return {name.replace(f".{adapter}.", ".default."): tensor for name, tensor in state if f".{adapter}." in name}
 
@@ -265,7 +265,7 @@ def test_two_ranks_write_what_one_does(tmp_path: Path, one: World, two: Path) ->
 
 
 def tensors_and_metadata(path: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The bytes of each tensor, and the metadata, of a file."""
+    """Return the bytes of each tensor, and the metadata, of a file."""
     tensors = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
     with safe_open(path, framework="pt") as file:
         return tensors, file.metadata()

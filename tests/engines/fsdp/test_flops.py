@@ -29,7 +29,7 @@ def one() -> Iterator[World]:
 
 
 def linear(*, weight: bool, inputs: bool) -> FlopCounter:
-    """A layer's forward and backward pass, counted."""
+    """Count the operations of a layer's forward and backward pass."""
     layer = nn.Linear(IN, OUT, bias=False).requires_grad_(weight)
     x = torch.randn(ROWS, IN, requires_grad=inputs)
     with FlopCounter() as counter:
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 def blocks() -> nn.Sequential:
-    """Two of them."""
+    """Return two blocks."""
     torch.manual_seed(0)
     return nn.Sequential(Attention(), Attention())
 

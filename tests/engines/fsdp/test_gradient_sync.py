@@ -12,7 +12,7 @@ from fluvial.engines.fsdp.world import World, init_world
 
 
 def trained(one: World, net: Net, loss: Any, *, micro_batch: int, **sharding: Any) -> dict[str, Tensor]:
-    """The weights after an update of six items."""
+    """Return the weights after an update of six items."""
     engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=EngineConfig(**sharding))
     items, weight = data(6)
     engine.update(items, loss, weight, count=6, micro_batch=micro_batch, pad_to=6)

@@ -91,7 +91,7 @@ def save(folder: Path, held: dict[str, Tensor], *, parts: int = 1) -> None:
 
 
 def state() -> dict[str, Tensor]:
-    """The net's tensors."""
+    """Return the net's tensors."""
     return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
 
 

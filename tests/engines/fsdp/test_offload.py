@@ -21,7 +21,7 @@ def one() -> Iterator[World]:
 
 
 def trained(one: World) -> Engine:
-    """An engine with moments and an average, after an update."""
+    """Return an engine with moments and an average, after an update."""
     net = Net()
     engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, ema_decay=0.5), one, updates=9)
     step(engine)
@@ -35,7 +35,7 @@ def step(engine: Engine) -> None:
 
 
 def held(engine: Engine) -> dict[str, int]:
-    """Bytes of the device's storages of shards, optimizer state and average."""
+    """Return the bytes of the device's storages of shards, optimizer state and average."""
     moments = [t for state in engine.optimizer.state.values() for t in state.values() if t.ndim]
     kinds = {
         "parameters": list(engine.sharded.shards().values()),

@@ -48,7 +48,7 @@ def available(name: str) -> Iterator[None]:
 
 
 def engine(one: World, name: Any, *, seed: int = 0, **config: Any) -> Engine:
-    """An engine over a fresh net."""
+    """Return an engine over a fresh net."""
     values: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "schedule": "cosine", "warmup": 2, **config}
     return Engine(Wide(seed), config=OptimizerConfig(name=name, **values), world=one, updates=8)
 
@@ -60,7 +60,7 @@ def steps(trained: Engine, count: int) -> list[float]:
 
 
 def values(trained: Engine) -> dict[str, Tensor]:
-    """The state, copied."""
+    """Return the state, copied."""
     return {key: t.full_tensor().clone() for key, t in trained.state().items() if isinstance(t, DTensor)}
 
 
@@ -108,7 +108,7 @@ def test_each_optimizers_state_waits_on_the_host(one: World, name: str) -> None:
 
 
 def plain(name: str, net: Wide, updates: int) -> dict[str, Tensor]:
-    """The weights after updates with the optimizer of a library, at a constant learning rate."""
+    """Return the weights after updates with the optimizer of a library, at a constant learning rate."""
     from transformers.optimization import Adafactor
 
     kinds: dict[str, Any] = {

@@ -54,13 +54,13 @@ class Tower(nn.Module):
 
 
 def engine(one: World, **sharding: Any) -> Engine:
-    """An engine over a tower."""
+    """Return an engine over a tower."""
     tower = Tower()
     return Engine(tower, list(tower.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(**sharding))
 
 
 def gradients(built: Engine) -> dict[str, Tensor]:
-    """The gradients of an update of two micro-batches."""
+    """Return the gradients of an update of two micro-batches."""
     items = {"x": torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(4)}
     built.update(items, squared(built.module), torch.ones(4), count=4, micro_batch=2, pad_to=4)
     return tiny_transformers.gradients(built)
@@ -119,7 +119,7 @@ def test_checkpointing_trades_memory_for_operations(one: World) -> None:
 
 
 def test_an_attention_backend_is_set_or_refused(one: World) -> None:
-    """Where diffusers' model asks for one; else in words, also where diffusers itself would say nothing."""
+    """Where diffusers' model asks for one; else raises, also where diffusers itself would not."""
     net = tiny_transformers.flux()
     expected = tiny_transformers.flux_velocity(net, tiny_transformers.data())
     Engine(net, tiny_transformers.blocks(net), OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention="native"))

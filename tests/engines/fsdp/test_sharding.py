@@ -31,7 +31,7 @@ def one() -> Iterator[World]:
 
 
 def plain() -> dict[str, Tensor]:
-    """The weights after the update written with torch alone."""
+    """Return the weights after the update written with torch alone."""
     net, (items, weight) = Net(), data(7)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
     ((squared(net)(items)[0] * weight).sum() / 7).backward()
@@ -67,7 +67,7 @@ def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) 
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_collectives(ranks: tuple[int, dict[str, Any]], name: str) -> None:
-    """Gradients are reduced once an update, or once a micro-batch where that was asked for; so are parameters gathered."""
+    """Gradients are reduced, and parameters gathered, once per update, or per micro-batch if the configuration says so."""
     size, result = ranks
     counts, n = Counter(result[name]["counts"]), result[name]["micro_batches"]
     assert n > 1

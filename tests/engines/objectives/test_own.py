@@ -89,7 +89,7 @@ class Reinforce:
     traits = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """The advantage, scaled."""
+        """Return the advantage, scaled."""
         return self.scale * advantage
 
     def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, RewardInfo]:
@@ -102,7 +102,7 @@ class Reinforce:
 
 
 def drift(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
-    """Euler's step with noise of a constant rate on top."""
+    """Return Euler's step with noise of a constant rate on top."""
     dt = level_next - level
     return Transition(torch.ones_like(level), dt, eta * torch.sqrt(-dt))
 
@@ -186,7 +186,7 @@ class NoLoss:
     traits = ObjectiveTraits(trains_on="noised")
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """The reward."""
+        """Return the reward."""
         return reward
 
 
@@ -195,7 +195,7 @@ class FewArguments(NoLoss):
     """A loss of two arguments."""
 
     def loss(self, v: Tensor, items: Items) -> Tensor:
-        """The velocity."""
+        """Return the velocity."""
         return v
 
 
@@ -279,13 +279,13 @@ class Returns:
     traits = ObjectiveTraits(trains_on="noised")
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """One number, or one per sample."""
+        """Return one number, or one per sample, as the field says."""
         if self.what == "nan":
             return reward / 0 * 0
         return reward.sum() if self.what == "weight" else reward
 
     def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> Any:
-        """A mean, numbers with a dimension too many, wrong diagnostics, or none."""
+        """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
         error = velocity_error(v, items.target)  # type: ignore[arg-type]
         info = ErrorInfo(error.detach(), torch.zeros_like(error))
         return {

@@ -91,7 +91,7 @@ def test_on_the_meta_device_nothing_else_counts() -> None:
 
 
 def net(train: str, *, meta: bool) -> Net:
-    """The test's net, with adapters on its blocks if they are trained."""
+    """Return the test's net, with adapters on its blocks if they are trained."""
     made = Net()
     if train == "lora":
         add_lora(made, LoraConfig(rank=2), ["blocks.0.0", "blocks.1.0"])
@@ -126,7 +126,7 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
 def on_paper(
     *, ranks: int = 1, micro_batches: int = 2, reference: bool = False, phase: Any = "update", **lies: Any
 ) -> Accounting:
-    """The account of the test's net: two blocks of 9 + 3 weights, and a head of 3 + 1."""
+    """Return the account of the test's net: two blocks of 9 + 3 weights, and a head of 3 + 1."""
     module = Net()
     return account(
         module,
@@ -217,7 +217,7 @@ class Wide(nn.Module):
 
 
 def live(count: int, *, grad: bool = True, **lies: Any) -> int:
-    """The peak of 8 rows through a number of wide blocks."""
+    """Return the peak of 8 rows through a number of wide blocks."""
     with torch.device("meta"):
         module, x = Wide(count), torch.zeros(8, 16)
     before = copy.deepcopy(module)

@@ -27,12 +27,12 @@ def keys(count: int = B) -> Key:
 
 
 def clean(count: int = B) -> Tensor:
-    """Clean samples."""
+    """Return clean samples, drawn from a normal distribution."""
     return torch.rand(count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
 
 
 def put(config: NoisingConfig, prediction: Prediction = "velocity", rows: Any = slice(None), dtype: Any = None) -> Items:
-    """The pairs of some of the samples."""
+    """Return the pairs of some of the samples."""
     every = keys()
     x0 = clean()[rows] if dtype is None else clean()[rows].to(dtype)
     weight = torch.ones(len(x0))

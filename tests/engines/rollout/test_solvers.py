@@ -22,13 +22,13 @@ Velocity = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def moments(level: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
-    """What is left of the sample at a level, its noise, and the deviation of both together."""
+    """Return what is left of the sample at a level, its noise, and the deviation of both together."""
     signal, noise = (1 - level, level) if prediction == "velocity" else (level**0.5, (1 - level) ** 0.5)
     return signal, noise, (signal**2 * DEVIATION**2 + noise**2) ** 0.5
 
 
 def exact(prediction: Prediction) -> Velocity:
-    """The velocity, or the noise, that is expected at a point of the flow from noise to a normal distribution."""
+    """Return the velocity, or the noise, that is expected at a point of the flow from noise to a normal distribution."""
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         signal, noise, total = (part[:, None] for part in moments(level.double(), prediction))
@@ -41,20 +41,20 @@ def exact(prediction: Prediction) -> Velocity:
 
 
 def schedule(steps: int, prediction: Prediction) -> Schedule:
-    """Levels that are even in the logarithm of noise to signal, in which the method takes its steps."""
+    """Return levels that are even in the logarithm of noise to signal, in which the method takes its steps."""
     ratio = torch.linspace(math.log(20.0), math.log(0.02), steps + 1, dtype=torch.float64)
     levels = torch.sigmoid(ratio) if prediction == "velocity" else torch.sigmoid(-2 * ratio)
     return Schedule(levels.float(), torch.linspace(900, 100, steps))
 
 
 def goal(x: Tensor, levels: Tensor, prediction: Prediction) -> Tensor:
-    """Where the flow takes a point: it keeps its distance to the mean in standard deviations."""
+    """Return where the flow takes a point: it keeps its distance to the mean in standard deviations."""
     (signal, _, total), (signal_end, _, total_end) = (moments(levels[i].double(), prediction) for i in (0, -1))
     return signal_end * MEAN + total_end / total * (x.double() - signal * MEAN)
 
 
 def ended(prediction: Prediction, grid: Schedule, solver: str) -> tuple[Tensor, Tensor]:
-    """Where a solver ends, and where the flow does."""
+    """Return where a solver ends, and where the flow does."""
     x = normal(key(0), (64, 3), dtype=torch.float64)
     if solver == "dpmpp_2m":
         return solve("dpmpp_2m", exact(prediction), x, grid, prediction=prediction), goal(x, grid.levels, prediction)
@@ -66,7 +66,7 @@ def ended(prediction: Prediction, grid: Schedule, solver: str) -> tuple[Tensor, 
 
 
 def error(prediction: Prediction, grid: Schedule, solver: str) -> float:
-    """The root of the mean square of a solver's error."""
+    """Return the root of the mean square of a solver's error."""
     found, known = ended(prediction, grid, solver)
     assert found.dtype == torch.float64
     return float((found - known).square().mean().sqrt())

@@ -28,12 +28,12 @@ def one() -> Iterator[World]:
 
 
 def images(count: int, *shape: int) -> Tensor:
-    """Images of noise."""
+    """Return images of noise."""
     return torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def schedule(job: Any) -> Schedule:
-    """The job's schedule."""
+    """Return the job's schedule."""
     return on_device(job.model.schedule(tiny.STEPS, job.shape), CPU)
 
 

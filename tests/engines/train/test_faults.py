@@ -208,7 +208,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
 )
 def test_gloo_says_that_a_process_is_lost(text: str, reason: str) -> None:
-    """In words alone."""
+    """The message is in plain words, without a traceback."""
     with pytest.raises(LostProcessError, match=rf"rank 0: lost another process \({reason}\)$"), init_world(timeout=7):
         raise RuntimeError(text)
 
@@ -261,7 +261,7 @@ def test_a_repeated_sigterm_is_one_request() -> None:
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
-    """A run of four updates of eight samples, with two checkpoints."""
+    """Return the configuration of a run of four updates of eight samples, with two checkpoints."""
     rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
     run = TrainConfig(
         out=out, updates=4, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
@@ -270,7 +270,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
 
 
 def continued(config: TrainConfig, world: World) -> TrainConfig:
-    """The run as a restart by torchrun goes on with it."""
+    """Return the run as a restart by torchrun goes on with it."""
     return trainer._restarted(config, world, None)
 
 

@@ -21,14 +21,14 @@ class Telling(Toy):
     """A model whose prompt embeddings lie anywhere, and whose prediction tells on every processor how its inputs lie."""
 
     def encode(self, prompts: Sequence[str]) -> ToyCond:
-        """The embeddings at odd addresses, one of them turned."""
+        """Return the embeddings at odd addresses, one of them turned."""
         text, pooled = super().encode(prompts)
         return ToyCond(placed(text.mT.contiguous(), 1).mT, placed(pooled, 3))
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """The transformer's output, plus what tells how the inputs lie."""
+        """Return the transformer's output, plus what tells how the inputs lie."""
         return super().predict(module, x, sigma, cond, timestep=timestep) + 1e-3 * misplaced(x, *cond)
 
 

@@ -17,7 +17,7 @@ from fluvial.models.handwriting import Handwriting
 
 
 def bright(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward of one's own."""
+    """Score images by their brightness."""
     return images.flatten(1).mean(1)
 
 
@@ -66,7 +66,7 @@ def test_what_is_wrong_with_an_argument(changes: dict[str, Any], says: str) -> N
 
 
 def own(**changes: Any) -> Job:
-    """A job of the tiny model with a reward of one's own."""
+    """Return a job of the tiny model with a reward of one's own."""
     return replace(Job(tiny.Tiny(), tiny.PROMPTS, bright, heldout=tiny.HELDOUT, shape=tiny.SHAPE), **changes)
 
 
@@ -83,7 +83,7 @@ def test_a_reward_of_ones_own_trains(tmp_path: Path) -> None:
 
 
 def one(images: Tensor) -> Tensor:
-    """A reward that takes no prompts."""
+    """Score images without their prompts, which no reward may."""
     return images
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def size(name: str) -> list[str]:
-    """How a row is asked for its images."""
+    """Return the flags that ask a row for its images."""
     if name in ROWS:
         height, width, *frames = ROWS[name].sizes[0]
         more = ["--pipeline.frames", str(frames[0])] if frames else []
@@ -46,7 +46,7 @@ def size(name: str) -> list[str]:
 
 
 def flags(folder: Path, name: str, recipe: str) -> list[str]:
-    """Two updates of the recipe, as small as it gets."""
+    """Return the command line of two updates of the recipe, as small as it gets."""
     guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
     rollout = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
     rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"

@@ -77,7 +77,7 @@ PUBLISHED["handwriting"] = PUBLISHED["grpo"] | {"minibatches": 1}
 
 
 def value(config: TrainConfig, name: str) -> Any:
-    """A field by its dotted name."""
+    """Return a field by its dotted name."""
     found: Any = config
     for part in name.split("."):
         found = getattr(found, part)

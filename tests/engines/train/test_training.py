@@ -69,7 +69,7 @@ def test_the_summary(run: Path) -> None:
 
 
 def test_the_records(run: Path) -> None:
-    """One a update, with an on-policy ratio of exactly 1, and one an evaluation."""
+    """One per update, with an on-policy ratio of exactly 1, and one per evaluation."""
     records = launch.records(run)
     assert [(record["update"], "exact" in record) for record in records] == [
         (0, True),
@@ -364,19 +364,19 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def nan(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward that is NaN for its second image."""
+    """Score images, the second one with NaN."""
     rewards = torch.ones(len(prompts))
     rewards[1] = torch.nan
     return rewards
 
 
 def short(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward of the wrong length."""
+    """Return fewer scores than there are images."""
     return torch.ones(len(prompts) - 1)
 
 
 def raising(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A reward that raises."""
+    """Raise in place of scoring."""
     raise KeyError("no such model")
 
 

@@ -30,7 +30,7 @@ def test_keep_gathers_and_reduces_once_an_update(result: dict[str, Any], n: int)
 
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_reshard_gathers_each_time_and_reduces_once(result: dict[str, Any], n: int) -> None:
-    """Blocks are gathered twice a micro-batch, in its forward and its backward pass; gradients are reduced once."""
+    """Blocks are gathered twice per micro-batch, in its forward and its backward pass; gradients are reduced once."""
     counts = result["counts"]["reshard"][str(n)]
     blocks, root = 2, 1
     # The last block is still gathered when its backward pass begins, and so is the root.

@@ -207,7 +207,7 @@ def _call(name: str) -> dict[str, Any]:
 
 
 def noise(*shape: int) -> Tensor:
-    """Standard normal noise."""
+    """Return standard normal noise."""
     return normal(key(3), shape)
 
 

@@ -38,24 +38,24 @@ Scheduler = FlowMatchEulerDiscreteScheduler
 
 
 def velocity(x: Tensor) -> Tensor:
-    """A velocity that depends on the sample."""
+    """Return a velocity that depends on the sample."""
     return torch.sin(3 * x) - 0.5 * x
 
 
 def start(dtype: torch.dtype = torch.float32, batch: int = BATCH) -> Tensor:
-    """Initial noise."""
+    """Return initial noise."""
     return torch.randn(batch, *EVENT, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 def made(sampler: SamplerName = "ode", eta: float = 0.0, **config: Any) -> RecordingScheduler:
-    """A recording scheduler with a schedule."""
+    """Return a recording scheduler with a schedule."""
     scheduler = RecordingScheduler.from_config(Scheduler(**config).config, sampler=sampler, eta=eta)
     scheduler.set_timesteps(T, **({"mu": 0.7} if config.get("use_dynamic_shifting") else {}))
     return scheduler
 
 
 def walk(scheduler: Any, x: Tensor, *, first: int = 0, **options: Any) -> Tensor:
-    """What a pipeline does."""
+    """Call a recording scheduler as a pipeline does."""
     for timestep in scheduler.timesteps[first:]:
         x = scheduler.step(velocity(x), timestep, x, return_dict=False, **options)[0]
     return x
@@ -222,7 +222,7 @@ def test_a_key_a_sample_makes_its_noise_its_own() -> None:
 
 
 def test_noise_comes_from_generators_where_there_is_no_key() -> None:
-    """The recording's, one or one a sample; else the pipeline's; else torch's own. Recorded or not."""
+    """The recording's, one or one per sample; else the pipeline's; else torch's own. Recorded or not."""
 
     def seeded(*seeds: int) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(seed) for seed in seeds]

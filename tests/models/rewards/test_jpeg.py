@@ -12,7 +12,7 @@ PROMPTS = ["", "", ""]
 
 
 def images() -> torch.Tensor:
-    """A flat image, a gradient and noise, `[3, 3, 32, 32]`."""
+    """Return a flat image, a gradient and noise, `[3, 3, 32, 32]`."""
     ramp = torch.linspace(0, 1, 32).expand(3, 32, 32)
     return torch.stack([torch.full((3, 32, 32), 0.5), ramp, uniform(key(0), (3, 32, 32))])
 
