@@ -55,7 +55,7 @@ def parquet(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def saved_to_disk(path: Path, records: list[dict[str, Any]]) -> Path:
-    """A folder as `datasets.Dataset.save_to_disk` writes it, in two files."""
+    """Return a folder as `datasets.Dataset.save_to_disk` writes it, in two files."""
     import pyarrow as arrow
     from pyarrow import ipc
 

@@ -38,7 +38,7 @@ def one() -> Iterator[World]:
 
 
 def goals(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """The number in the record of each image's prompt."""
+    """Return the number in the record of each image's prompt."""
     return torch.tensor([float(record.get("goal", 0)) for record in metadata]) + 1e-3 * images.mean((1, 2, 3)).cpu()
 
 
