@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
+from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.pipelines.folder import entries, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
@@ -102,6 +103,15 @@ class Pipeline(ABC):
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """See `DiffusionModel.decode`."""
+
+    @abstractmethod
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples `[B, *event]`, which `decode` turns back into the images up to the error of the VAE.
+
+        Args:
+            images: images `[B, C, H, W]` of 1 or 3 channels, or videos `[B, C, F, H, W]`, in [0, 1].
+            key: keys `[B]`, one per image, that a sample of the VAE's distribution is drawn with; without, it is the mean.
+        """
 
     @abstractmethod
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
@@ -234,6 +244,29 @@ class Pipeline(ABC):
         images = torch.cat([self.vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
         return (images.float() * 0.5 + 0.5).clamp(0, 1).to(latents.device)
 
+    @torch.no_grad()
+    def encode_with_vae(self, images: Tensor, key: Key | None = None) -> Tensor:
+        """Encode images or videos in [0, 1] to unscaled latents in chunks; return float32, on the device of the images.
+
+        Args:
+            images, key: see `encode_images`; the images have the dimensions that the VAE takes.
+
+        Raises:
+            ValueError: there is a key, and the VAE has no distribution to sample from.
+        """
+        coloured = images if images.shape[1] == 3 else images.expand(-1, 3, *images.shape[2:])
+        chunks = (coloured * 2 - 1).to(self.device, self.dtype).split(self.decode_chunk)
+        encoded = [self.vae.encode(chunk) for chunk in chunks]
+        if not hasattr(encoded[0], "latent_dist"):  # a deterministic VAE
+            if key is not None:
+                raise ValueError(f"{self.folder}'s VAE has no distribution to sample from: use latents mean")
+            return torch.cat([each.latent for each in encoded]).float().to(images.device)
+        latents = torch.cat([each.latent_dist.mode() for each in encoded]).float().to(images.device)
+        if key is None:
+            return latents
+        std = torch.cat([each.latent_dist.std for each in encoded]).to(latents)
+        return latents + std * normal(key, tuple(latents.shape))
+
     def _cached(self, prompt: str) -> dict[str, Tensor]:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
@@ -281,8 +314,16 @@ class Pipeline(ABC):
 
     def _encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""
-        digest = hashlib.sha256(f"{self.pipeline} {self.dtype} {self.text_tokens}".encode())
-        for part in sorted(name for name in self.parts if name.startswith(("tokenizer", "text_encoder"))):
+        return self._fingerprint_of(f"{self.pipeline} {self.dtype} {self.text_tokens}", ("tokenizer", "text_encoder"))
+
+    def image_encoder(self) -> str:
+        """Return a fingerprint of the VAE and the settings that encoded images depend on."""
+        return self._fingerprint_of(f"{self.pipeline} {self.dtype}", ("vae",))
+
+    def _fingerprint_of(self, settings: str, kinds: tuple[str, ...]) -> str:
+        """Return a fingerprint of settings and of the files of the parts whose names start with one of `kinds`."""
+        digest = hashlib.sha256(settings.encode())
+        for part in sorted(name for name in self.parts if name.startswith(kinds)):
             for file in sorted(path for path in (self.folder / part).rglob("*") if path.is_file()):
                 size = file.stat().st_size
                 digest.update(f"\n{part}/{file.name} {size}\n".encode())

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
+from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -99,6 +100,12 @@ class QwenImage(Pipeline):
         config = self.vae.config
         mean, std = (latents.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
         return self.decode_with_vae((latents * std + mean).unsqueeze(2)).squeeze(2)
+
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
+        config = self.vae.config
+        mean, std = (images.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
+        return (self.encode_with_vae(images.unsqueeze(2), key).squeeze(2) - mean) / std
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -82,3 +83,8 @@ class SD3(Pipeline):
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]."""
         return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)
+
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
+        config = self.vae.config
+        return (self.encode_with_vae(images, key) - config.shift_factor) * config.scaling_factor

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
+from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
@@ -120,3 +121,7 @@ class StableDiffusion(Pipeline):
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]."""
         return self.decode_with_vae(latents / self.vae.config.scaling_factor)
+
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
+        return self.encode_with_vae(images, key) * self.vae.config.scaling_factor

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, flow_schedule
 from fluvial.models.pipelines.experts import EXPERTS, Experts
 from fluvial.models.pipelines.folder import read_index, read_settings
@@ -117,3 +118,12 @@ class Wan(Pipeline):
             for name in ("latents_mean", "latents_std")
         )
         return self.decode_with_vae(latents / (1 / std) + mean)  # the operations of diffusers' pipeline, for the same bits
+
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples `[B, C, f, h, w]` of videos `[B, 3, F, H, W]`, or of images as videos of one frame."""
+        videos = images if images.ndim == 5 else images.unsqueeze(2)
+        mean, std = (
+            torch.tensor(self.vae_config[name], device=images.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return (self.encode_with_vae(videos, key) - mean) / std

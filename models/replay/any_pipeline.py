@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from fluvial.core.random import fold_in, key
+from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Record
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
+from fluvial.models.replay.arguments import exactly, shown
 from fluvial.models.replay.capture import SCALES, Capture, same_steps
 from fluvial.models.replay.checks import check_images, check_initial_noise, check_steps, foreign, refusal
+from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, check_replay, generators, record, rounding
 
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
-UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
 
@@ -106,6 +106,7 @@ class AnyPipeline(Pipeline):
         self.steps, self.compute = steps, compute
         self._pipe: Any = None
         self._once: _Known | None = None
+        self._latents: LatentLayout | None = None
 
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -188,6 +189,27 @@ class AnyPipeline(Pipeline):
         """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
         return torch.cat([self._decoded(chunk) for chunk in latents.split(self.decode_chunk)]).to(latents.device)
 
+    @property
+    def vae(self) -> Any:
+        """The VAE of the loaded pipeline."""
+        return self._loaded().vae
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Return clean samples, see `Pipeline.encode_images`: the pipeline's way from samples to its VAE, backwards.
+
+        Raises:
+            ValueError: that way is not a scaled rearrangement.
+        """
+        if self._latents is None:
+            self._latents = latent_layout(self._vae_input, self.known.shape, self.pipeline)
+        videos = images.unsqueeze(2) if len(self._latents.shape) == 4 and images.ndim == 4 else images
+        return to_samples(self.encode_with_vae(videos, key), self._latents, self.known.shape)
+
+    def _vae_input(self, latents: Tensor) -> Tensor:
+        """Return what the pipeline gives to its VAE to decode samples."""
+        return vae_input(self.vae, lambda: self._decoded(latents), self.pipeline)
+
     def check(self, module: nn.Module, prompts: Sequence[str]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
 
@@ -254,7 +276,7 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
-        return f"{super()._encoders()} {self.compute} {_exactly(self.asked)}"
+        return f"{super()._encoders()} {self.compute} {exactly(self.asked)}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
@@ -301,7 +323,7 @@ class AnyPipeline(Pipeline):
             quietly(), capture.watching(pipe, scheduler),
             scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
         ):  # fmt: skip
-            with foreign(self.pipeline, f"be called with {_shown(self.asked)}"):
+            with foreign(self.pipeline, f"be called with {shown(self.asked)}"):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
@@ -333,29 +355,6 @@ class AnyPipeline(Pipeline):
 def _pixels(made: Tensor) -> Tensor:
     """Return a pipeline's output as images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
     return (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
-
-
-def _shown(asked: Mapping[str, Any]) -> str:
-    """Return the arguments of a pipeline's call in one line, for messages."""
-
-    def short(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"tensor{list(value.shape)}"
-        text = " ".join(repr(value).split())
-        return text if len(text) <= 60 else f"{text[:60]}..."
-
-    return ", ".join(f"{name}={short(value)}" for name, value in asked.items() if name not in UNSHOWN)
-
-
-def _exactly(asked: Mapping[str, Any]) -> str:
-    """Return the arguments of a pipeline's call with all values of tensors and images, for a fingerprint."""
-
-    def whole(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{value.dtype} {value.tolist()}"
-        return f"{value.size} {value.tobytes()!r}" if isinstance(value, Image.Image) else repr(value)
-
-    return ", ".join(f"{name}={whole(value)}" for name, value in asked.items() if name not in UNSHOWN)
 
 
 def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
