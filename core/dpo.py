@@ -15,7 +15,7 @@ class DpoInfo(NamedTuple):
     """Diagnostics of the preference loss, one number per pair, without gradient."""
 
     reward_win: Tensor  # -beta/2 (err_win - err_win_ref), the implicit reward of the preferred sample
-    reward_lose: Tensor  # that of the other sample; if both fall, the model is getting worse at both
+    reward_lose: Tensor  # that of the other sample, times its weight; if both fall, the model is getting worse at both
     margin: Tensor  # reward_win - reward_lose
     accuracy: Tensor  # 1 where the margin is above 0, else 0
 
@@ -29,11 +29,17 @@ class BestWorst(NamedTuple):
 
 
 def dpo_loss(
-    err_win: PerSample, err_lose: PerSample, err_win_ref: PerSample, err_lose_ref: PerSample, *, beta: float
+    err_win: PerSample,
+    err_lose: PerSample,
+    err_win_ref: PerSample,
+    err_lose_ref: PerSample,
+    *,
+    beta: float,
+    lose_weight: float = 1.0,
 ) -> PerSample:
     """Return the preference loss of each pair, `[P]`; it falls as the policy comes to fit the preferred sample better.
 
-        loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - (err_lose - err_lose_ref)))
+        loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - w (err_lose - err_lose_ref)))
 
     It is log 2 if the policy equals the reference policy. Gradients flow to err_win and err_lose only.
 
@@ -43,17 +49,25 @@ def dpo_loss(
         err_win_ref, err_lose_ref: the same errors of the reference policy, `[P]`.
         beta: strength of the implicit KL, > 0. It includes the number of steps that the bound sums over, so values in
             the thousands are usual.
+        lose_weight: weight w of the rejected sample. Below 1 the policy gains less from getting worse at it, which is how
+            runs diverge; 0 fits the preferred sample alone.
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
-    return -F.logsigmoid(_rewards("dpo_loss", err_win, err_lose, err_win_ref, err_lose_ref, beta)[1])
+    return -F.logsigmoid(_rewards("dpo_loss", err_win, err_lose, err_win_ref, err_lose_ref, beta, lose_weight)[1])
 
 
 def dpo_info(
-    err_win: PerSample, err_lose: PerSample, err_win_ref: PerSample, err_lose_ref: PerSample, *, beta: float
+    err_win: PerSample,
+    err_lose: PerSample,
+    err_win_ref: PerSample,
+    err_lose_ref: PerSample,
+    *,
+    beta: float,
+    lose_weight: float = 1.0,
 ) -> DpoInfo:
     """Return diagnostics of the preference loss, each `[P]`; the arguments are those of `dpo_loss`."""
-    win, margin = _rewards("dpo_info", err_win.detach(), err_lose.detach(), err_win_ref, err_lose_ref, beta)
+    win, margin = _rewards("dpo_info", err_win.detach(), err_lose.detach(), err_win_ref, err_lose_ref, beta, lose_weight)
     return DpoInfo(win, win - margin, margin, (margin > 0).to(margin.dtype))
 
 
@@ -81,16 +95,23 @@ def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
 
 
 def _rewards(
-    function: str, err_win: Tensor, err_lose: Tensor, err_win_ref: Tensor, err_lose_ref: Tensor, beta: float
+    function: str,
+    err_win: Tensor,
+    err_lose: Tensor,
+    err_win_ref: Tensor,
+    err_lose_ref: Tensor,
+    beta: float,
+    lose_weight: float,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments; return the implicit reward of the preferred sample, and its margin over that of the other."""
     check_number(function, "beta", beta, low=1e-12)
+    check_number(function, "lose_weight", lose_weight, low=0)
     errors = {"err_win": err_win, "err_lose": err_lose, "err_win_ref": err_win_ref, "err_lose_ref": err_lose_ref}
     dtype = compute_dtype(function, **errors)
     check_same_shape(function, **errors)
     win = err_win.to(dtype) - err_win_ref.to(dtype).detach()
     lose = err_lose.to(dtype) - err_lose_ref.to(dtype).detach()
-    return -beta / 2 * win, -beta / 2 * (win - lose)
+    return -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
 
 
 def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tensor:

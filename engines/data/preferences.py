@@ -1,16 +1,23 @@
-"""Preferences: pairs of images of one prompt, the preferred and the rejected one, in a folder.
+"""Preferences: pairs of images of one prompt, the preferred and the rejected one, from a folder or a file.
 
-The folder holds `preferences.jsonl`, with one line {"prompt", "win", "lose"} per pair, and the image files that it names.
+A folder holds `preferences.jsonl`, with one line {"prompt", "win", "lose"} per pair, and the image files that it names.
+Files of records, and folders that datasets saved to disk, may also have the columns of Pick-a-Pic (two images and their
+labels) or of HPD (several images and their ranks).
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.image_cache import ImageCache
+from fluvial.engines.data.images import read_image
+from fluvial.engines.data.records import image_in
+from fluvial.engines.data.tables import STATE, Row, rows
 from fluvial.engines.errors import UsageError
 
 PREFERENCES = "preferences.jsonl"
@@ -22,6 +29,46 @@ class Preference(NamedTuple):
     prompt: str
     win: Tensor
     lose: Tensor
+
+
+class PreferenceRecord(NamedTuple):
+    """A preference in a file: two images of a prompt."""
+
+    where: str  # file and line, for messages
+    prompt: str
+    win: Path | bytes  # file of the preferred image, or its bytes
+    lose: Path | bytes
+
+
+class EncodedPreferences(Sequence[Preference]):
+    """Preferences whose images are read from a cache when they are trained on.
+
+    Args:
+        records: the preferences.
+        cache: cache that holds the samples of all their images, but of those that could not be read.
+    """
+
+    def __init__(self, records: Sequence[PreferenceRecord], cache: ImageCache) -> None:
+        self.records = [record for record in records if not {record.win, record.lose} & cache.unreadable]
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @overload
+    def __getitem__(self, place: int) -> Preference: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Preference]: ...
+    def __getitem__(self, place: int | slice) -> Preference | Sequence[Preference]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        record = self.records[place]
+        return Preference(record.prompt, self.cache[record.win], self.cache[record.lose])
+
+    @property
+    def prompts(self) -> list[str]:
+        """Prompt of each preference."""
+        return [record.prompt for record in self.records]
 
 
 def claim_preferences(folder: Path) -> None:
@@ -75,7 +122,7 @@ def read_preferences(
     """Return the preferences of a folder as clean samples of a model.
 
     Args:
-        folder: folder that `write_preferences` wrote, or one like it.
+        folder: folder that `write_preferences` wrote, or another source, see `preference_records`.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples; None for a model that has none.
         shape: shape of one sample.
         check: function that raises ValueError for a string that is not a prompt of the model.
@@ -91,17 +138,15 @@ def read_preferences(
             f"preferences of {folder} cannot be used: this job has no function from images to samples (encode): pass one to "
             "the job"
         )
-    left_out, found = frozenset(skip), []
-    for where, prompt, names in _records(folder, check=check, heldout=heldout):
-        if prompt in left_out:
-            continue
+    found = []
+    for record in preference_records(folder, check=check, heldout=heldout, skip=skip):
         try:
-            samples = encode(torch.stack([_image(folder / name) for name in names]))
-        except (OSError, RuntimeError) as error:
-            raise UsageError(f"{where}: its images cannot be used: {' '.join(str(error).split())}") from error
+            samples = encode(torch.stack([read_image(image) for image in (record.win, record.lose)]))
+        except (UsageError, RuntimeError) as error:
+            raise UsageError(f"{record.where}: its images cannot be used: {' '.join(str(error).split())}") from error
         if tuple(samples.shape[1:]) != tuple(shape):
-            raise UsageError(f"{where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
-        found.append(Preference(prompt, *samples))
+            raise UsageError(f"{record.where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
+        found.append(Preference(record.prompt, *samples))
     return tuple(found)
 
 
@@ -109,44 +154,96 @@ def preferred_prompts(folder: Path, *, check: Callable[[str], None], heldout: Se
     """Return the prompts of a folder of preferences, each once, in their order.
 
     Args:
-        folder, check, heldout: arguments of `read_preferences`.
+        folder, check, heldout: arguments of `preference_records`.
+    """
+    return tuple(dict.fromkeys(record.prompt for record in preference_records(folder, check=check, heldout=heldout)))
+
+
+def preference_records(
+    path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), skip: Sequence[str] = ()
+) -> tuple[PreferenceRecord, ...]:
+    """Return the preferences of a folder or a file, without reading their images.
+
+    A record has a column `prompt` or `caption`, and one of:
+
+    - `win` and `lose`;
+    - two images `image_0` and `image_1` (or `jpg_0` and `jpg_1`) with `label_0`, 1 if the first is preferred and 0 if the
+      second is (Pick-a-Pic; ties are left out);
+    - a list `images` (or `image_path`) with `rank`, of which the lowest is the best, or `human_preference`, of which the
+      highest is (HPD; each two images of different rank are a preference).
+
+    Args:
+        path: folder with preferences.jsonl, file of records, or folder that datasets saved to disk.
+        check: function that raises ValueError for a string that is not a prompt of the model.
+        heldout: prompts of the evaluation, which must not be there.
+        skip: prompts whose preferences are left out.
 
     Raises:
-        UsageError: the file is missing, or a line is not a preference or has a held-out prompt.
+        UsageError: a file is missing, or a line is not a preference or has a held-out prompt; the message names file and
+            line.
     """
-    return tuple(dict.fromkeys(prompt for _, prompt, _ in _records(folder, check=check, heldout=heldout)))
-
-
-def _records(
-    folder: Path, *, check: Callable[[str], None], heldout: Sequence[str]
-) -> Iterator[tuple[str, str, tuple[Path, Path]]]:
-    """Yield the place in the file, the prompt and the names of the two images of each preference of a folder."""
-    path, apart = folder / PREFERENCES, frozenset(heldout)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"preferences {path} cannot be read: {reason}") from error
-    if not lines:
-        raise UsageError(f"preferences {path} is empty, expected one preference per line")
-    for number, line in enumerate(lines, start=1):
-        where = f"preferences {path}, line {number}"
+    is_set = path.is_dir() and any((path / name).is_file() for name in (STATE, "dataset_dict.json"))
+    file = path / PREFERENCES if path.is_dir() and not is_set else path
+    folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
+    found: list[PreferenceRecord] = []
+    for row in rows(file, "preferences"):
+        prompt = row.columns.get("prompt", row.columns.get("caption"))
+        if not isinstance(prompt, str):
+            raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
         try:
-            record = json.loads(line)
-            prompt, names = record["prompt"], (Path(record["win"]), Path(record["lose"]))
             check(prompt)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f'{where}: expected {{"prompt": ..., "win": ..., "lose": ...}}: {error}') from error
+        except ValueError as error:
+            raise UsageError(f"{row.where}: {error}") from error
         if prompt in apart:
-            raise UsageError(f"{where}: {prompt!r} is held out for evaluation, never trained on")
-        yield where, prompt, names
+            raise UsageError(f"{row.where}: {prompt!r} is held out for evaluation, never trained on")
+        if prompt not in left_out:
+            found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
+    if not found:
+        raise UsageError(f"preferences {file} is empty, expected one preference per line")
+    return tuple(found)
 
 
-def _image(path: Path) -> Tensor:
-    """Return an image file as `[C, H, W]` in [0, 1], with 1 channel for grey images and 3 for all others."""
-    import numpy as np
-    from PIL import Image
+def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
+    """Yield the (preferred, rejected) images of a record."""
+    columns = row.columns
 
-    with Image.open(path) as image:
-        array = np.asarray(image if image.mode == "L" else image.convert("RGB"), dtype=np.float32) / 255
-    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1)
+    def image(value: Any, column: str) -> Path | bytes:
+        return image_in(value, f"{row.where}, column {column}", folder)
+
+    for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
+        if {first, second, "label_0"} <= set(columns):
+            label = columns["label_0"]
+            if label not in (0, 0.5, 1):
+                raise UsageError(f"{row.where}, column label_0 is {label!r}, expected 0, 0.5 or 1")
+            if label != 0.5 and columns.get("has_label", True):
+                win, lose = (first, second) if label == 1 else (second, first)
+                yield image(columns[win], win), image(columns[lose], lose)
+            return
+    listed = next((name for name in ("images", "image_path") if name in columns), None)
+    ranked = next((name for name in ("rank", "ranks", "human_preference") if name in columns), None)
+    if listed is not None and ranked is not None:
+        yield from _ranked(row, listed, ranked, image)
+    elif {"win", "lose"} <= set(columns):
+        yield image(columns["win"], "win"), image(columns["lose"], "lose")
+    else:
+        raise UsageError(
+            f"{row.where}: expected the columns win and lose, or image_0, image_1 and label_0, or images and rank, got "
+            f"{', '.join(columns)}"
+        )
+
+
+def _ranked(
+    row: Row, listed: str, ranked: str, image: Callable[[Any, str], Path | bytes]
+) -> Iterator[tuple[Path | bytes, Path | bytes]]:
+    """Yield the preferences between images of one prompt that have ranks."""
+    names, ranks = row.columns[listed], row.columns[ranked]
+    if not isinstance(names, list) or not isinstance(ranks, list) or len(names) != len(ranks):
+        raise UsageError(f"{row.where}: expected as many numbers in column {ranked} as images in column {listed}")
+    if not all(isinstance(rank, int | float) for rank in ranks):
+        raise UsageError(f"{row.where}, column {ranked} holds {ranks}, expected numbers")
+    sign = -1 if ranked == "human_preference" else 1
+    for first, second in combinations(range(len(names)), 2):
+        better = sign * (ranks[second] - ranks[first])
+        if better:
+            win, lose = (first, second) if better > 0 else (second, first)
+            yield image(names[win], listed), image(names[lose], listed)

@@ -79,16 +79,23 @@ def read_prompts(
 
 
 def read_sources(
-    words: Sequence[str], *, check: Callable[[str], None], heldout: Sequence[str] = ()
+    words: Sequence[str],
+    *,
+    check: Callable[[str], None],
+    heldout: Sequence[str] = (),
+    read: Callable[..., tuple[Prompt, ...]] = read_prompts,
+    field: str = "prompts",
 ) -> tuple[tuple[Prompt, ...], dict[str, float]]:
     """Return the prompts of several files, and the weight of each file by its name.
 
     Args:
         words: the files, see `sources`.
         check, heldout: arguments of `read_prompts`.
+        read: function that reads a file, `read_prompts` or `images.read_images`.
+        field: setting that names the files, for messages.
     """
-    found = sources(words)
-    prompts = [read_prompts(each.path, check=check, heldout=heldout, source=each.name) for each in found]
+    found = sources(words, field)
+    prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in found]
     return tuple(prompt for part in prompts for prompt in part), {each.name: each.weight for each in found}
 
 

@@ -35,15 +35,18 @@ class Dpo:
     Args:
         beta: Inverse temperature of the preference, without a unit. It includes the number of steps of the bound, so that
             thousands are usual.
-        preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images); without one
-            the pairs come from the rollout.
+        lose_weight: Weight of the rejected sample in the margin. Below 1 a run diverges less easily, because the policy
+            gains less from getting worse at rejected samples.
+        preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images), or records
+            like those of Pick-a-Pic and HPD; without one the pairs come from the rollout.
     """
 
     beta: float = 2000.0
+    lose_weight: float = 1.0
     preferences: Path | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective", beta=(1e-12, math.inf))
+        check_fields(self, "objective", beta=(1e-12, math.inf), lose_weight=(0, 1e6))
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
@@ -63,4 +66,5 @@ class Dpo:
         errors = [
             velocity_error(of[:, i], target[:, i], implementation=config.implementation) for of in (v, v_ref) for i in (0, 1)
         ]
-        return dpo_loss(*errors, beta=self.beta), dpo_info(*errors, beta=self.beta)
+        asked = {"beta": self.beta, "lose_weight": self.lose_weight}
+        return dpo_loss(*errors, **asked), dpo_info(*errors, **asked)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fluvial.engines.data.preferences import Preference, read_preferences
+from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
 from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
@@ -55,7 +55,7 @@ class Parts:
     source: RolloutSource
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
-    preferences: tuple[Preference, ...]
+    preferences: tuple[Preference, ...] | EncodedPreferences
     base: str
 
 
@@ -82,18 +82,19 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
             check_model(config, job.model.prediction, recorded=is_recorded(job.model))
         except ValueError as error:
             raise UsageError(str(error)) from error
+    _check_negative_prompt(config, job)
+    if job.prepare is not None:
+        prompts = job.prepare(world, [config.rollout.guidance.negative] if config.is_guided else [])
+        job = job if prompts is None else replace(job, prompts=prompts)
+    with world.agreed():
         preferences = _preferences(config, job)
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
-    _check_negative_prompt(config, job)
     schedule, evaluation_schedule = (
         on_device(job.model.schedule(steps, job.shape), world.device)
         for steps in (config.rollout.steps, config.evaluation_steps)
     )
     learner = Learner(config, job, world, engine, policies, schedule)
     source = RolloutSource(config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler)
-    if job.prepare is not None:
-        guidance = config.rollout.guidance
-        job.prepare(world, [guidance.negative] if config.is_guided else [])
     return Parts(job, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 
@@ -115,7 +116,7 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
     return rewards, job
 
 
-def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
+def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
     """Return the given preferences of the run, if it learns from a folder of them.
 
     Raises:
@@ -126,11 +127,14 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...]:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
         split_off = config.model not in BUILT_IN and not config.prompts and not config.pipeline.heldout
         apart = {"skip": sorted(set(job.heldout) - set(job.prompts))} if split_off else {"heldout": job.heldout}
+        if job.images is not None:
+            records = preference_records(folder, check=job.model.check_prompt, **apart)
+            return EncodedPreferences(records, job.images)
         return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from data, and this job has none (data): use another recipe, or pass data "
-            "to the job"
+            f"{name_of(config.objective)} learns from data, and this job has none: set data to a folder of images with "
+            "captions, or pass data to the job"
         )
     return ()
 

@@ -40,6 +40,7 @@ class PipelineConfig:
             without a folder the encoders stay, and encode each batch.
         text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
         shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
+        latents: Sample of an image that is learnt from: mean (of the VAE's distribution) or sample (one draw per image).
         frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, else float32.
         trust_remote_code: Run code that comes with the model's folder.
     """
@@ -52,6 +53,7 @@ class PipelineConfig:
     text_cache: Path | None = None
     text_tokens: int | None = None
     shift: float | None = None
+    latents: Literal["mean", "sample"] = "mean"
     frozen: Literal["auto", "float32", "bfloat16"] = "auto"
     trust_remote_code: bool = False
 
@@ -104,6 +106,11 @@ class TrainConfig:
             training codes of the built-in models.
         prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled) or draws (at random, with
             replacement).
+        data: Images with captions to learn from without a rollout (sft), each with or without a weight: folders of images,
+            or files of records with a column image.
+        data_cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and
+            images may share one.
+        data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, or functions (images, prompts) -> [B] as module:name. By default the job's first.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
@@ -150,6 +157,9 @@ class TrainConfig:
     weights: Path | None = None
     prompts: tuple[str, ...] = ()
     prompt_order: Literal["epochs", "draws"] = "epochs"
+    data: tuple[str, ...] = ()
+    data_cache: Path | None = None
+    data_errors: Literal["refuse", "skip"] = "refuse"
     rewards: tuple[str, ...] = ()
     micro_batch: int = 64
     init: Literal["sharded", "whole"] = "sharded"

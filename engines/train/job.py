@@ -1,6 +1,7 @@
 """The job of a run: a built-in model's, a pipeline's, or a person's own; and its network."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,26 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from fluvial.engines.data.images import read_images
 from fluvial.engines.data.prompts import read_sources
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.jobs.base import Job
+from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
 
 __all__ = ["Job", "build", "handwriting", "named", "of_run", "opened", "pipeline"]
 
 
-def handwriting(*, weights: Path | None = None, prompts: Sequence[str] = (), unet: bool = False) -> Job:
+def handwriting(
+    *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = (), unet: bool = False
+) -> Job:
     """Return the built-in job: write 4-digit codes so that a recogniser reads them.
 
     Args:
         weights: folder of the model's weights; the shipped base by default.
         prompts: files of codes to train on, see `data.prompts.sources`; by default all codes that are not held out.
+        data: images of codes with their codes as captions, see `data.images.read_images`.
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
@@ -36,6 +42,8 @@ def handwriting(*, weights: Path | None = None, prompts: Sequence[str] = (), une
     train, weights_of = codes("train"), dict[str, float]()
     if prompts:
         train, weights_of = read_sources(prompts, check=model.check_prompt, heldout=heldout)
+    elif data:
+        train, weights_of = read_sources(data, check=model.check_prompt, heldout=heldout, read=read_images, field="data")
     return Job(
         model,
         train,
@@ -49,13 +57,14 @@ def handwriting(*, weights: Path | None = None, prompts: Sequence[str] = (), une
     )
 
 
-def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = ()) -> Job:
+def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
     """Return the job of a built-in model.
 
     Args:
         model: name of the model.
         weights: folder of its weights; the shipped base by default.
         prompts: files of prompts to train on.
+        data: images with captions.
 
     Raises:
         UsageError: there is no such model, or the file holds a line that is not a prompt.
@@ -65,7 +74,7 @@ def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (
             f"model is {model!r}, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub such as owner/name "
             "(fluvial models)"
         )
-    return handwriting(weights=weights, prompts=prompts, unet=model == BUILT_IN[1])
+    return handwriting(weights=weights, prompts=prompts, data=data, unet=model == BUILT_IN[1])
 
 
 def of_run(config: TrainConfig) -> Job:
@@ -76,18 +85,17 @@ def of_run(config: TrainConfig) -> Job:
     """
     elsewhere = "/" in config.model or Path(config.model).is_dir() or is_adapter(config.model)
     if config.model in BUILT_IN or not elsewhere:
-        return named(config.model, weights=config.weights, prompts=config.prompts)
-    if (folder := config.objective.traits.preferences) is not None:
-        raise UsageError(
-            f"objective.preferences is {folder}, and images cannot be encoded into samples of "
-            f"{config.model} yet: train {' or '.join(BUILT_IN)} on them, or leave objective.preferences out and set prompts "
-            "to a file, to learn from pairs of samples of each rollout"
-        )
+        return with_images(named(config.model, weights=config.weights, prompts=config.prompts, data=config.data), config)
     rollout, device = config.rollout, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return pipeline(
-        config.model, config.pipeline, prompts=config.prompts, steps=rollout.steps, guidance=rollout.guidance,
+    asked = config.pipeline
+    if (config.data or config.objective.traits.preferences is not None) and asked.text_cache is None:
+        asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
+    job = pipeline(
+        config.model, asked, prompts=config.prompts, data=config.data, preferences=config.objective.traits.preferences,
+        steps=rollout.steps, guidance=rollout.guidance,
         compute=config.engine.compute_dtype(device),
     )  # fmt: skip
+    return with_images(job, config)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

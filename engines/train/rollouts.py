@@ -10,7 +10,7 @@ from fluvial.core.rollout import unrecorded
 from fluvial.core.sigmas import sde_steps, sde_window
 from fluvial.core.transitions import Sampler
 from fluvial.engines.data.order import PromptOrder, order_key
-from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunners
@@ -90,9 +90,11 @@ class RolloutSource:
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
 
-    def preferences(self, root: Key, given: tuple[Preference, ...]) -> list[Preference]:
+    def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
-        return [given[place] for place in self._places(root, [preference.prompt for preference in given])]
+        encoded = isinstance(given, EncodedPreferences)
+        prompts = given.prompts if encoded else [preference.prompt for preference in given]
+        return [given[place] for place in self._places(root, prompts)]
 
     def _places(self, root: Key, of: Sequence[str]) -> list[int]:
         """Return the indices of the prompts that the next rollout takes, one per group."""

@@ -25,6 +25,7 @@ def config_problems(config: RunSettings) -> Iterator[str]:
         yield from _clean_samples(config)
     if not config.makes_samples:
         yield from _given_samples(config)
+    yield from _images(config)
     yield from _policies(config)
     yield from _kl(config)
     yield from _model(config)
@@ -173,6 +174,18 @@ def _given_samples(config: RunSettings) -> Iterator[str]:
         )
     if config.prompts and config.objective.traits.preferences is not None:
         yield "prompts is set, and a folder of preferences has its own: leave it as it is"
+
+
+def _images(config: RunSettings) -> Iterator[str]:
+    """Yield settings of images where a run learns from none."""
+    traits, name = config.objective.traits, name_of(config.objective)
+    if config.data and (not traits.offline or traits.preferences is not None):
+        others = "its samples are made by rollouts" if not traits.offline else "it learns from a folder of preferences"
+        yield f"data is set, and {name} takes none: {others}; use prompts, or the recipe sft"
+    if config.data and config.prompts:
+        yield "prompts is set, and data has captions, which are the prompts: leave it as it is"
+    if (config.data_cache is not None or config.data_errors != "refuse") and not config.data and traits.preferences is None:
+        yield f"data_cache or data_errors is set, and {name} here learns from no images: set data, or leave them as they are"
 
 
 def _policies(config: RunSettings) -> Iterator[str]:

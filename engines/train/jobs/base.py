@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
+from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.prompts import split_off
 from fluvial.engines.errors import UsageError
@@ -36,10 +37,12 @@ class Job:
         load: function from a folder of weights to a model with these weights; needed for a teacher.
         data: function (key, prompts) -> clean samples `[B, *event]`, for supervised training.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
-        prepare: function (world, negative prompts) that is called once before training, on every rank.
+        prepare: function (world, negative prompts) that is called once before training, on every rank; it may return
+            the prompts that can be trained on.
         check: function of the network that is called once before the first update, on every rank; it returns a line to show,
             or raises ValueError.
         source_weights: weight of each source of the prompts by its name; 1 where there is none.
+        images: encoded images of given preferences; without it they are encoded when they are read.
 
     Raises:
         UsageError: an argument is not what it should be.
@@ -54,9 +57,10 @@ class Job:
     load: Callable[[Path], DiffusionModel] | None
     data: Callable[[Key, Sequence[str]], Tensor] | None
     encode: Callable[[Tensor], Tensor] | None
-    prepare: Callable[[World, Sequence[str]], None] | None
+    prepare: Callable[[World, Sequence[str]], Sequence[str] | None] | None
     check: Callable[[nn.Module], str] | None
     source_weights: Mapping[str, float]
+    images: ImageCache | None
 
     def __init__(
         self,
@@ -70,9 +74,10 @@ class Job:
         load: Callable[[Path], DiffusionModel] | None = None,
         data: Callable[[Key, Sequence[str]], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
-        prepare: Callable[[World, Sequence[str]], None] | None = None,
+        prepare: Callable[[World, Sequence[str]], Sequence[str] | None] | None = None,
         check: Callable[[nn.Module], str] | None = None,
         source_weights: Mapping[str, float] | None = None,
+        images: ImageCache | None = None,
     ) -> None:
         try:
             check_model(model, "model")
@@ -95,6 +100,7 @@ class Job:
             "prepare": prepare,
             "check": check,
             "source_weights": dict(source_weights or {}),
+            "images": images,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preferred_prompts
 from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
 from fluvial.engines.data.records import negatives
@@ -21,7 +22,8 @@ from fluvial.models import is_recorded
 
 
 def pipeline(
-    name: str, config: PipelineConfig, *, prompts: Sequence[str] = (), preferences: Path | None = None, steps: int,
+    name: str, config: PipelineConfig, *, prompts: Sequence[str] = (), preferences: Path | None = None,
+    data: Sequence[str] = (), steps: int,
     guidance: Guidance, compute: torch.dtype,
 ) -> Job:  # fmt: skip
     """Return the job of training a diffusers pipeline, or a person's own model, on prompts from a file.
@@ -30,8 +32,8 @@ def pipeline(
         name: folder of the pipeline, its id on the Hub, or `module:name` of an own model (`models.load_adapter`).
         config: size of the images, and how the pipeline is opened.
         prompts: files of prompts to train on, see `data.prompts.sources`.
-        preferences: folder of preferences, whose prompts are the job's where there is no such file. The job has no function
-            that encodes their images: pass one with `dataclasses.replace(job, encode=...)`.
+        preferences: folder of preferences, whose prompts are the job's where there is no such file.
+        data: images with captions, which are the prompts then, see `data.images.read_images`.
         steps: steps per sample, of a pipeline without an adapter.
         guidance: guidance of its steps.
         compute: dtype that its network computes in.
@@ -41,18 +43,20 @@ def pipeline(
     """
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
-    if not prompts and preferences is None:
+    if not prompts and not data and preferences is None:
         raise UsageError(
             f"model {name} needs prompts to train on: set prompts to a file, .txt with one prompt per line, .jsonl, .csv or "
-            ".parquet with a column prompt"
+            ".parquet with a column prompt; for sft, set data to a folder of images with captions"
         )
     job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
-    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts, check=model.check_prompt)
+    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts or data, check=model.check_prompt)
     train: tuple[str, ...]
     weights: dict[str, float] = {}
     if prompts:
         train, weights = read_sources(prompts, check=model.check_prompt, heldout=heldout)
+    elif data:
+        train, weights = read_sources(data, check=model.check_prompt, heldout=heldout, read=read_images, field="data")
     else:
         assert preferences is not None
         train = preferred_prompts(preferences, check=model.check_prompt, heldout=heldout)

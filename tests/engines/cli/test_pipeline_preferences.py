@@ -1,4 +1,4 @@
-"""Given preferences and a pipeline: its user is told once what can be done, and a job that encodes images trains."""
+"""Given preferences and a pipeline: whose prompts they are, what is held out, and a job with an encoder of its own."""
 
 import math
 from dataclasses import replace
@@ -41,19 +41,6 @@ def pipeline_job(folder: Path) -> jobs.Job:
         str(folder / "model"), PipelineConfig(height=height, width=width), preferences=folder / "prefs", steps=3,
         guidance=NO_GUIDANCE, compute=torch.float32,
     )  # fmt: skip
-
-
-def test_a_pipeline_that_cannot_encode_images_is_refused_once(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Not for want of prompts; nothing is opened or written."""
-    given = ["--objective.preferences", str(folder / "prefs")]
-    args = ["train", "dpo", "--model", str(folder / "model"), *given, "--out", str(tmp_path / "run")]
-    assert cli.run(args) == 2
-    line = launch.one_line(capfd.readouterr().err)
-    assert "images cannot be encoded into samples of" in line
-    assert "leave --objective.preferences out and set --prompts to a file" in line
-    assert not (tmp_path / "run").exists()
 
 
 def test_without_preferences_and_prompts_the_line_asks_for_prompts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.data.preferences import PREFERENCES, Preference, write_preferences
+from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig
@@ -80,6 +80,55 @@ def line(**changes: Any) -> str:
     return json.dumps({"prompt": "1", "win": "000000-win.png", "lose": "000000-lose.png", **changes})
 
 
+def rated(**changes: Any) -> str:
+    """A line as Pick-a-Pic has it: two images and the label of the first."""
+    return json.dumps({"caption": "1", "jpg_0": "000000-win.png", "jpg_1": "000000-lose.png", "label_0": 1, **changes})
+
+
+def ranked(**changes: Any) -> str:
+    """A line as HPD has it: three images and their ranks."""
+    names = ["000000-win.png", "000000-lose.png", "000001-win.png"]
+    return json.dumps({"prompt": "1", "image_path": names, "rank": [2, 1, 3], **changes})
+
+
+def test_two_images_with_a_label(tmp_path: Path) -> None:
+    """Pick-a-Pic: the label says which is preferred; ties and pairs without a label are left out."""
+    write_preferences(tmp_path, chosen(1))
+    lines = [rated(), rated(label_0=0), rated(label_0=0.5), rated(has_label=False)]
+    (tmp_path / PREFERENCES).write_text("\n".join(lines))
+    first, second = preference_records(tmp_path, check=tiny.Tiny().check_prompt)
+    assert (first.win, first.lose) == (tmp_path / "000000-win.png", tmp_path / "000000-lose.png")
+    assert (second.win, second.lose) == (first.lose, first.win)
+
+
+def test_several_ranked_images(tmp_path: Path) -> None:
+    """HPD: the lowest rank is the best, of human_preference the highest; equal ranks are no preference."""
+    write_preferences(tmp_path, chosen(2))
+    for column, ranks, expected in (
+        ("rank", [2, 1, 3], [(1, 0), (0, 2), (1, 2)]),
+        ("rank", [1, 1, 2], [(0, 2), (1, 2)]),
+        ("human_preference", [0, 1, 0], [(1, 0), (1, 2)]),
+    ):
+        (tmp_path / PREFERENCES).write_text(ranked(**{"rank": None, column: ranks}).replace('"rank": null, ', ""))
+        names = json.loads((tmp_path / PREFERENCES).read_text())["image_path"]
+        found = preference_records(tmp_path, check=tiny.Tiny().check_prompt)
+        places = [(names.index(record.win.name), names.index(record.lose.name)) for record in found]  # type: ignore[union-attr]
+        assert places == expected
+
+
+def test_images_within_a_table(tmp_path: Path) -> None:
+    """Pick-a-Pic's own files: Parquet with the images' bytes."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    write_preferences(tmp_path, chosen(1))
+    both = {f"jpg_{i}": (tmp_path / f"000000-{side}.png").read_bytes() for i, side in enumerate(("win", "lose"))}
+    parquet.write_table(arrow.Table.from_pylist([{"caption": "0", **both, "label_0": 1.0}]), tmp_path / "pairs.parquet")
+    (found,), (expected,) = (read_preferences(path, tiny.job()) for path in (tmp_path / "pairs.parquet", tmp_path))
+    assert torch.equal(found.win, expected.win)
+    assert torch.equal(found.lose, expected.lose)
+
+
 def large(folder: Path) -> str:
     """Return an image of another size."""
     Image.new("L", (9, 9)).save(folder / "large.png")
@@ -102,15 +151,21 @@ def text(folder: Path) -> str:
     ("make", "words"),
     [
         (lambda folder: "", "is empty, expected one preference per line"),
-        (lambda folder: "nothing", 'line 1: expected {"prompt": ..., "win": ..., "lose": ...}'),
-        (lambda folder: "[1, 2]", "line 1: expected"),
-        (lambda folder: '{"prompt": "1", "win": "a.png"}', "line 1: expected .*: 'lose'"),
-        (lambda folder: line(prompt="x"), "line 1: expected .*: prompt 'x' is no digit"),
-        (lambda folder: line(prompt=3), "line 1: expected"),
+        (lambda folder: "nothing", "line 1 is not JSON"),
+        (lambda folder: "[1, 2]", "line 1 holds a list, expected an object of columns"),
+        (lambda folder: '{"prompt": "1", "win": "a.png"}', "line 1: expected the columns win and lose, .*, got prompt, win"),
+        (lambda folder: line(prompt="x"), "line 1: prompt 'x' is no digit"),
+        (lambda folder: line(prompt=3), "line 1: expected a column prompt or caption of text"),
         (lambda folder: line() + "\n" + line(prompt="4"), "line 2: '4' is held out for evaluation, never trained on"),
-        (lambda folder: line() + "\n" + line(lose="gone.png"), "line 2: its images cannot be used: .*gone.png"),
-        (lambda folder: line(win=3), "line 1: expected"),
-        (lambda folder: line(lose=None), "line 1: expected"),
+        (
+            lambda folder: line() + "\n" + line(lose="gone.png"),
+            r"line 2, column lose names gone\.png, and there is no such file",
+        ),
+        (lambda folder: line(win=3), "line 1, column win is a int, expected the path of an image"),
+        (lambda folder: line(lose=None), "line 1, column lose is a NoneType"),
+        (lambda folder: rated(label_0=3), "line 1, column label_0 is 3, expected 0, 0.5 or 1"),
+        (lambda folder: ranked(rank=[1]), "line 1: expected as many numbers in column rank as images"),
+        (lambda folder: ranked(rank=["a", "b", "c"]), "line 1, column rank holds .*, expected numbers"),
         (text, "line 1: its images cannot be used"),
         (large, r"line 1: its images give samples of \[1, 9, 9\], expected \[1, 4, 4\]"),
         (unequal, "line 1: its images cannot be used"),

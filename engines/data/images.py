@@ -1,0 +1,117 @@
+"""Images with captions: folders and records of them, and image files as tensors."""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.data.records import Prompt, prompt_of
+from fluvial.engines.data.tables import STATE, Row, is_table, read_text, rows
+from fluvial.engines.errors import UsageError
+
+CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # beside images, as in the Hub's imagefolder
+ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+
+
+def read_images(
+    path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), source: str | None = None
+) -> tuple[Prompt, ...]:
+    """Return the captions of images, each with its image.
+
+    A folder holds images, and their captions either in files of the same name (`fox.png`, `fox.txt`) or in `metadata.jsonl`
+    (or .csv, .parquet) with the columns `file_name` and `text`, as the Hub's imagefolder has it. A file of records, or a
+    folder that datasets saved to disk, has the columns `image` and `prompt`, `text` or `caption`.
+
+    Args:
+        path: the folder or file.
+        check, heldout, source: arguments of `prompts.read_prompts`.
+
+    Raises:
+        UsageError: there are no images, an image has no caption or a caption no image, or a caption is not a prompt or is
+            held out; the message names the file.
+    """
+    found, apart = [], frozenset(heldout)
+    for where, prompt in _located(path, path.stem if source is None else source):
+        try:
+            check(prompt)
+        except ValueError as error:
+            raise UsageError(f"{where}: {error}") from error
+        if prompt in apart:
+            raise UsageError(f"{where}: {str(prompt)!r} is held out for evaluation, never trained on")
+        found.append(prompt)
+    if not found:
+        raise UsageError(f"data {path} holds no images, expected some with captions")
+    return tuple(found)
+
+
+def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tensor:
+    """Return an image file as `[C, H, W]` in [0, 1].
+
+    Args:
+        image: the file, or its bytes.
+        size: height and width that the image is scaled to cover, and cut to around its centre; it is in colour then.
+            Without, the image keeps its size, with 1 channel for grey images and 3 for all others.
+
+    Raises:
+        UsageError: it is not an image that can be read; the message names it.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            turned = ImageOps.exif_transpose(opened)
+            plain = turned if turned.mode == "L" and size is None else turned.convert("RGB")
+            fitted = plain if size is None else ImageOps.fit(plain, (size[1], size[0]), Image.Resampling.BICUBIC)
+            array = np.asarray(fitted, dtype=np.float32) / 255
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UsageError(f"{shown(image)} cannot be read as an image: {' '.join(str(error).split())}") from error
+    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
+
+
+def shown(image: Path | bytes) -> str:
+    """Return how an image is named in a message."""
+    return f"an image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
+
+
+def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+    """Yield the place of each caption, and the caption with its image."""
+    table = next((path / name for name in METADATA if (path / name).is_file()), None)
+    if table is None and path.is_dir() and not (path / STATE).is_file() and not (path / "dataset_dict.json").is_file():
+        yield from _pairs(path, source)
+        return
+    if table is None and not is_table(path):
+        raise UsageError(
+            f"data {path} is not a folder of images, or a file of records: expected a folder, .jsonl, .csv or .parquet"
+        )
+    folder = path if path.is_dir() else path.parent
+    for row in rows(table or path, "data"):
+        columns = dict(row.columns)
+        if "image" not in columns and "file_name" in columns:
+            columns["image"] = columns.pop("file_name")
+        prompt = prompt_of(Row(row.where, columns), folder=folder, source=source, columns=CAPTIONS)
+        if prompt.image is None:
+            raise UsageError(f"{row.where} has no column image or file_name, it has {', '.join(row.columns)}")
+        yield row.where, prompt
+
+
+def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+    """Yield the captions of a folder whose images have a text file of the same name beside them."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    images = [file for file in files if file.suffix.lower() in ENDINGS]
+    named = {file.with_suffix("") for file in images}
+    if stray := [file for file in files if file.suffix == ".txt" and file.with_suffix("") not in named]:
+        raise UsageError(f"data {folder}: the caption {stray[0].name} has no image of the same name")
+    for image in images:
+        file = image.with_suffix(".txt")
+        where = f"data {folder}: {image.relative_to(folder)}"
+        if not file.is_file():
+            raise UsageError(f"{where} has no caption: write {file.name} beside it, or {METADATA[0]} for all images")
+        text = " ".join(read_text(file, f"caption {file}").split())
+        if not text:
+            raise UsageError(f"{where} has an empty caption in {file.name}")
+        path = image.absolute()
+        yield where, Prompt(text, image=path, source=source, metadata={"image": str(path)})

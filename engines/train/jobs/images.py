@@ -1,0 +1,92 @@
+"""Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key
+from fluvial.engines.data.image_cache import ImageCache
+from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.records import as_prompt
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.train.jobs.base import Job
+
+
+def with_images(job: Job, config: TrainConfig) -> Job:
+    """Return a job whose data, or given preferences, are encoded images; as it is where the run learns from none.
+
+    Raises:
+        UsageError: the model has no way from images to samples.
+    """
+    preferences = config.objective.traits.preferences
+    if not config.data and preferences is None:
+        return job
+    encode = _encoder(job, config)
+    sized = config.model not in BUILT_IN
+    size = (config.pipeline.height, config.pipeline.width) if sized else None
+    cache = ImageCache(
+        cache_folder(config), settings=_settings(job, config), encode=encode, shape=job.shape, size=size,
+        skip=config.data_errors == "skip",
+    )  # fmt: skip
+    # Held-out prompts that the job brings must not be there; those that were split off are skipped.
+    apart = sorted(set(job.heldout) - set(job.prompts))
+
+    def prepare(world: World, negative: Sequence[str]) -> tuple[str, ...]:
+        images = [image for prompt in job.prompts if (image := as_prompt(prompt).image) is not None]
+        if preferences is not None:
+            for record in preference_records(preferences, check=job.model.check_prompt, skip=apart):
+                images += [record.win, record.lose]
+        cache.fill(images, world)
+        if job.prepare is not None:
+            job.prepare(world, negative)
+        kept = tuple(prompt for prompt in job.prompts if as_prompt(prompt).image not in cache.unreadable)
+        if not kept:
+            raise UsageError("no image of data can be read")
+        return kept
+
+    def data(drawn: Key, prompts: Sequence[str]) -> Tensor:
+        return torch.stack([cache[image] for prompt in prompts if (image := as_prompt(prompt).image) is not None])
+
+    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data else job.data)
+
+
+def cache_folder(config: TrainConfig) -> Path:
+    """Return the folder of a run's encoded images."""
+    return config.out / "encoded" if config.data_cache is None else config.data_cache
+
+
+def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function from images to clean samples: the job's own, or that of its model."""
+    if job.encode is not None:
+        return job.encode
+    encode_images: Any = getattr(job.model, "encode_images", None)
+    if encode_images is None:
+        raise UsageError(
+            f"images cannot be encoded into samples of {config.model}, which has no encode_images(images): add the "
+            "method, or pass encode to the job"
+        )
+
+    def encode(images: Tensor) -> Tensor:
+        samples: Tensor = encode_images(images, key=_keys(images) if config.pipeline.latents == "sample" else None)
+        return samples
+
+    return encode
+
+
+def _keys(images: Tensor) -> Key:
+    """Return a key per image, which depends on its pixels alone."""
+    digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images.cpu().contiguous()]
+    return fold_in(key(0), torch.tensor([int(digest[:15], 16) for digest in digests]))
+
+
+def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
+    """Return what an encoded image depends on besides its file and its size."""
+    fingerprint: Any = getattr(job.model, "image_encoder", lambda: config.model)
+    return {"encoder": f"{type(job.model).__name__} {fingerprint()}", "latents": config.pipeline.latents}

@@ -1,0 +1,138 @@
+"""Pipelines that learn from images: supervised on captions, and from preferences, through the command line."""
+
+import json
+import math
+from pathlib import Path
+
+import launch
+import pytest
+import tiny_pipelines
+import tiny_replayed
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.data.preferences import write_preferences
+from fluvial.models.pipelines.base import Pipeline
+
+FOXES = [f"{number} red foxes" for number in range(6)]
+ROLLOUT = "--rollout.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny pipelines with an adapter and without, six images with captions, and six preferences."""
+    folder = tmp_path_factory.mktemp("images")
+    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder / "sd3")
+    tiny_pipelines.save(tiny_pipelines.ROWS["sdxl"], folder / "sdxl")
+    tiny_replayed.load("lumina2", folder / "lumina2")
+    pixels = torch.rand(12, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    write_preferences(folder / "prefs", [(FOXES[i], pixels[2 * i], pixels[2 * i + 1]) for i in range(6)])
+    (folder / "foxes").mkdir()
+    for number, caption in enumerate(FOXES):
+        Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
+        (folder / "foxes" / f"{number}.txt").write_text(caption)
+    return folder
+
+
+def size(name: str) -> list[str]:
+    """How a pipeline is asked for its images."""
+    if name != "lumina2":
+        return ["--pipeline.height", "16", "--pipeline.width", "16", "--rollout.steps", "3"]
+    call = dict(tiny_replayed.ROWS[name].options)
+    height, width, scale = (str(call.pop(option)) for option in ("height", "width", "guidance_scale"))
+    more = [f"{option}={json.dumps(value)}" for option, value in call.items()]
+    sized = [
+        "--pipeline.height",
+        height,
+        "--pipeline.width",
+        width,
+        "--rollout.guidance.scale",
+        scale,
+        "--rollout.steps",
+        "3",
+    ]
+    return [*sized, "--noising.levels", "schedule", "--noising.each", "2", "--pipeline.call", *more]
+
+
+def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
+    """Train a pipeline, two updates of a recipe."""
+    levels = ["--noising.levels", "schedule", "--noising.each", "2"] if name == "sdxl" else []
+    return cli.run(
+        ["train", recipe, "--model", str(folder / name), "--out", str(out), *ROLLOUT.split(), *size(name), *levels, *more]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "sdxl", "lumina2"])
+def test_supervised_on_captions(
+    folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images and captions are encoded once, for the next run too; the weights move, and no text encoder is needed again."""
+    encoded: list[int] = []
+    encode = Pipeline.encode_with_vae
+    monkeypatch.setattr(
+        Pipeline,
+        "encode_with_vae",
+        lambda self, images, key=None: (encoded.append(len(images)), encode(self, images, key))[1],
+    )
+    given = ["--data", str(folder / "foxes"), "--data-cache", str(tmp_path / "cache")]
+    assert run(folder, name, "sft", tmp_path / "one", *given) == 0, capfd.readouterr().err
+    assert sum(encoded) == 5  # every tenth caption is held out
+    updates = [record for record in launch.records(tmp_path / "one") if "grad_norm" in record]
+    assert len(updates) == 2
+    assert updates[0]["grad_norm"] > 0
+    adapter = load_file(next((tmp_path / "one" / "lora").rglob("*.safetensors")))
+    assert any(tensor.any() for key, tensor in adapter.items() if "lora_B" in key or ".up." in key)
+    assert [*(tmp_path / "cache" / "texts").glob("*.safetensors")]
+    encoded.clear()
+    assert run(folder, name, "sft", tmp_path / "two", *given) == 0, capfd.readouterr().err
+    assert not encoded
+    again = [record for record in launch.records(tmp_path / "two") if "grad_norm" in record]
+    assert [record["loss"] for record in again] == [record["loss"] for record in updates]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "lumina2"])
+def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The loss starts at log 2, with a weight of the rejected sample too."""
+    given = ["--objective.preferences", str(folder / "prefs"), "--objective.lose-weight", "0.5"]
+    assert run(folder, name, "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert updates[0]["grad_norm"] > 0
+    assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 10
+
+
+def test_an_image_that_cannot_be_read_is_skipped_where_asked(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else the run ends in one line that names it."""
+    rows = [{"file_name": str(folder / "foxes" / f"{i}.png"), "text": FOXES[i]} for i in range(4)]
+    (tmp_path / "broken.png").write_text("no image")
+    rows[2]["file_name"] = str(tmp_path / "broken.png")
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["--data", str(tmp_path / "some.jsonl")]
+    assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 2
+    assert "broken.png cannot be read as an image" in launch.one_line(capfd.readouterr().err)
+    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data-errors", "skip") == 0, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "says"),
+    [
+        ("grpo", ["--data", "foxes"], "--data is set, and clipped takes none: its samples are made by rollouts"),
+        ("sft", ["--data", "foxes", "--prompts", "x.txt"], "--prompts is set, and data has captions"),
+        ("sft", ["--data-errors", "skip"], "sft here learns from no images: set --data"),
+        ("sft", [], "for sft, set --data to a folder of images with captions"),
+        ("sft", ["--data", "nowhere"], "nowhere is not a folder of images, or a file of records"),
+        ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),
+    ],
+)
+def test_what_has_no_meaning_is_one_line(
+    folder: Path, recipe: str, more: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert run(folder, "sd3", recipe, folder / "wrong", *more) == 2
+    assert says in launch.one_line(capfd.readouterr().err)
