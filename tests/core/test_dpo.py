@@ -53,6 +53,18 @@ def test_two_readings_of_a_pair_have_probabilities_that_sum_to_1(
     assert (torch.exp(-one) + torch.exp(-other)).item() == pytest.approx(1)
 
 
+@given(win=errors, lose=errors, beta=betas, weight=st.floats(0, 2))
+def test_the_rejected_sample_counts_by_its_weight(win: float, lose: float, beta: float, weight: float) -> None:
+    """The loss is that of a rejected error moved less; with weight 0 its error is of no account."""
+    asked = {"beta": beta, "lose_weight": weight}
+    moved = double(win, 1 + weight * (lose - 1), 1.0, 1.0)
+    assert_close(dpo_loss(*double(win, lose, 1.0, 1.0), **asked), dpo_loss(*moved, beta=beta), rtol=1e-9, atol=1e-9)
+    info = dpo_info(*double(win, lose, 1.0, 1.0), **asked)
+    assert info.margin.item() == pytest.approx(-beta / 2 * ((win - 1) - weight * (lose - 1)), rel=1e-9, abs=1e-9)
+    with pytest.raises(ValueError, match="lose_weight"):
+        dpo_loss(*double(win, lose, 1.0, 1.0), beta=beta, lose_weight=-0.1)
+
+
 def test_the_gradient_lowers_one_error_and_raises_the_other() -> None:
     win, lose, win_ref, lose_ref = (tensor.requires_grad_() for tensor in normals(0, 4, 7).exp().unbind())
     loss = dpo_loss(win, lose, win_ref, lose_ref, beta=3.0)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder / "sd3")
     tiny_pipelines.save(tiny_pipelines.ROWS["sdxl"], folder / "sdxl")
-    tiny_replayed.load("lumina2", folder / "lumina2")
+    tiny_replayed.load("aura-flow", folder / "aura-flow")
     pixels = torch.rand(12, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     write_preferences(folder / "prefs", [(FOXES[i], pixels[2 * i], pixels[2 * i + 1]) for i in range(6)])
     (folder / "foxes").mkdir()
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def size(name: str) -> list[str]:
     """How a pipeline is asked for its images."""
-    if name != "lumina2":
+    if name != "aura-flow":
         return ["--pipeline.height", "16", "--pipeline.width", "16", "--rollout.steps", "3"]
     call = dict(tiny_replayed.ROWS[name].options)
     height, width, scale = (str(call.pop(option)) for option in ("height", "width", "guidance_scale"))
@@ -65,7 +65,7 @@ def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd3", "sdxl", "lumina2"])
+@pytest.mark.parametrize("name", ["sd3", "sdxl", "aura-flow"])
 def test_supervised_on_captions(
     folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,10 +94,10 @@ def test_supervised_on_captions(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd3", "lumina2"])
+@pytest.mark.parametrize("name", ["sd3", "aura-flow"])
 def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The loss starts at log 2, with a weight of the rejected sample too."""
-    given = ["--objective.preferences", str(folder / "prefs"), "--objective.lose-weight", "0.5"]
+    given = ["--objective.preferences", str(folder / "prefs"), "--objective.lose-weight", "0.5", "--noising.each", "2"]
     assert run(folder, name, "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -124,7 +124,7 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
     [
         ("grpo", ["--data", "foxes"], "--data is set, and clipped takes none: its samples are made by rollouts"),
         ("sft", ["--data", "foxes", "--prompts", "x.txt"], "--prompts is set, and data has captions"),
-        ("sft", ["--data-errors", "skip"], "sft here learns from no images: set --data"),
+        ("sft", ["--data-errors", "skip"], "sft here learns from no images: set data"),
         ("sft", [], "for sft, set --data to a folder of images with captions"),
         ("sft", ["--data", "nowhere"], "nowhere is not a folder of images, or a file of records"),
         ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),

@@ -147,7 +147,11 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
     rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
-    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8), one, job)
+    run = Spied(
+        tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8, prompt_order="draws"),
+        one,
+        job,
+    )
     record = run.rollout()
     asked = run.prompts[::4]
     assert set(asked) == {"0", "1"}
