@@ -66,5 +66,5 @@ class Dpo:
         errors = [
             velocity_error(of[:, i], target[:, i], implementation=config.implementation) for of in (v, v_ref) for i in (0, 1)
         ]
-        asked = {"beta": self.beta, "lose_weight": self.lose_weight}
-        return dpo_loss(*errors, **asked), dpo_info(*errors, **asked)
+        loss = dpo_loss(*errors, beta=self.beta, lose_weight=self.lose_weight)
+        return loss, dpo_info(*errors, beta=self.beta, lose_weight=self.lose_weight)

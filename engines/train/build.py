@@ -85,7 +85,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     _check_negative_prompt(config, job)
     if job.prepare is not None:
         prompts = job.prepare(world, [config.rollout.guidance.negative] if config.is_guided else [])
-        job = job if prompts is None else replace(job, prompts=prompts)
+        job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
