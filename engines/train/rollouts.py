@@ -92,10 +92,7 @@ class RolloutSource:
 
     def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
-        if isinstance(given, EncodedPreferences):
-            prompts = given.prompts
-        else:
-            prompts = [preference.prompt for preference in given]
+        prompts = given.prompts if isinstance(given, EncodedPreferences) else [preference.prompt for preference in given]
         return [given[place] for place in self._places(root, prompts)]
 
     def _places(self, root: Key, of: Sequence[str]) -> list[int]:
