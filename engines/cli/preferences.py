@@ -1,11 +1,18 @@
 """`fluvial preferences MODEL`: write pairs of samples, the best and the worst of each prompt, for `train dpo`."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
+from fluvial.engines.train.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.job import Job
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,42 @@ class PreferencesConfig:
     micro_batch: int = 128
 
     def __post_init__(self) -> None:
-        at_least_one(prompts=self.prompts, steps=self.steps, micro_batch=self.micro_batch)
-        if self.group < 2:
-            raise UsageError(f"group is {self.group}, expected at least 2: a preference is between two samples")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}, expected 0 <= seed < 2^63")
+        at_least_one(prompts=self.prompts)
+        _check_numbers(self)
+
+
+@dataclass(frozen=True)
+class PipelinePreferencesConfig:
+    """Draw samples with a pipeline, and write the best and the worst sample of each prompt, by a reward, to a folder.
+
+    Args:
+        out: Folder for preferences.jsonl and its images.
+        prompts: Files of prompts, as for training; held-out prompts are left out.
+        count: Number of prompts that samples are drawn of; None takes each prompt once.
+        group: Number of samples per prompt.
+        rewards: Rewards, each with or without =weight: jpeg, or functions of your own (module:name).
+        steps: Number of steps of the sampling schedule.
+        seed: Seed of the order of the prompts and of the noise.
+        micro_batch: Number of samples per forward pass.
+        guidance: Classifier-free guidance of every step.
+        pipeline: Size of the images, and how the pipeline is opened.
+    """
+
+    out: Path
+    prompts: tuple[str, ...] = ()
+    count: int | None = None
+    group: int = 8
+    rewards: tuple[str, ...] = ()
+    steps: int = 20
+    seed: int = 0
+    micro_batch: int = 4
+    guidance: Guidance = field(default_factory=Guidance)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            at_least_one(count=self.count)
+        _check_numbers(self)
 
 
 def run(args: list[str]) -> None:
@@ -47,48 +85,101 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: the arguments are wrong, or the folder cannot be written.
     """
-    name = named("preferences", args, tuple(BUILT_IN), "a model")
-    program = f"fluvial preferences {name}"
-    config = parsed(PreferencesConfig, lambda: PreferencesConfig(Path("runs") / "preferences"), program, args[1:])
-    with flags_in_errors(config):
-        count = write(name, config)
+    name = named("preferences", args, tuple(BUILT_IN), "a model", fits=lambda word: "/" in word or Path(word).is_dir())
+    program, folder = f"fluvial preferences {name}", Path("runs") / "preferences"
+    if name in BUILT_IN:
+        config = parsed(PreferencesConfig, lambda: PreferencesConfig(folder), program, args[1:])
+        with flags_in_errors(config):
+            count, asked, out = write(name, config), config.prompts, config.out
+    else:
+        wanted = parsed(PipelinePreferencesConfig, lambda: PipelinePreferencesConfig(folder), program, args[1:])
+        with flags_in_errors(wanted):
+            (count, asked), out = write_of_pipeline(name, wanted), wanted.out
     console().print(
-        f"{count} preferences of {config.prompts} prompts: {config.out}; train on them with\n"
-        f"fluvial train dpo --model {name} --objective.preferences {config.out}",
+        f"{count} preferences of {asked} prompts: {out}; train on them with\n"
+        f"fluvial train dpo --model {name} --objective.preferences {out}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
 
 def write(name: str, config: PreferencesConfig) -> int:
     """Draw and write the preferences of a built-in model, and return how many there are."""
+    from fluvial.core.random import fold_in, key, uniform
+    from fluvial.engines.data.preferences import claim_preferences
+    from fluvial.engines.rollout.streams import Stream
+    from fluvial.engines.train import job as jobs
+
+    job = jobs.named(name, weights=config.weights)
+    claim_preferences(config.out)
+    draws = uniform(fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), (config.prompts,))
+    places = (draws * len(job.prompts)).long().tolist()
+    return _write(job, [job.prompts[place] for place in places], config, NO_GUIDANCE)
+
+
+def write_of_pipeline(name: str, config: PipelinePreferencesConfig) -> tuple[int, int]:
+    """Draw and write the preferences of a pipeline, and return how many there are, and of how many prompts."""
+    import torch
+
+    from fluvial.core.random import fold_in, key
+    from fluvial.engines.data.order import PromptOrder
+    from fluvial.engines.data.preferences import claim_preferences
+    from fluvial.engines.rollout.streams import Stream
+    from fluvial.engines.train import job as jobs
+
+    job = jobs.pipeline(
+        name, config.pipeline, prompts=config.prompts, steps=config.steps, guidance=config.guidance, compute=torch.float32
+    )
+    claim_preferences(config.out)
+    count = len(job.prompts) if config.count is None else config.count
+    order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
+    return _write(job, [job.prompts[place] for place in order.places(0, count)], config, config.guidance), count
+
+
+def _write(
+    job: "Job", asked: Sequence[str], config: PreferencesConfig | PipelinePreferencesConfig, guidance: Guidance
+) -> int:
+    """Draw a group of samples of each prompt, write the best and the worst of each, and return how many pairs there are.
+
+    Of each group only the two are kept, so that memory does not grow with the number of samples.
+    """
     import torch
 
     from fluvial.core.dpo import best_and_worst
-    from fluvial.core.random import fold_in, key, uniform
-    from fluvial.engines.data.preferences import claim_preferences, write_preferences
+    from fluvial.core.random import fold_in, key
+    from fluvial.engines.data.preferences import write_preferences
     from fluvial.engines.rewards.registry import select
     from fluvial.engines.rewards.runner import score
     from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.train import job as jobs
 
-    job = jobs.named(name, weights=config.weights)
-    claim_preferences(config.out)
     weighted = select(job.rewards, config.rewards)
-    root, batch = key(config.seed), config.prompts * config.group
-    draws = uniform(fold_in(root, Stream.PREFERENCE_PROMPTS), (config.prompts,))
-    indices = (draws * len(job.prompts)).long().tolist()
-    prompts = [job.prompts[indices[i // config.group]] for i in range(batch)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    requests = Requests(prompts, range(batch), fold_in(root, Stream.PREFERENCE_SAMPLES))
-    sampling = Sampling(job.shape, on_device(job.model.schedule(config.steps, job.shape), device))
-    module = jobs.build(job).to(device).eval()
-    chunks = generate(job.model, module, requests, sampling, micro_batch=config.micro_batch)
-    drawn = torch.cat([chunk.images.cpu() for chunk in chunks])
-    scores = [
-        weight * score(reward, drawn, prompts, label=f"reward {name!r}") for name, (reward, weight) in weighted.items()
-    ]
-    found = best_and_worst(torch.stack(scores).sum(0), torch.arange(batch) // config.group)
-    pairs = [(prompts[i], drawn[found.win[i]], drawn[found.lose[i]]) for i in torch.nonzero(found.valid).flatten().tolist()]
+    sampling = Sampling(job.shape, on_device(job.model.schedule(config.steps, job.shape), device), guidance)
+    module, root, group = (
+        jobs.build(job).to(device).eval(),
+        fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES),
+        config.group,
+    )
+    together, pairs = max(config.micro_batch // group, 1), list[Any]()
+    for first in range(0, len(asked), together):
+        prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
+        requests = Requests(prompts, range(first * group, first * group + len(prompts)), root)
+        chunks = generate(job.model, module, requests, sampling, micro_batch=config.micro_batch)
+        drawn = torch.cat([chunk.images.cpu() for chunk in chunks])
+        scores = [
+            weight * score(reward, drawn, prompts, label=f"reward {name!r}") for name, (reward, weight) in weighted.items()
+        ]
+        found = best_and_worst(torch.stack(scores).sum(0), torch.arange(len(prompts)) // group)
+        for place in torch.nonzero(found.valid).flatten().tolist():
+            pairs.append((prompts[place], drawn[found.win[place]].clone(), drawn[found.lose[place]].clone()))
     write_preferences(config.out, pairs)
     return len(pairs)
+
+
+def _check_numbers(config: PreferencesConfig | PipelinePreferencesConfig) -> None:
+    at_least_one(steps=config.steps, micro_batch=config.micro_batch)
+    if config.group < 2:
+        raise UsageError(f"group is {config.group}, expected at least 2: a preference is between two samples")
+    if not 0 <= config.seed < 2**63:
+        raise UsageError(f"seed is {config.seed}, expected 0 <= seed < 2^63")

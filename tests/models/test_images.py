@@ -100,7 +100,7 @@ def test_samples_are_the_vaes_own_mean(folders: Callable[[str], Path], name: str
 
 
 def replayed_model(name: str, folder: Path) -> Any:
-    """The model of a row without an adapter."""
+    """Return the model of a row without an adapter."""
     call = dict(tiny_replayed.ROWS[name].options)
     height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
     return AnyPipeline(folder, height=height, width=width, steps=2, scale=scale, call=call, device="cpu")

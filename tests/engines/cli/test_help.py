@@ -15,7 +15,7 @@ import pytest
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
-from fluvial.engines.cli.preferences import PreferencesConfig
+from fluvial.engines.cli.preferences import PipelinePreferencesConfig, PreferencesConfig
 from fluvial.engines.cli.sample import PipelineSampleConfig, SampleConfig
 from fluvial.engines.plan.plan import PlanConfig
 from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining
@@ -29,6 +29,7 @@ CONFIGS: dict[str, Any] = {
     "sample handwriting": SampleConfig(),
     "sample folder/pipeline": PipelineSampleConfig(),
     "preferences handwriting": PreferencesConfig(Path("x")),
+    "preferences folder/pipeline": PipelinePreferencesConfig(Path("x")),
     "plan handwriting": PlanConfig(),
 }
 

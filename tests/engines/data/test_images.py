@@ -34,7 +34,7 @@ def anything(prompt: str) -> None:
 
 
 def painted(folder: Path, *, captions: bool = True) -> Path:
-    """A folder of three images of one colour, each with a caption beside it."""
+    """Return a folder of three images of one colour, each with a caption beside it."""
     folder.mkdir(exist_ok=True)
     for name, colour in COLOURS.items():
         Image.new("RGB", (6, 4), colour).save(folder / f"{name}.png")

@@ -81,12 +81,12 @@ def line(**changes: Any) -> str:
 
 
 def rated(**changes: Any) -> str:
-    """A line as Pick-a-Pic has it: two images and the label of the first."""
+    """Return a line as Pick-a-Pic has it: two images and the label of the first."""
     return json.dumps({"caption": "1", "jpg_0": "000000-win.png", "jpg_1": "000000-lose.png", "label_0": 1, **changes})
 
 
 def ranked(**changes: Any) -> str:
-    """A line as HPD has it: three images and their ranks."""
+    """Return a line as HPD has it: three images and their ranks."""
     names = ["000000-win.png", "000000-lose.png", "000001-win.png"]
     return json.dumps({"prompt": "1", "image_path": names, "rank": [2, 1, 3], **changes})
 

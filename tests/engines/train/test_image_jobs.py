@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def size(name: str) -> list[str]:
-    """How a pipeline is asked for its images."""
+    """Return the flags that ask a pipeline for its images."""
     if name != "aura-flow":
         return ["--pipeline.height", "16", "--pipeline.width", "16", "--rollout.steps", "3"]
     call = dict(tiny_replayed.ROWS[name].options)
@@ -57,7 +57,7 @@ def size(name: str) -> list[str]:
 
 
 def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
-    """Train a pipeline, two updates of a recipe."""
+    """Train a pipeline, two updates of a recipe, and return the exit code."""
     levels = ["--noising.levels", "schedule", "--noising.each", "2"] if name == "sdxl" else []
     return cli.run(
         ["train", recipe, "--model", str(folder / name), "--out", str(out), *ROLLOUT.split(), *size(name), *levels, *more]
@@ -136,3 +136,35 @@ def test_what_has_no_meaning_is_one_line(
     monkeypatch.chdir(folder)
     assert run(folder, "sd3", recipe, folder / "wrong", *more) == 2
     assert says in launch.one_line(capfd.readouterr().err)
+
+
+@pytest.mark.slow
+def test_preferences_drawn_with_a_pipeline_train_it(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fluvial preferences` draws each prompt once, writes the best and the worst image, and names the command to go on."""
+    (tmp_path / "drawing.py").write_text(
+        "def bright(images, prompts, metadata):\n"
+        "    return [float(image.mean()) * record['sign'] for image, record in zip(images, metadata)]\n"
+    )
+    records = [{"prompt": caption, "sign": -1 if number % 2 else 1} for number, caption in enumerate(FOXES)]
+    (tmp_path / "foxes.jsonl").write_text("\n".join(map(json.dumps, records)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pairs = tmp_path / "pairs"
+    asked = ["--prompts", str(tmp_path / "foxes.jsonl"), "--group", "3", "--steps", "2", "--rewards", "drawing:bright"]
+    made = ["--pipeline.height", "16", "--pipeline.width", "16", "--out", str(pairs)]
+    assert cli.run(["preferences", str(folder / "sd3"), *asked, *made]) == 0, capfd.readouterr().err
+    assert "5 preferences of 5 prompts" in capfd.readouterr().out
+    lines = [json.loads(line) for line in (pairs / "preferences.jsonl").read_text().splitlines()]
+    assert sorted(line["prompt"] for line in lines) == FOXES[1:]
+    for line in lines:
+        win, lose = (
+            torch.tensor(list(Image.open(pairs / line[side]).convert("L").tobytes())).float().mean()
+            for side in ("win", "lose")
+        )
+        sign = -1 if FOXES.index(line["prompt"]) % 2 else 1
+        assert sign * win >= sign * lose
+    given = ["--objective.preferences", str(pairs), "--noising.each", "2"]
+    assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
+    assert cli.run(["preferences", str(folder / "sd3"), *made]) == 2
+    assert "needs prompts to train on: set --prompts" in launch.one_line(capfd.readouterr().err)
