@@ -115,7 +115,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     replaced: list[tuple[Any, str, Any]] = [
-        (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3), (preferences, "write_of_pipeline", (3, 3)),
+        (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
+        (preferences, "write_of_pipeline", (3, 3)),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
         (check, "check", None),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
