@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) of flow and diffusion models, on pairs of a preferred and another sample."""
+"""Direct preference optimisation (DPO) on pairs of a preferred and another sample: of matching errors, or step by step."""
 
 from typing import NamedTuple
 
@@ -18,6 +18,15 @@ class DpoInfo(NamedTuple):
     reward_lose: Tensor  # that of the other sample, times its weight; if both fall, the model is getting worse at both
     margin: Tensor  # reward_win - reward_lose
     accuracy: Tensor  # 1 where the margin is above 0, else 0
+
+
+class D3poInfo(NamedTuple):
+    """Diagnostics of D3PO, one number per item, without gradient."""
+
+    implicit: Tensor  # beta log clip(rho), the implicit reward of the step
+    margin: Tensor  # that of the preferred step minus that of the other
+    accuracy: Tensor  # 1 where the margin is above 0, else 0
+    clipped: Tensor  # 1 where the clip sets the gradient of this step to 0, else 0
 
 
 class BestWorst(NamedTuple):
@@ -69,6 +78,48 @@ def dpo_info(
     """Return diagnostics of the preference loss, each `[P]`; the arguments are those of `dpo_loss`."""
     win, margin = _rewards("dpo_info", err_win.detach(), err_lose.detach(), err_win_ref, err_lose_ref, beta, lose_weight)
     return DpoInfo(win, win - margin, margin, (margin > 0).to(margin.dtype))
+
+
+def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: float) -> PerSample:
+    """Return log clip(rho, 1 - eps, 1 + eps) of each step, `[B]`, with rho = exp(log_prob - log_prob_ref).
+
+    Args:
+        log_prob, log_prob_ref: log-probs of each step under the policy and the reference, `[B]`.
+        eps: half-width of the clip, in (0, 1).
+
+    Source: D3PO's published code.
+    """
+    check_number("clipped_log_ratio", "eps", eps, low=1e-12, high=1 - 1e-6)
+    dtype = compute_dtype("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
+    check_same_shape("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
+    ratio = torch.exp((log_prob.to(dtype) - log_prob_ref.to(dtype)).clamp(max=80))
+    return torch.log(torch.clamp(ratio, 1 - eps, 1 + eps))
+
+
+def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSample, *, beta: float) -> PerSample:
+    """Return each step's half of the loss of its pair, `[B]`; both halves together have its value and its gradient.
+
+        loss of a pair = -log sigmoid(beta (l_win - l_lose)),  l = log clip(rho)
+
+    A pair's two steps are two items, so that they need not share a forward pass. Each item has half of the loss, and the
+    gradient of the whole loss in its own log-ratio, for which the other one is a constant.
+
+    Args:
+        log_ratio: `clipped_log_ratio` l of the item's own step, `[B]`.
+        log_ratio_other: that of the other step of its pair under the same policy, `[B]`, taken without gradient.
+        preferred: 1 for the step of the preferred sample, -1 for the other's, 0 for items without a pair, `[B]`.
+        beta: inverse temperature of the preference, > 0.
+
+    Source: D3PO, arXiv 2311.13231.
+    """
+    check_number("d3po_loss", "beta", beta, low=1e-12)
+    values = {"log_ratio": log_ratio, "log_ratio_other": log_ratio_other, "preferred": preferred}
+    dtype = compute_dtype("d3po_loss", **values)
+    check_same_shape("d3po_loss", **values)
+    preferred = preferred.to(dtype)
+    margin = beta * preferred * (log_ratio.to(dtype) - log_ratio_other.to(dtype).detach())
+    loss = -F.logsigmoid(margin)
+    return preferred.abs() * (loss - loss.detach() / 2)
 
 
 def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:

@@ -49,6 +49,36 @@ def clipped_surrogate(
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
 
 
+def noise_weighted_surrogate(
+    log_prob: PerSample,
+    log_prob_old: PerSample,
+    advantage: PerSample,
+    std: PerSample,
+    *,
+    clip_low: float,
+    clip_high: float,
+    scale: float,
+) -> tuple[PerSample, PolicyInfo]:
+    """Return TempFlow-GRPO's surrogate loss, weighted by the noise of each step, and its diagnostics, each `[B]`.
+
+        loss = scale std max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)),  rho = exp(log_prob - log_prob_old)
+
+    The gradient of a surrogate in v is |b| / std times a standard-normal draw; with the weight it is |b|. So early steps,
+    whose noise is large and which decide the composition, count for more.
+
+    Args:
+        log_prob, log_prob_old, advantage, clip_low, clip_high: as in `clipped_surrogate`.
+        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included.
+        scale: factor of all weights, > 0; the published one is 1.73.
+
+    Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
+    """
+    check_number("noise_weighted_surrogate", "scale", scale, low=1e-12)
+    loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+    check_per_sample("noise_weighted_surrogate", loss.shape[0], std=std)
+    return scale * std.to(loss.dtype) * loss, info
+
+
 def guard_surrogate(
     log_prob: PerSample,
     log_prob_old: PerSample,

@@ -15,6 +15,7 @@ from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.objectives.awm import Awm
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.crd import Crd
+from fluvial.engines.objectives.d3po import D3po
 from fluvial.engines.objectives.dgpo import Dgpo
 from fluvial.engines.objectives.distill import Distill
 from fluvial.engines.objectives.dpo import Dpo
@@ -24,6 +25,7 @@ from fluvial.engines.objectives.nft import Nft
 from fluvial.engines.objectives.protocol import Objective, ObjectiveTraits
 from fluvial.engines.objectives.raft import Raft
 from fluvial.engines.objectives.sft import Sft
+from fluvial.engines.objectives.tempflow import TempFlow
 
 OBJECTIVES: dict[str, type] = {
     "clipped": Clipped,
@@ -37,6 +39,8 @@ OBJECTIVES: dict[str, type] = {
     "dpo": Dpo,
     "dgpo": Dgpo,
     "crd": Crd,
+    "tempflow": TempFlow,
+    "d3po": D3po,
 }
 METHODS = {"target_weight": ("reward", "advantage", "group"), "loss": ("v", "items", "transition", "config")}
 GATHERING = ("statistic", "gathered")

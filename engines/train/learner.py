@@ -262,6 +262,8 @@ class Learner:
         """Return this rank's items with what the other samples of the update are to the loss; every rank must take part."""
         objective: Any = self.config.objective
         share, flat = work.share, work.items
+        if flat.level_next is not None:
+            flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
 
         def predicted(module: nn.Module) -> Tensor:
             return self._predictions(module, flat, work.cond, len(flat.level))

@@ -12,7 +12,21 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import Awm, Clipped, Crd, Dgpo, Distill, Dpo, Dppo, Guard, Nft, Raft, Sft
+from fluvial.engines.objectives.table import (
+    Awm,
+    Clipped,
+    Crd,
+    D3po,
+    Dgpo,
+    Distill,
+    Dpo,
+    Dppo,
+    Guard,
+    Nft,
+    Raft,
+    Sft,
+    TempFlow,
+)
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import BUILT_IN, EvaluationConfig, PipelineConfig, TrainConfig
@@ -210,6 +224,38 @@ def crd(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
+def tempflow(model: str = HANDWRITING) -> TrainConfig:
+    """TempFlow-GRPO (arXiv 2508.04324): branches that differ in one step's noise, and steps weighted by their noise.
+
+    The settings of large models are those of the published run tempflow_grpo/flux.1-dev/hpsv3: 6 branches of each initial
+    noise, and a KL whose weight is exact. The branching step is drawn per rollout, where that run takes each in turn. On
+    handwriting 8 branches, at one of the six noisiest steps.
+    """
+    return _published(
+        "tempflow_grpo/flux.1-dev/hpsv3",
+        model,
+        objective=TempFlow(),
+        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=1, window_high=6),
+    )
+
+
+def d3po(model: str = UNET) -> TrainConfig:
+    """D3PO (arXiv 2311.13231): a preference between the best and the worst of a group, as one between each pair of steps.
+
+    The settings of large models are those of the published run d3po/sd1.5/compressibility: two samples per prompt from the
+    same noise, on 20 DDIM steps. On handwriting-unet groups of 8, and beta 100, because the log-ratios are per dimension.
+    """
+    config = _published(
+        "d3po/sd1.5/compressibility",
+        model,
+        **ONE_UPDATE,
+        objective=D3po(beta=100.0),
+        rollout=RolloutConfig(prompts=16, group=8, sampler="ddim", eta=1.0, window=6, window_high=8),
+        optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
+    )
+    return config if config.is_built_in else replace(config, rollout=replace(config.rollout, prompts=20))
+
+
 def raft(model: str = HANDWRITING) -> TrainConfig:
     """RAFT (arXiv 2304.06767): flow matching on the best samples of each group.
 
@@ -275,6 +321,8 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "dpo": dpo,
     "dgpo": dgpo,
     "crd": crd,
+    "tempflow": tempflow,
+    "d3po": d3po,
     "raft": raft,
     "sft": sft,
     "distill": distill,

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import DTYPES, normals
 from tolerances import COMPUTE_DTYPE
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.policy import PolicyInfo, clipped_surrogate, noise_weighted_surrogate
 
 advantages = st.floats(-5, 5).filter(lambda a: abs(a) > 1e-3)
 clips = st.floats(1e-3, 0.9)
@@ -154,3 +154,21 @@ def test_an_overflowing_ratio_is_held_without_nan(advantage: float) -> None:
     assert loss.item() == pytest.approx(-advantage * 1.2)
     (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
     assert gradient.item() == 0
+
+
+@settings(max_examples=20)
+@given(st.floats(-0.01, 0.01), st.floats(-2, 2), st.floats(1e-3, 2), st.floats(0.1, 3))
+def test_the_noise_weighted_surrogate_is_the_clipped_one_times_the_noise(
+    log_ratio: float, advantage: float, std: float, scale: float
+) -> None:
+    """Loss and gradient are multiplied by scale std."""
+    new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    old, gain, noise = (torch.tensor([value], dtype=torch.float64) for value in (0.0, advantage, std))
+    loss, _ = noise_weighted_surrogate(new, old, gain, noise, clip_low=1e-3, clip_high=2e-3, scale=scale)
+    loss.sum().backward()
+    ratio = math.exp(log_ratio)
+    want = max(-advantage * ratio, -advantage * min(max(ratio, 1 - 1e-3), 1 + 2e-3))
+    assert float(loss.detach()) == pytest.approx(scale * std * want, rel=1e-12, abs=1e-300)
+    held = (advantage > 0 and ratio > 1 + 2e-3) or (advantage < 0 and ratio < 1 - 1e-3)
+    assert new.grad is not None
+    assert float(new.grad) == pytest.approx(0.0 if held else -scale * std * advantage * ratio, rel=1e-9, abs=1e-300)

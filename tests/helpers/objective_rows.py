@@ -7,6 +7,7 @@ from fluvial.engines.objectives.table import (
     Awm,
     Clipped,
     Crd,
+    D3po,
     Dgpo,
     Distill,
     Dpo,
@@ -15,6 +16,7 @@ from fluvial.engines.objectives.table import (
     Nft,
     Raft,
     Sft,
+    TempFlow,
 )
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
@@ -34,4 +36,6 @@ OBJECTIVE_ROWS: dict[str, Objective] = {
     "dpo, offline": Dpo(preferences=GIVEN),
     "dgpo": Dgpo(),
     "crd": Crd(),
+    "tempflow": TempFlow(),
+    "d3po": D3po(),
 }

@@ -92,7 +92,7 @@ def gaussian(scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
     """Return (a, b, std) of each recorded step, x_next ~ N(a x + b v, std^2), from the run's sampler and noise."""
     s, now, then = scene.settings, scene.level, scene.level_next
     assert then is not None
-    eta, dt = s["noise_level"], then - now
+    eta, dt = s.get("noise_level", 0.7), then - now
     if s["sampler"] in ("flow_sde", "dance_sde"):
         rate = torch.full_like(now, eta)
         if s["sampler"] == "flow_sde":  # a sqrt(sigma / (1 - sigma)), with the second level in place of sigma = 1
@@ -122,7 +122,7 @@ def log_prob(scene: Scene, v: Tensor) -> Tensor:
 
 def clip(scene: Scene) -> tuple[float, float]:
     """Return the range of the ratio."""
-    low, high = scene.settings["ratio_clip_low"], scene.settings["ratio_clip_high"]
+    low, high = (scene.settings.get(f"ratio_clip_{side}", 1e-4) for side in ("low", "high"))
     return 1 - low, 1 + high
 
 
@@ -138,6 +138,34 @@ def grpo(scene: Scene) -> Tensor:
         rate = std / (scene.level - scene.level_next).sqrt() if s["sampler"] == "flow_sde" else std
         loss = loss + s["kl_coef"] * mean((spread(b, v) * (v - scene.at(scene.reference))) ** 2) / (2 * rate**2)
     return kept(scene, loss, advantage)
+
+
+def tempflow(scene: Scene) -> Tensor:
+    """TempFlow-GRPO: Flow-GRPO's surrogate times 1.73 std, with the exact KL of the steps."""
+    v, advantage = scene.at(scene.policy), advantages(scene)[scene.sample]
+    _, b, std = gaussian(scene)
+    ratio = (log_prob(scene, v) - log_prob(scene, scene.at(scene.old))).exp()
+    weighted = 1.73 * std * advantage
+    loss = -torch.minimum(ratio * weighted, ratio.clamp(*clip(scene)) * weighted)
+    kl = mean((spread(b, v) * (v - scene.at(scene.reference))) ** 2) / (2 * std**2)
+    return (loss + scene.settings["kl_coef"] * kl).mean()
+
+
+def d3po(scene: Scene) -> Tensor:
+    """D3PO: -log sigmoid(beta (log clip(rho_best) - log clip(rho_worst))), rho to the base model; one term per step."""
+    eps, beta = scene.extra("eps"), scene.extra("d3po_beta")
+    v, reference = scene.at(scene.policy), scene.at(scene.reference)
+    ratio = (log_prob(scene, v) - log_prob(scene, reference)).exp()
+    implicit = beta * ratio.clamp(1 - eps, 1 + eps).log()
+    losses, reward = [], scene.reward.sum(1)
+    for number in scene.group.unique():
+        members = torch.nonzero(scene.group == number).flatten()
+        best, worst = members[reward[members].argmax()], members[reward[members].argmin()]
+        for level in scene.level.unique():
+            at = scene.level == level
+            margin = implicit[at & (scene.sample == best)] - implicit[at & (scene.sample == worst)]
+            losses.append(-torch.nn.functional.logsigmoid(margin))
+    return torch.cat(losses).mean()
 
 
 def guard(scene: Scene) -> Tensor:

@@ -298,7 +298,7 @@ MISSING: dict[str, Missing] = {
     "loss_weighting": _unless(
         "loss_weighting",
         lambda value: value.startswith(
-            ("adaptive: divided by the mean absolute error", "divided by dt", "ghuber power 0.25")
+            ("adaptive: divided by the mean absolute error", "divided by dt", "ghuber power 0.25", "1.73*std")
         ),
         "method",
         "fluvial has no such weight",
@@ -308,8 +308,9 @@ MISSING: dict[str, Missing] = {
 MATCHED_EXTRA = {
     "nft_beta", "nft_mix_beta", "old_policy_decay", "adaptive_weight_floor", "kl_mask_threshold", "dpo_beta", "beta",
     "awm_weighting", "ghuber_power", "weighting_scheme", "loss_factor", "ema_kl_coef", "ema_kl_decay", "trunc_steps",
-    "switch_ema_ref", "use_shared_noise", "clip_dsm", "ema_ref_max_decay", "ema_ref_ramp_rate", "crd_beta", "crd_loss_type",
-    "adaptive_logp", "old_model_decay", "sampling_model_decay", "reward_adaptive_kl", "use_old_for_loss", "train_num_steps",
+    "switch_ema_ref", "use_shared_noise", "clip_dsm", "ema_ref_max_decay", "ema_ref_ramp_rate", "crd_beta",
+    "crd_loss_type", "adaptive_logp", "d3po_beta", "eps", "old_model_decay", "sampling_model_decay",
+    "reward_adaptive_kl", "use_old_for_loss", "train_num_steps",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import Awm, Clipped, Crd, Dgpo, Dpo, Dppo, Guard, Nft
+from fluvial.engines.objectives.table import Awm, Clipped, Crd, D3po, Dgpo, Dpo, Dppo, Guard, Nft, TempFlow
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -26,6 +26,7 @@ OBJECTIVES: dict[str, str] = {
     "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
     "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo", "DGPO": "dgpo",
     "CRD": "crd", "DanceGRPO (by name)": "clipped", "Flow-GRPO-Fast (branching)": "clipped",
+    "TempFlow-GRPO": "tempflow", "D3PO": "d3po",
 }  # fmt: skip
 SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
 SOLVERS: dict[str, Literal["euler", "dpmpp_2m"]] = {"dpm2_ode": "dpmpp_2m"}
@@ -104,7 +105,7 @@ def _config(run: PublishedRun) -> TrainConfig:
         rollout=rollout,
         advantage=_advantage(s) if objective.traits.rewards == "advantages" else AdvantageConfig(),
         noising=NoisingConfig() if on_steps else _noising(s, rollout),
-        kl=_kl(s) if objective.traits.takes_kl else KLConfig(),
+        kl=_kl(run) if objective.traits.takes_kl else KLConfig(),
         optimizer=_optimizer(s),
         lora=_lora(s),
         pipeline=_pipeline(run),
@@ -127,6 +128,8 @@ def _objective(run: PublishedRun) -> Objective:
         "dpo": lambda: Dpo() if beta is None else Dpo(beta=float(beta)),
         "dgpo": lambda: Dgpo(**clip, beta=float(extra["dpo_beta"]), old_samples_from=extra["switch_ema_ref"]),
         "crd": lambda: _crd(s, extra),
+        "tempflow": lambda: TempFlow(**clip),
+        "d3po": lambda: D3po(beta=extra["d3po_beta"], eps=extra["eps"]),
     }
     return builders[OBJECTIVES[run.algorithm]]()
 
@@ -167,7 +170,11 @@ def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
 
 def _rollout(run: PublishedRun) -> RolloutConfig:
     s = run.settings
+    if run.algorithm == "TempFlow-GRPO":
+        return _branching(s)
     steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
+    if run.algorithm == "D3PO":
+        group = 2  # two samples per prompt, from the same noise
     prompts = s.get("prompts_per_rollout") or max(s.get("samples_per_rollout", group) // group, 1)
     without = not s.get("cfg_in_training_forward", True)
     conditional = _scale(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"
@@ -177,7 +184,7 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     )  # fmt: skip
     common: dict[str, Any] = {"prompts": prompts, "group": max(group, 2), "steps": steps, "guidance": guidance}
     sampler = SAMPLERS.get(s.get("sampler", ""))
-    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo")
+    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po")
     if sampler is None and trains_on_steps:
         sampler = "flow_sde"
     if sampler is None or not trains_on_steps:
@@ -186,10 +193,19 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
         **common,
         sampler=sampler,
         eta=min(s.get("noise_level") or 0.7, MAX_ETA[sampler]),
-        shared_noise=s.get("shared_initial_noise", False),
+        shared_noise=s.get("shared_initial_noise", run.algorithm == "D3PO"),
         form="unscaled" if sampler == "cps" else "density",
     )
     return _steps(config, s)
+
+
+def _branching(s: Mapping[str, Any]) -> RolloutConfig:
+    """Return the rollout of TempFlow-GRPO: 6 branches of each initial noise, which differ in the noise of a single step."""
+    return RolloutConfig(
+        prompts=s.get("samples_per_rollout", 1152) // 6, group=6, steps=s["train_sampling_steps"], shared_noise=True,
+        eta=s.get("noise_level", 0.7), window=1, window_high=s["trained_steps_per_sample"],
+        guidance=Guidance(scale=_scale(s)),
+    )  # fmt: skip
 
 
 def _steps(config: RolloutConfig, s: Mapping[str, Any]) -> RolloutConfig:
@@ -224,11 +240,13 @@ def _interval(s: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _kl(s: Mapping[str, Any]) -> KLConfig:
+def _kl(run: PublishedRun) -> KLConfig:
     """Return the KL terms; a second one is to a moving average of the policy (AWM)."""
-    extra = s.get("loss_extra", {})
+    s, extra = run.settings, run.settings.get("loss_extra", {})
     coef = float(s.get("kl_coef", 0.0)) if s.get("kl_kind", "none") in ("mean_gaussian", "velocity_mse") else 0.0
     found = re.fullmatch(r"min\(([\d.]+), ([\d.]+)\*step\)", str(extra.get("ema_kl_decay", "")))
+    if run.algorithm == "TempFlow-GRPO":  # divides by the whole step's std
+        return KLConfig(coef=s.get("kl_coef", 0.0), weight="exact")
     if found is None:
         return KLConfig(coef=coef)
     return KLConfig(coef=coef, ema_coef=extra["ema_kl_coef"], ema_cap=float(found[1]), ema_rise=float(found[2]))

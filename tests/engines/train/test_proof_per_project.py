@@ -46,10 +46,12 @@ PROVED: dict[str, Loss] = {
     "flow_factory/sd3.5-medium/grpo-nocfg": paper_losses.grpo,
     "miles_diffusion/qwen-image/ocr": paper_losses.grpo,
     "dgpo/sd3.5-medium/geneval": paper_losses.dgpo,
+    "tempflow_grpo/flux.1-dev/hpsv3": paper_losses.tempflow,
+    "d3po/sd1.5/compressibility": paper_losses.d3po,
     "flow_factory/sd3.5-medium/crd-ocr": paper_losses.crd,
 }
 GROUPS, SIZE, RANK = 2, 4, 4
-MOST_STEPS = {"ddpo": 10}  # of 50
+MOST_STEPS = {"ddpo": 10, "d3po": 10}  # of 50 and of 20
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
     DPO multiplies the difference of two errors near 1 by beta / 2, and DDPO's guidance of 5 makes predictions that are up to
     a hundred times the noise of a late step, in which the residual is lost.
     """
-    if run.project == "ddpo":
+    if run.project in ("ddpo", "d3po"):
         return 1e-5
     if run.algorithm == "CRD":  # differences of errors near 1, too
         return 3e-6
@@ -103,7 +105,10 @@ def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
 def trained(spied: Spied, run: PublishedRun) -> int:
     """Return the number of items per sample that the run states."""
     pair = 2 if spied.trainer.config.objective.traits.trains_on == "preferences" else 1  # the winner and the loser
-    number: int = run.settings.get("trained_steps_per_sample", run.settings.get("noise_levels_per_sample"))
+    if run.project == "tempflow_grpo":
+        return 1  # 9 rollouts of one branching step each
+    s, steps = run.settings, run.settings.get("train_sampling_steps")  # without another number, D3PO trains on all
+    number: int = s.get("trained_steps_per_sample", s.get("noise_levels_per_sample", steps))
     return pair * min(number, spied.trainer.config.rollout.steps)
 
 

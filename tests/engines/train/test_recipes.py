@@ -68,6 +68,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "objective.beta": 1.0, "objective.match": "mse", "objective.old_rise": 0.005, "objective.sampling_delay": 75,
         "kl.coef": 0.1, "minibatches": 2, "rollout.group": 24,
     },
+    "tempflow": {
+        "rollout.group": 6, "rollout.shared_noise": True, "rollout.window": 1, "rollout.window_high": 9, "kl.coef": 0.004,
+        "kl.weight": "exact", "objective.scale": 1.73,
+    },
+    "d3po": {
+        "rollout.sampler": "ddim", "rollout.steps": 20, "rollout.guidance.scale": 5.0, "rollout.group": 2,
+        "rollout.shared_noise": True, "objective.beta": 0.1, "objective.eps": 0.1, "optimizer.lr": 3e-5,
+    },
     "raft": ODE,
     "sft": ODE | {"rollout.group": 1},
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
@@ -112,7 +120,7 @@ def test_the_built_in_models_are_evaluated_on_a_thousand_samples(name: str) -> N
 def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default."""
     config = RECIPES[name]()
-    assert config.model == (UNET if name == "ddpo" else HANDWRITING)
+    assert config.model == (UNET if name in ("ddpo", "d3po") else HANDWRITING)
     check_model(config, "epsilon" if name == "ddpo" else "velocity")
 
 
@@ -218,6 +226,8 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "dpo": ("--objective.preferences", "folder", Path("folder")),
     "dgpo": ("--objective.old-samples-from", "7", 7),
     "crd": ("--objective.match", "bce", "bce"),
+    "tempflow": ("--objective.scale", "2.0", 2.0),
+    "d3po": ("--objective.eps", "0.2", 0.2),
     "raft": ("--objective.best", "0.5", 0.5),
     "sft": ("--noising.levels", "schedule", "schedule"),
     "distill": ("--objective.teacher", "folder", Path("folder")),
