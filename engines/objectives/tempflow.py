@@ -32,8 +32,8 @@ class TempFlow:
         scale: Factor of all weights.
     """
 
-    clip_low: float = 1e-4
-    clip_high: float = 1e-4
+    clip_low: float = 1e-3
+    clip_high: float = 1e-3
     scale: float = 1.73
     traits = ObjectiveTraits(
         trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True, refuses=_refuses

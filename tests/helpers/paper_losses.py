@@ -122,7 +122,7 @@ def log_prob(scene: Scene, v: Tensor) -> Tensor:
 
 def clip(scene: Scene) -> tuple[float, float]:
     """Return the range of the ratio."""
-    low, high = (scene.settings.get(f"ratio_clip_{side}", 1e-4) for side in ("low", "high"))
+    low, high = (scene.settings.get(f"ratio_clip_{side}", 1e-3) for side in ("low", "high"))
     return 1 - low, 1 + high
 
 

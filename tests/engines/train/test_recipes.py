@@ -121,7 +121,7 @@ def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default."""
     config = RECIPES[name]()
     assert config.model == (UNET if name in ("ddpo", "d3po") else HANDWRITING)
-    check_model(config, "epsilon" if name == "ddpo" else "velocity")
+    check_model(config, "epsilon" if config.model == UNET else "velocity")
 
 
 @pytest.mark.parametrize(
