@@ -1,7 +1,10 @@
 """Configure every session: hypothesis profiles, and run-time shape checks over fluvial.core."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
@@ -14,6 +17,11 @@ if "FLUVIAL_TEST_DEVICE" not in os.environ:
 # two cores. Set before torch reads it.
 os.environ["OMP_NUM_THREADS"] = "1"
 assert "torch" not in sys.modules, "the number of threads must be set before torch is imported"
+
+# Where tests store what they share (helpers/stored.py). The first process makes it, and its workers inherit the name.
+if "FLUVIAL_TEST_STORE" not in os.environ:
+    os.environ["FLUVIAL_TEST_STORE"] = tempfile.mkdtemp(prefix="fluvial-tests-")
+    atexit.register(shutil.rmtree, os.environ["FLUVIAL_TEST_STORE"])
 
 # No deadline and no slowness check: torch's first call of an operation is slow, and the machine may be shared.
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,8 +1,6 @@
 """The engine's update counted, on one process and on two: collectives, host reads, memory, and the gradient."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +74,8 @@ def test_other_collectives_do_not_grow(result: dict[str, Any], ranks: int) -> No
 
 
 def test_memory_is_that_of_a_micro_batch(result: dict[str, Any]) -> None:
-    """Whether 2 steps were recorded or 20."""
-    assert result["peaks"]["20"] == pytest.approx(result["peaks"]["2"], rel=0.02)
+    """Whether 2 steps were recorded or 10."""
+    assert result["peaks"]["10"] == pytest.approx(result["peaks"]["2"], rel=0.02)
 
 
 def test_the_gradient_is_the_published_one(result: dict[str, Any]) -> None:
@@ -157,16 +155,10 @@ def test_counting_ends_with_its_context() -> None:
 
 def test_one_command_measures_and_ends_in_json(tmp_path: Path) -> None:
     """From a plain shell: it starts its own world, appends both tables and prints one line of JSON."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "fluvial.bench", "update", "--json", "--out", str(tmp_path)),
-            *("--sizes", "tiny", "--train", "full", "--steps", "2", "--counted", "1", "2", "3", "--ranks", "2"),
-            *("--samples", "2", "--micro-batch", "1", "--runs", "1"),
-        ],
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
+    done = launch.program(
+        *("fluvial.bench", "update", "--json", "--out", str(tmp_path)),
+        *("--sizes", "tiny", "--train", "full", "--steps", "2", "--counted", "1", "2", "3", "--ranks", "2"),
+        *("--samples", "2", "--micro-batch", "1", "--runs", "1"),
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])

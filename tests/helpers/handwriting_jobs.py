@@ -11,6 +11,7 @@ from torch import Tensor
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.train.trainer import Trainer
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -30,3 +31,9 @@ def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
     """Return the built-in job with another reward, and the weights of a folder."""
     return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)
+
+
+def updates(config: TrainConfig, job_of: jobs.Job | None = None, *, count: int = 1) -> list[dict[str, Any]]:
+    """Return the records of a run's first updates, without what a whole run adds: evaluations, exports and a folder."""
+    with Trainer(config, job() if job_of is None else job_of) as trainer:
+        return [trainer.update() for _ in range(count)]

@@ -107,18 +107,22 @@ class Process:
         Raises:
             subprocess.TimeoutExpired: the program still runs.
         """
+        if not self.ends(timeout) or self.returncode is None:
+            raise subprocess.TimeoutExpired(self.files["stdout"], timeout, self.stdout, self.stderr)
+        return self.returncode
+
+    def ends(self, timeout: float) -> bool:
+        """Return whether the program has ended or does so within `timeout` seconds."""
         if self.returncode is None:
             status = server().report(self.number, "status", timeout)
-            if status is None:
-                raise subprocess.TimeoutExpired(self.files["stdout"], timeout, self.stdout, self.stderr)
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+            if status is not None:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode is not None
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the program runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+        self.ends(0)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the program has ended."""
@@ -144,6 +148,65 @@ class Process:
         return path.read_text() if path.exists() else ""
 
     def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.wait(30)
+        self.folder.cleanup()
+
+
+class Torchrun:
+    """The command line on two ranks under `torchrun`, in new interpreters, with the methods of `Process`."""
+
+    def __init__(self, *args: str, restarts: int = 0) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="torchrun-")
+        self.files = {name: Path(self.folder.name, name) for name in ("stdout", "stderr")}
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        line = [*torchrun, "--max-restarts", str(restarts), "-m", "fluvial.engines", *args]
+        with self.files["stdout"].open("w") as out, self.files["stderr"].open("w") as errors:
+            self.process = subprocess.Popen(line, env=environment(), stdout=out, stderr=errors, text=True)
+
+    def worker(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        root = Path("/proc")
+        for pid in (root / f"{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if f"RANK={rank}" in (root / pid / "environ").read_bytes().decode().split("\0"):
+                return int(pid)
+        raise AssertionError(f"rank {rank} is not there")
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit code."""
+        return self.process.wait(timeout)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while torchrun runs."""
+        return self.process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to torchrun."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill torchrun, unless it has ended."""
+        self.process.kill()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, once it is known."""
+        return self.process.returncode
+
+    @property
+    def stdout(self) -> str:
+        """What all processes have written to their standard outputs so far."""
+        return self.files["stdout"].read_text()
+
+    @property
+    def stderr(self) -> str:
+        """What all processes have written to their standard errors so far."""
+        return self.files["stderr"].read_text()
+
+    def __enter__(self) -> "Torchrun":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -238,8 +301,7 @@ def _finished(processes: Sequence[Process], timeout: float) -> list[int]:
             if all(process.returncode in (0, None) for process in processes):
                 raise AssertionError(f"not finished within {timeout:g} s:\n{texts}")
             break
-        next(process for process in processes if process.returncode is None).poll()
-        time.sleep(0.01)
+        next(process for process in processes if process.returncode is None).ends(0.1)
     return [process.wait(30) for process in processes]
 
 
@@ -248,18 +310,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def command(*args: str, ranks: int = 1) -> list[str]:
-    """Return the argument list that starts the command line in new interpreters, by torchrun if there are several."""
-    if ranks == 1:
-        return [sys.executable, "-P", "-m", "fluvial.engines", *args]
-    return [*launcher(ranks), "-m", "fluvial.engines", *args]
-
-
-def launcher(ranks: int) -> list[str]:
-    """Return the beginning of a torchrun command line."""
-    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def environment(*, helpers: bool = False) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 import string
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import stored
 import torch
 from einops import rearrange
 from tiny_encoders import qwen_tokenizer, t5_tokenizer, vae
@@ -156,14 +158,18 @@ def load(name: str, folder: Path) -> Any:
     from diffusers import DiffusionPipeline
 
     if not folder.exists():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            pipeline = ROWS[name].make()
-            # Weights that start at zero or one would hide errors.
-            for part in ("transformer", "vae"):
-                for parameter in getattr(pipeline, part).parameters():
-                    parameter.data += 0.2 * torch.randn_like(parameter)
-        pipeline.save_pretrained(folder)
+        stored.copy_of(f"replayed-{name}", folder, partial(_make, ROWS[name]))
     loaded = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     loaded.set_progress_bar_config(disable=True)
     return loaded
+
+
+def _make(row: Row, folder: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = row.make()
+        # Weights that start at zero or one would hide errors.
+        for part in ("transformer", "vae"):
+            for parameter in getattr(pipeline, part).parameters():
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    pipeline.save_pretrained(folder)

@@ -70,7 +70,7 @@ def gradients(world: World) -> dict[str, float]:
         keep, published = build_engine(chosen, world, EngineConfig()), build_published(chosen, world)
         rollout = make_rollout(keep, chosen, world)
         update_engine(keep, rollout, micro_batch=10)
-        published.update(rollout.stored, micro_batch=1)
+        published.update(rollout.stored, micro_batch=SAMPLES)
         name = f"{train}, {'guidance' if guidance else 'no guidance'}"
         distances[f"{name}, baseline"] = gradient_distance(keep, published, world)
         for way, options in ways.items():
@@ -86,7 +86,7 @@ def peaks(world: World) -> dict[int, int]:
     engine = build_engine(case(2), world, EngineConfig())
     update_engine(engine, make_rollout(engine, case(2), world), micro_batch=SAMPLES)  # makes the optimizer's state
     found = {}
-    for steps in (2, 20):
+    for steps in (2, 10):
         rollout = make_rollout(engine, case(steps), world)
         update = partial(update_engine, engine, rollout, micro_batch=SAMPLES)
         found[steps] = counted(update, engine, rollout).peak_bytes

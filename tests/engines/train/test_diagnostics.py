@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.train import diagnostics
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.diagnostics import SAMPLES, Probe, diversity, thumbnails
+from fluvial.engines.train.diagnostics import Probe, diversity, thumbnails
 from fluvial.models import Schedule
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
     module = job.model.build()
     with torch.no_grad():
         probe = Probe.take(job, module, schedule(job), micro_batch=4)
-        assert len(probe.x) == len(probe.level) == SAMPLES
+        assert len(probe.x) == len(probe.level) == diagnostics.SAMPLES
         assert len(torch.unique(probe.level)) == tiny.STEPS
         assert probe.velocity_drift(job, module, micro_batch=4) == 0.0
         assert probe.velocity_drift(job, module, micro_batch=16) < 1e-10

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,18 +32,16 @@ LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with
 
 
 class Launched:
-    """A run on two ranks under torchrun that is still going on."""
+    """A run on two ranks under torchrun's agent that is still going on."""
 
-    def __init__(self, process: subprocess.Popen[str], out: Path, stdout: Path, stderr: Path) -> None:
-        self.process, self.out, self.stdout, self.stderr = process, out, stdout, stderr
+    def __init__(self, process: launch.Process | launch.Torchrun, out: Path, pids: Path) -> None:
+        self.process, self.out, self.pids = process, out, pids
 
     def worker(self, rank: int) -> int:
         """Return the process id of a rank."""
-        root = Path("/proc")
-        for pid in (root / f"{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if f"RANK={rank}" in (root / pid / "environ").read_bytes().decode().split("\0"):
-                return int(pid)
-        raise AssertionError(f"rank {rank} is not there")
+        if isinstance(self.process, launch.Torchrun):
+            return self.process.worker(rank)
+        return int((self.pids / str(rank)).read_text())
 
     def reaches(self, update: int) -> None:
         """Wait until an update is recorded."""
@@ -56,36 +53,43 @@ class Launched:
         self._wait(lambda: any(line.startswith(f"fluvial: rank {rank}: ") for line in self.lines()), within)
 
     def ends(self) -> list[str]:
-        """Wait for the end of all world, and return our lines on stderr, which are all that may be ours."""
+        """Wait for the end of all ranks, and return our lines on stderr, which are all that may be ours."""
         self.process.wait(60)
-        assert "engines/train/trainer.py" not in self.stderr.read_text(), "a traceback"
+        assert "engines/train/trainer.py" not in self.process.stderr, "a traceback"
         return self.lines()
 
     def lines(self) -> list[str]:
-        """Return our lines on stderr; torchrun has more of its own."""
-        return sorted(line for line in self.stderr.read_text().splitlines() if line.startswith("fluvial: "))
+        """Return our lines on stderr; the agent has more of its own."""
+        return sorted(line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
 
     def _wait(self, condition: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, "the run ended too early: " + self.stderr.read_text()
-            assert time.monotonic() < deadline, "the run is too slow: " + self.stderr.read_text()
+            assert self.process.poll() is None, "the run ended too early: " + self.process.stderr
+            assert time.monotonic() < deadline, "the run is too slow: " + self.process.stderr
             time.sleep(0.02)
 
 
 @contextmanager
-def launched(out: Path, *args: str, restarts: int = 0) -> Iterator[Launched]:
-    """Start a run on two ranks; none of its processes is left behind."""
-    command = launch.command("train", "handwriting", "--out", str(out), *args, ranks=2)
-    at = command.index("--standalone")
-    command[at:at] = ["--max-restarts", str(restarts)]
-    stdout, stderr = (out.with_name(f"{out.name}.{name}") for name in ("stdout", "stderr"))
-    with (
-        stdout.open("w") as texts,
-        stderr.open("w") as errors,
-        subprocess.Popen(command, env=launch.environment(), stdout=texts, stderr=errors, text=True) as process,
-    ):
-        run = Launched(process, out, stdout, stderr)
+def launched(out: Path, *args: str, restarts: int = 0, interpreters: bool = False) -> Iterator[Launched]:
+    """Start a run on two ranks; none of its processes is left behind.
+
+    Args:
+        out: folder of the run.
+        args: further arguments of the command line.
+        restarts: number of times that the agent starts lost ranks again.
+        interpreters: start `torchrun` itself. Otherwise its agent forks the ranks, which takes a tenth of the time.
+    """
+    typed = ["train", "handwriting", "--out", str(out), *args]
+    pids = out.with_name(f"{out.name}.pids")
+    pids.mkdir(exist_ok=True)
+    process: launch.Process | launch.Torchrun
+    if interpreters:
+        process = launch.Torchrun(*typed, restarts=restarts)
+    else:
+        process = launch.Process("elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
+    with process:
+        run = Launched(process, out, pids)
         try:
             yield run
         finally:
@@ -131,9 +135,9 @@ def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
         run.reaches(6)  # by itself
         os.kill(run.worker(0), signal.SIGKILL)
         assert run.ends() == [f"fluvial: rank {rank}: {LOST.format('its connection is closed', out)}" for rank in (0, 1)]
-    assert run.process.returncode == 1
-    assert run.stdout.read_text().count("before training") == 1
-    assert "resumed" in run.stdout.read_text()
+        assert run.process.returncode == 1
+        assert run.process.stdout.count("before training") == 1
+        assert "resumed" in run.process.stdout
     assert not (out / "summary.json").exists()
     expect_whole(out)
     done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
@@ -150,13 +154,14 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     out = tmp_path / "run"
     with launched(out, *launch.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
         run.reaches(3)
-        run.process.terminate()
+        run.process.send_signal(signal.SIGTERM)
         assert run.ends() == []
+        said = run.process.stdout
     saved = [path.name for path in checkpoint.listed(out / "checkpoints")]
     assert len(saved) == 1
     stopped = int(saved[0])
     assert 3 <= stopped < 7
-    assert f"SIGTERM: stopped after update {stopped}, all saved" in run.stdout.read_text()
+    assert f"SIGTERM: stopped after update {stopped}, all saved" in said
 
     with launched(out, "--resume", "--checkpoint-every", "2") as run:
         run.reaches(stopped + 1)
@@ -177,7 +182,8 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
     out, seconds = tmp_path / "run", 10
-    with launched(out, *launch.SMALL, "--updates", "500", "--collective-timeout", str(seconds)) as run:
+    flags = ["--updates", "500", "--collective-timeout", str(seconds)]
+    with launched(out, *launch.SMALL, *flags, interpreters=True) as run:
         run.reaches(3)
         hangs = run.worker(1)
         os.kill(hangs, signal.SIGSTOP)

@@ -13,8 +13,10 @@ from typing import Any
 
 import launch
 import pytest
+import short_runs
 import torch
-from handwriting_jobs import alternating, config, job
+from handwriting_jobs import alternating, config, job, updates
+from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +28,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Guard
+from fluvial.engines.report import plots
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
@@ -36,10 +39,12 @@ from fluvial.engines.train.trainer import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with evaluations, a moving average and a KL term."""
+    """A finished run with evaluations, a moving average, a KL term and charts."""
     out = tmp_path_factory.mktemp("run") / "run"
     changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
-    train(config(out, **changes), job())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "curves", short_runs.charts)
+        train(config(out, **changes), job())
     return out
 
 
@@ -53,6 +58,9 @@ def test_the_run_folder(run: Path) -> None:
         *("weights/config.json", "weights/diffusion_pytorch_model.safetensors"),
     }
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    with Image.open(run / "curves.png") as charts:
+        assert charts.width > 4 * charts.height  # five panels
+        assert len(charts.convert("RGB").getcolors(charts.width * charts.height)) > 10
 
 
 def test_the_summary(run: Path) -> None:
@@ -84,9 +92,9 @@ def test_the_records(run: Path) -> None:
             assert record["first_pass_max_abs_log_ratio"] == 0.0
             assert set(record["seconds"]) == {"rollout", "reward", "update"}
             assert record["reward"]["mean"] == 0.5
-    updates = [record for record in records if "objective" in record]
-    assert updates[0]["objective"]["kl_ref"] == 0.0  # the policy is still the reference
-    assert updates[1]["objective"]["kl_ref"] > 0.0
+    first, second = (record for record in records if "objective" in record)
+    assert first["objective"]["kl_ref"] == 0.0  # the policy is still the reference
+    assert second["objective"]["kl_ref"] > 0.0
 
 
 def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> None:
@@ -128,27 +136,27 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
     assert launch.weights(tmp_path / "a") != launch.weights(tmp_path / "c")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
     """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
     rollout = RolloutConfig(prompts=2, group=4, steps=3, window=None, sampler=sampler, eta=0.7)
-    summary = train(config(tmp_path / "run", rollout=rollout, train=kind, updates=1), job())
-    assert summary["first_pass_max_abs_log_ratio"] == 0.0
-    assert summary["skipped_steps"] == 0
-    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
+    (record,) = updates(config(tmp_path, rollout=rollout, train=kind))
+    assert record["first_pass_max_abs_log_ratio"] == 0.0
+    assert record["skipped_steps"] == 0
     assert record["grad_norm"] > 0
     # The last step of CPS is deterministic, and not trained on.
     assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
     rollout = RolloutConfig(prompts=2, group=4, steps=3, window=2, sampler=sampler)
-    summary = train(config(tmp_path / "run", rollout=rollout, updates=1, objective=Guard()), job())
-    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
-    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    (record,) = updates(config(tmp_path, rollout=rollout, objective=Guard()))
+    assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
     assert record["grad_norm"] > 0
 
@@ -164,7 +172,7 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
             return alternating(images, prompts)
 
         rollout = RolloutConfig(prompts=1, group=4, steps=2, window=1, eta=1e-4, shared_noise=shared)
-        train(config(tmp_path / str(shared), rollout=rollout, updates=1), job(watching))
+        updates(config(tmp_path, rollout=rollout), job(watching))
         spreads.append(float(seen[0].std(0).mean()))
     assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
 
@@ -186,15 +194,15 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     assert launch.records(tmp_path / "run")[-2]["objective"]["kl_ref"] > 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
     changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
-    train(config(tmp_path / "run", train=kind, **changes), job())
-    updates = [record for record in launch.records(tmp_path / "run") if "objective" in record]
-    assert [update["first_pass_max_abs_log_ratio"] for update in updates] == [0.0, 0.0]
-    assert updates[0]["objective"]["kl_ref"] == 0.0
-    assert updates[1]["objective"]["kl_ref"] > 0.0
+    first, second = updates(config(tmp_path, train=kind, **changes), count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
+    assert first["objective"]["kl_ref"] == 0.0
+    assert second["objective"]["kl_ref"] > 0.0
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -211,6 +219,7 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
     assert weights[0] == weights[1]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     """In one forward pass or two: the ratio is exactly 1, the gradient is the same, and another one than without."""
@@ -220,8 +229,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
         "half": Guidance(2.0, gradient="conditional"), "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
     }.items():  # fmt: skip
         rollout = replace(config(tmp_path).rollout, guidance=guidance)
-        train(config(tmp_path / name, train=kind, updates=1, rollout=rollout), job())
-        record = next(record for record in launch.records(tmp_path / name) if "reward" in record)
+        (record,) = updates(config(tmp_path, train=kind, rollout=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
     assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
@@ -240,8 +248,7 @@ def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any)
 
 def test_flops_are_recorded(tmp_path: Path) -> None:
     """A positive speed; no share of a peak that nobody knows."""
-    train(config(tmp_path / "run", updates=1), job())
-    record = next(record for record in launch.records(tmp_path / "run") if "reward" in record)
+    (record,) = updates(config(tmp_path))
     assert record["speed"]["update_flops"] > 1e6
     assert "mfu" not in record["speed"]
 
@@ -327,8 +334,7 @@ def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
 def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
     """Items without advantage are not computed; one is left, of weight 0, and the weights stay."""
     constant = job(lambda images, prompts: torch.ones(len(prompts)))
-    train(config(tmp_path / "run", updates=1, advantage=AdvantageConfig(scale=scale)), constant)
-    record = next(record for record in launch.records(tmp_path / "run") if "objective" in record)
+    (record,) = updates(config(tmp_path, advantage=AdvantageConfig(scale=scale)), constant)
     assert record["pairs"] == 1
     assert record["grad_norm"] == 0.0
 
@@ -341,10 +347,9 @@ def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
         return torch.arange(4.0) if half.calls % 2 else torch.ones(4)  # type: ignore[attr-defined]
 
     norms = []
-    for name, kl, expected in (("a", KLConfig(), 8), ("b", KLConfig(coef=1e-30), 16)):
+    for kl, expected in ((KLConfig(), 8), (KLConfig(coef=1e-30), 16)):
         half.calls = 0  # type: ignore[attr-defined]
-        train(config(tmp_path / name, updates=1, kl=kl), job(half))
-        record = next(record for record in launch.records(tmp_path / name) if "objective" in record)
+        (record,) = updates(config(tmp_path, kl=kl), job(half))
         assert record["pairs"] == expected
         norms.append(record["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
