@@ -4,8 +4,10 @@ Registers, spills, shared memory and the width of every access to global memory 
 caught with their arguments, so that the compiled kernels are those that an operation launches.
 """
 
+import ast
 import csv
 import functools
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -92,6 +94,7 @@ class AotRow:
     load_bits: int
     store_bits: int
     triton: str
+    sources: str  # of the kernels that were compiled, see `sources`
 
 
 def launches() -> list[Launch]:
@@ -160,12 +163,26 @@ def compiled(launch: Launch, target: str) -> AotRow:
         load_bits=_width(code.loads, read, numbers, launch, gpu),
         store_bits=_width(code.stores, written, STORED_NUMBERS.get(name, 0), launch, gpu),
         triton=triton.__version__,
+        sources=sources(),
     )
+
+
+@functools.cache
+def sources() -> str:
+    """Return a hash of the code that is compiled and of what launches it, without comments and docstrings."""
+    digest = hashlib.sha256()
+    for path in sorted([*Path(gaussian_step.__file__).parent.glob("*.py"), Path(__file__)]):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body[:1] = []
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:12]
 
 
 def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[AotRow]:
     """Compile every launch for every target in processes, because Python's parser is not thread-safe."""
-    work = [(number, target) for target in targets for number in range(len(launches()))]
+    work = [(number, target) for target in targets for number in range(len(_all_launches()))]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_numbered, work, chunksize=8))
 

@@ -5,7 +5,9 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -36,3 +38,20 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     assert "fluvial.core" not in sys.modules, "the hook must be installed before fluvial.core is imported"
     # PEP 484's tower: an int is a valid float, as for mypy.
     install_import_hook("fluvial.core", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give both workers the modules with slow tests first: what one takes over from the other at the end is then short."""
+    if not hasattr(config, "workerinput"):
+        return
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    slow = [module for module in modules.values() if any(item.get_closest_marker("slow") for item in module)]
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])  # pytest-xdist gives each of two workers one half
+    for number, module in enumerate(slow):
+        halves[number % 2].extend(module)
+    for module in modules.values():
+        if module not in slow:
+            min(halves, key=len).extend(module)
+    items[:] = [*halves[0], *halves[1]]
