@@ -32,6 +32,7 @@ def one() -> Iterator[World]:
         yield world
 
 
+@pytest.mark.bits
 def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
     """In every update: the ratio is 1 in the first, and in the second what the moved policy says of the stored steps."""
     run = Spied(tiny.config(tmp_path, rollout=STEPS, epochs=2, updates=2, optimizer=FAST), one)
@@ -110,6 +111,7 @@ def test_the_loss_is_a_mean_over_the_minibatch(one: World, tmp_path: Path) -> No
     torch.testing.assert_close((halves[0] + halves[1]) / 2, whole, rtol=1e-4, atol=1e-6 * float(whole.norm()))
 
 
+@pytest.mark.bits
 def test_the_old_velocity_of_awm(one: World, tmp_path: Path) -> None:
     """It is the policy's before the rollout's first update, in all of them; with one update there is none to keep."""
     run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), epochs=2, updates=2, optimizer=FAST), one)
@@ -133,6 +135,7 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path) -> None:
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
 
 
+@pytest.mark.bits
 def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
     """It is what the rollout recorded, so that a rollout of several updates needs no pass of its own."""
     run = Spied(tiny.config(tmp_path, rollout=STEPS, objective=Guard(), epochs=2, updates=2, optimizer=FAST), one)

@@ -459,13 +459,13 @@ def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
 def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
     flags = [
-        *("--updates", "7", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
+        *("--updates", "5", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
         *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
     ]
     launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
     with launch.start("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags) as process:
-        wait_for_update(killed, 5, process)
+        wait_for_update(killed, 3, process)
         process.kill()
     assert not (killed / "summary.json").exists()
     # A run goes on with its own settings: no flag has to be typed again.
@@ -515,8 +515,9 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
 def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
     """Whatever is being done."""
     out = tmp_path / "run"
-    with launch.start("train", "handwriting", "--out", str(out), "--micro-batch", "64") as process:
-        wait_for_update(out, 0, process)  # a full-size update takes seconds from here
+    large = ["--rollout.prompts", "32", "--rollout.group", "16", "--rollout.steps", "10", "--micro-batch", "64"]
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *large) as process:
+        wait_for_update(out, 0, process)  # an update of this size takes seconds from here
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
