@@ -94,7 +94,7 @@ class AotRow:
     load_bits: int
     store_bits: int
     triton: str
-    sources: str  # of the kernels that were compiled, see `sources`
+    sources: str = ""  # of the kernels that were compiled, see `sources`; an older table does not say
 
 
 def launches() -> list[Launch]:
