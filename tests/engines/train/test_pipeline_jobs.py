@@ -169,6 +169,6 @@ def test_the_models_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
 def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each in one line."""
     assert cli.run(["train", "grpo", "--model", str(folder / "sd3")]) == 2
-    assert "set --prompts to a text file" in launch.one_line(capfd.readouterr().err)
+    assert "set --prompts to a file" in launch.one_line(capfd.readouterr().err)
     assert cli.run(["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]) == 2
     assert "model_index.json" in launch.one_line(capfd.readouterr().err)
