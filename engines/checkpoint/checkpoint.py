@@ -126,7 +126,8 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         saved = manifest["fingerprint"]
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"{name} {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
-            raise RunError(f"checkpoint {path} is of another run: {changes}")
+            advice = "resume with the settings that it was saved with, or start a run in another folder"
+            raise RunError(f"checkpoint {path} is of another run: {changes}; {advice}")
     store, name = locate(path)
     unread = f"checkpoint {path} could not be read: {{reason}}"
     with TemporaryDirectory(prefix="fluvial-") as scratch:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import itertools
 import re
@@ -46,8 +47,8 @@ def parsed(
     try:
         with contextlib.redirect_stderr(boxed):
             found = tyro.cli(
-                narrow, prog=program, description=about or default.__doc__ or kind.__doc__, default=base, args=words,
-                config=(tyro.conf.AvoidSubcommands,),
+                narrow, prog=program, description=_summary(about or default.__doc__ or kind.__doc__ or ""), default=base,
+                args=words, config=(tyro.conf.AvoidSubcommands,),
             )  # fmt: skip
     except SystemExit as done:
         if not done.code:
@@ -69,6 +70,11 @@ def _narrowed(kind: type, base: Any) -> type:
         if field.name in narrow:
             setattr(made, field.name, dataclasses.field(default_factory=_constant(getattr(base, field.name))))
     return dataclasses.dataclass(frozen=True)(made)
+
+
+def _summary(docstring: str) -> str:
+    """Return a docstring without its section of arguments, which the flags explain."""
+    return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
 
 
 def _constant(value: Any) -> Callable[[], Any]:
@@ -147,6 +153,11 @@ def _unboxed(box: str) -> str:
     lines = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
     sections = [" ".join(section.split()) for section in re.split(r"─{3,}", "\n".join(lines))]
     message = re.sub(r"^Error parsing [\w.]+: (?=[a-z_.]+:? )", "", sections[0])
+    if wrong := re.fullmatch(
+        r"Error parsing (--[\w.-]+): (?:invalid literal for int|could not convert string to float).*?('.*')", message
+    ):
+        kind = "a whole number" if "int()" in message else "a number"
+        message = f"{wrong[1]} is {wrong[2]}, expected {kind}"
     if message.startswith("Unrecognized options: "):
         unknown = [word.strip(",") for word in message.split()[2:]]
         message = f"unknown flag {next((word for word in unknown if word.startswith('-')), unknown[0])}"

@@ -42,8 +42,14 @@ class Crd:
         weight_min: Lower bound of that mean absolute error.
         adaptive_kl: Weigh the KL term by c(R) = m + (1 - m) R with m = 1e-4 / kl.coef, so that good samples stay near the
             reference; otherwise c is 1.
-        old_value, old_rise, old_cap, old_delay: Decay of the old policy.
-        sampling_value, sampling_rise, sampling_cap, sampling_delay: Decay of the policy that makes the rollouts.
+        old_value: Decay d of the old policy in the first old_delay updates; 0 follows the policy at once.
+        old_rise: Increase of the old policy's decay per update after the delay.
+        old_cap: Upper bound of the old policy's decay.
+        old_delay: Number of updates before the old policy's decay begins to rise.
+        sampling_value: Decay of the policy that makes the rollouts, in the first sampling_delay updates.
+        sampling_rise: Increase of that decay per update after the delay.
+        sampling_cap: Upper bound of that decay.
+        sampling_delay: Number of updates before that decay begins to rise.
     """
 
     beta: float = 1.0

@@ -62,6 +62,7 @@ def test_the_help_of_a_command_shows_every_flag(command: str, capsys: pytest.Cap
     shown = capsys.readouterr().out
     missing = [name for name in field_names(CONFIGS[command]) if not re.search(rf"--(no-)?{re.escape(flag(name))}\b", shown)]
     assert not missing
+    assert "Args:" not in shown, "the docstring's list of arguments repeats the flags"
 
 
 def flag(name: str) -> str:

@@ -545,7 +545,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     launch.train(out, "--updates", "2")
     for flags, says in (
         (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
-        (["--rollout.eta", "0.5"], "is of another run: --rollout.eta 0.8 there, 0.5 here"),
+        (["--rollout.eta", "0.5"], "is of another run: --rollout.eta 0.8 there, 0.5 here; resume with the settings that"),
         (["--updates", "1"], "--updates is 1, but"),
     ):
         done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
