@@ -73,7 +73,7 @@ class Trajectory(NamedTuple):
 
     x: Tensor  # [B, S, *event] before each recorded step
     x_next: Tensor  # [B, S, *event] after it
-    steps: Tensor  # [S] int64, indices into the schedule
+    steps: Tensor  # int64 indices into the schedule: [S], or [B, S] where each sample has steps of its own
     log_prob: Tensor  # [B, S] under the policy that made the rollout
     velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it is recorded
     final: Tensor  # [B, *event], in the dtype of the computation
@@ -105,7 +105,7 @@ def rollout(
     *,
     transition: Sampler,
     key: Key,
-    window: Collection[int] | None = None,
+    window: Collection[int] | Tensor | None = None,
     deterministic: Sampler = transitions.ode,
     record: Record | Collection[int] | None = None,
 ) -> Trajectory:
@@ -122,22 +122,28 @@ def rollout(
         transition: sampler with its hyper-parameters bound, e.g. `transitions.bind("flow_sde", 0.7, sigmas)`.
         key: one key, into which each sample's index in the batch is folded, or one key per sample, `[B]`. Step i draws
             its noise from fold_in(key, i).
-        window: the steps taken with `transition`; None is all of them.
+        window: the steps taken with `transition`: indices, the same for all samples, or `[B, S]` int64 on the host, S
+            rising indices of each sample; None is all of them.
         deterministic: sampler of the other steps, for which no noise is drawn; partial(ddim, eta=0) beside `ddim`.
-        record: what to record, or just the indices of the steps to record; None is `Record()`.
+        record: what to record, or just the indices of the steps to record; None is `Record()`. With a window per sample,
+            either the steps of the window are recorded, or none.
 
     Raises:
         ValueError: a step is out of range, or a recorded step has no density (std = 0) where the form needs one; the
             message names the sampler and the step.
     """
     record = as_record(record)
-    plan = plan_steps(sigmas, transition, window=window, deterministic=deterministic, record=record)
+    own = _checked_own(window, record, len(x)) if isinstance(window, Tensor) else None
+    shared = window if own is None else sorted(set(own.flatten().tolist()))
+    plan = plan_steps(sigmas, transition, window=shared, deterministic=deterministic, record=record)
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
     dtype = compute if record.dtype is None else record.dtype
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
     levels = sigmas.to(device=x.device, dtype=compute)
     rows = levels[:, None].expand(-1, batch).contiguous().unbind(0)
     coefficients = _coefficients(plan, levels, batch)
+    if own is not None:
+        coefficients = _own_coefficients(own, coefficients, plan, deterministic, levels, whole=record.steps is None)
     noises = _noises(keys, sorted(plan.window), x.shape, compute)
     x = x.to(dtype).to(compute)
     recorded: dict[int, RecordedStep] = {}
@@ -151,7 +157,8 @@ def rollout(
                 row = record_step(record, of_step, x, v, x_next, noise)
             recorded[step] = row._replace(x=x.to(dtype), x_next=x_next.to(dtype))
         x = x_next
-    return stack_steps(record, recorded, final=x, dtype=dtype)
+    trajectory = stack_steps(record, recorded, final=x, dtype=dtype)
+    return trajectory if own is None or not recorded else _own_steps(trajectory, own, sorted(recorded))
 
 
 def _coefficients(plan: StepPlan, levels: Tensor, batch: int) -> list[Transition]:
@@ -165,6 +172,56 @@ def _coefficients(plan: StepPlan, levels: Tensor, batch: int) -> list[Transition
             columns = (value.expand(len(steps))[:, None].expand(-1, batch).contiguous().unbind(0) for value in table)
             found.update(zip(steps, map(Transition, *columns), strict=True))
     return [found[step] for step in range(len(plan.samplers))]
+
+
+def _checked_own(own: Tensor, record: Record, batch: int) -> Tensor:
+    """Return a window for each of `batch` samples; raise ValueError if it is none."""
+    if own.ndim != 2 or len(own) != batch or own.dtype != torch.int64 or own.device.type != "cpu":
+        raise ValueError(
+            f"rollout: window is {own.dtype} {list(own.shape)} on {own.device}, expected int64 [{batch}, S] on the CPU"
+        )
+    if not (own[:, 1:] > own[:, :-1]).all():
+        raise ValueError("rollout: window has a row that does not rise, expected rising steps of each sample")
+    if record.steps is not None and len(record.steps):
+        raise ValueError("rollout: record.steps is set, and each sample has a window of its own: use None or ()")
+    return own
+
+
+def _own_coefficients(
+    own: Tensor, coefficients: list[Transition], plan: StepPlan, deterministic: Sampler, levels: Tensor, *, whole: bool
+) -> list[Transition]:
+    """Return the coefficients of every step, those of `deterministic` for samples whose window does not hold the step.
+
+    Raises:
+        ValueError: `whole` windows are to be recorded, and a step of one cannot be.
+    """
+    if left_out := sorted(plan.window - plan.record) if whole else []:
+        raise ValueError(
+            f"rollout: window holds steps {left_out}, which are deterministic and have no density, so that samples would "
+            "have different numbers of recorded steps: leave these steps out of every window"
+        )
+    found = list(coefficients)
+    for step in sorted(set(own.flatten().tolist())):
+        holds = (own == step).any(dim=1).to(levels.device)
+        other = deterministic(levels[step].expand(len(own)), levels[step + 1].expand(len(own)))
+        found[step] = Transition(*(torch.where(holds, a, b) for a, b in zip(coefficients[step], other, strict=True)))
+    return found
+
+
+def _own_steps(trajectory: Trajectory, own: Tensor, steps: Sequence[int]) -> Trajectory:
+    """Return the recorded steps of each sample's own window, out of `steps`, those that any window holds."""
+    place = torch.searchsorted(torch.tensor(steps), own).to(trajectory.steps.device)
+
+    def chosen(table: Tensor) -> Tensor:
+        index = place.reshape(*place.shape, *[1] * (table.ndim - 2))
+        return torch.take_along_dim(table, index, dim=1)
+
+    debug, velocity = trajectory.debug, trajectory.velocity
+    return Trajectory(
+        chosen(trajectory.x), chosen(trajectory.x_next), own.to(trajectory.steps.device), chosen(trajectory.log_prob),
+        None if velocity is None else chosen(velocity), trajectory.final,
+        None if debug is None else Debug(*(chosen(table) for table in debug)),
+    )  # fmt: skip
 
 
 def _noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:

@@ -102,11 +102,7 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
 
     Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
     """
-    hi = T if hi is None else hi
-    if not 0 <= lo < hi <= T:
-        raise ValueError(f"sde_window: steps {lo} to {hi} are not within a schedule of {T} steps")
-    if not 1 <= size <= hi - lo:
-        raise ValueError(f"sde_window: size is {size}, expected 1 to {hi - lo} (steps {lo} to {hi})")
+    lo, hi = _checked_range("sde_window", T, size, lo, hi)
     if isinstance(key.low, Tensor):
         raise TypeError("sde_window: key holds tensors, expected one key on the host, made from integers alone")
     start = lo + int(uniform(key, (1,)) * (hi - lo - size + 1))
@@ -120,9 +116,64 @@ def sde_steps(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -
 
     Source: Flow-Factory and UniRL, which draw steps that need not be adjacent.
     """
-    hi = T if hi is None else hi
-    sde_window(key, T, size, lo, hi)  # checks
+    lo, hi = _checked_range("sde_steps", T, size, lo, hi)
     return sorted((lo + torch.argsort(uniform(key, (hi - lo,)))[:size]).tolist())
+
+
+def moving_window(
+    done: int,
+    T: int,
+    size: int,
+    lo: int = 0,
+    hi: int | None = None,
+    *,
+    every: int,
+    stride: int = 1,
+    repeat: bool = True,
+    decay: float = 0.0,
+    decay_from: int = 0,
+) -> range:
+    """Return the window of stochastic steps at a rollout, where it moves from noise to data as training goes on.
+
+    The window starts at lo, lo + stride, ..., as long as it fits in [lo, hi). It stays at start s for
+
+        ceil(every exp(-decay max(0, s - decay_from)))
+
+    rollouts, so that with decay > 0 later steps are trained less (MixGRPO's exponential decay; 0 is "progressive").
+
+    Args:
+        done: number of rollouts made so far.
+        T, size, lo, hi: as in `sde_window`.
+        every: number of rollouts at the first position, >= 1.
+        stride: number of steps between two positions, >= 1.
+        repeat: start over after the last position; otherwise the window stays there.
+        decay: rate of the decay per step, >= 0.
+        decay_from: start from which on the decay acts.
+
+    Source: MixGRPO (arXiv 2507.21802), which shortens windows at the end of the range; here, as in UniRL, all are whole.
+    """
+    lo, hi = _checked_range("moving_window", T, size, lo, hi)
+    for name, value in (("every", every), ("stride", stride)):
+        if value < 1:
+            raise ValueError(f"moving_window: {name} is {value}, expected at least 1")
+    starts = range(lo, hi - size + 1, stride)
+    stays = [math.ceil(every * math.exp(-decay * max(0, start - decay_from))) for start in starts]
+    left = done % sum(stays) if repeat else min(done, sum(stays) - 1)
+    for start, stay in zip(starts, stays, strict=True):
+        if left < stay:
+            return range(start, start + size)
+        left -= stay
+    raise AssertionError("a position has at least one rollout")
+
+
+def _checked_range(function: str, T: int, size: int, lo: int, hi: int | None) -> tuple[int, int]:
+    """Return lo and hi; raise ValueError unless `size` steps fit between them, within a schedule of T steps."""
+    hi = T if hi is None else hi
+    if not 0 <= lo < hi <= T:
+        raise ValueError(f"{function}: steps {lo} to {hi} are not within a schedule of {T} steps")
+    if not 1 <= size <= hi - lo:
+        raise ValueError(f"{function}: size is {size}, expected 1 to {hi - lo} (steps {lo} to {hi})")
+    return lo, hi
 
 
 def _unshifted(T: int) -> Tensor:

@@ -13,6 +13,7 @@ from fluvial.core.transitions import Sampler
 from fluvial.engines.rollout.generate import Guidance, deterministic_step
 from fluvial.engines.rollout.samplers import SamplerRule, sampler_name, sampler_rule
 from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.window import WindowDraw, WindowMoves
 from fluvial.models import Prediction
 
 
@@ -31,10 +32,13 @@ class RolloutConfig:
             0 for models that predict epsilon), or a function of your own as module:name.
         eta: Scale of the sampler's noise, without a unit; 0 with ode, else above 0.
         solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
-        window: Number of contiguous stochastic steps, placed at random per rollout and trained on; the other steps are
-            ODE steps (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
+        window: Number of contiguous stochastic steps, placed at random and trained on; the other steps are ODE steps
+            (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
         contiguous: Whether the stochastic steps of a window are contiguous. If not, they are drawn one by one from the range
-            of the window, per rollout (Flow-Factory, UniRL).
+            of the window (Flow-Factory, UniRL).
+        window_draw: How often the place of the window is drawn: per rollout (the same for all samples), call (for the
+            `micro_batch` samples that are generated together, as in Flow-GRPO-Fast's code) or sample (verl-omni).
+        moves: How the window moves as training goes on, instead of being placed at random.
         window_low: Index of the first step that the window may cover.
         window_high: Index after the last step that the window may cover; None is the end of the schedule.
         fraction: Fraction of the recorded steps that is trained on; their number is rounded down, and at least 1.
@@ -56,6 +60,8 @@ class RolloutConfig:
     solver: Solver = "euler"
     window: int | None = None
     contiguous: bool = True
+    window_draw: WindowDraw = "rollout"
+    moves: WindowMoves = field(default_factory=WindowMoves)
     window_low: int = 0
     window_high: int | None = None
     fraction: float = 1.0
@@ -91,11 +97,27 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.contiguous is False, and rollout.window is None: set the number of stochastic steps as window"
             )
+        self._check_draw()
         low, high = self.window_range
         if not 0 <= low < high <= self.steps or not 1 <= self.window_size <= high - low:
             raise ValueError(
                 f"rollout.window: a window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
+            )
+
+    def _check_draw(self) -> None:
+        """Raise ValueError where the window's draw or its moves do nothing."""
+        moves = self.moves.every > 0
+        for name, given in (("window_draw", self.window_draw != "rollout"), ("moves", moves)):
+            if given and self.window is None:
+                raise ValueError(f"rollout.{name} is set, and rollout.window is None: set the number of stochastic steps")
+            if given and self.window_range[1] - self.window_low == self.window:
+                raise ValueError(
+                    f"rollout.{name} is set, and rollout.window covers its whole range, so that it has one place: leave it"
+                )
+        if moves and (self.window_draw != "rollout" or not self.contiguous):
+            raise ValueError(
+                "rollout.moves is set, so that the window is not drawn: leave rollout.window_draw and contiguous as they are"
             )
 
     @cached_property

@@ -5,7 +5,7 @@ the number of ranks nor on the rank that makes it.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, solve
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.window import Steps
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
@@ -97,7 +98,8 @@ class StochasticSteps:
 
     Args:
         transition: sampler of the steps in the window.
-        window: indices of the steps; the other steps are deterministic.
+        window: indices of the steps, or a function that returns those of the samples with the given ids; the other steps
+            are deterministic.
         record: store the steps of the window and their log-probabilities.
         form: form of the log-probability.
         reduction: reduction of the log-probability over the dimensions.
@@ -106,12 +108,16 @@ class StochasticSteps:
     """
 
     transition: Sampler
-    window: Collection[int]
+    window: Collection[int] | Callable[[Sequence[int]], Steps]
     record: bool = True
     form: Form = "density"
     reduction: Reduction = "mean"
     keep_velocity: bool = False
     implementation: Implementation = "auto"
+
+    def steps_of(self, ids: Sequence[int]) -> Steps:
+        """Return the stochastic steps of the samples that are generated together."""
+        return self.window(ids) if callable(self.window) else self.window
 
     def log_prob(self, transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
         """Return the log-probability of a step, as the update computes it."""
@@ -216,7 +222,8 @@ def generate(
         with torch.no_grad():
             noise = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
             if sampling.solver == "euler":
-                trajectory = _walk(velocity, noise, fold_in(own, Stream.STEPS), sampling, prediction)
+                steps = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
+                trajectory = _walk(velocity, noise, fold_in(own, Stream.STEPS), sampling, prediction, steps)
             else:
                 trajectory = unrecorded(solve(sampling.solver, velocity, noise, sampling.schedule, prediction=prediction))
             images = model.decode(trajectory.final)
@@ -238,15 +245,16 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
     return velocity
 
 
-def _walk(velocity: Velocity, noise: Tensor, keys: Key, sampling: Sampling, prediction: Prediction) -> Trajectory:
-    """Return the trajectory from initial noise along the schedule."""
+def _walk(
+    velocity: Velocity, noise: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
+) -> Trajectory:
+    """Return the trajectory from initial noise along the schedule, stochastic at the steps of the window."""
     deterministic, steps = deterministic_step(prediction), sampling.stochastic
-    no_steps: Collection[int] = ()
-    transition, window, record = deterministic, no_steps, Record(steps=())
+    transition, record = deterministic, Record(steps=())
     if steps is not None:
-        transition, window = steps.transition, steps.window
+        transition = steps.transition
         record = Record(
-            steps=None if steps.window and steps.record else (), form=steps.form, reduction=steps.reduction,
+            steps=None if len(window) and steps.record else (), form=steps.form, reduction=steps.reduction,
             log_prob=steps.log_prob, velocity=steps.keep_velocity,
         )  # fmt: skip
     return rollout(

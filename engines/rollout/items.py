@@ -79,12 +79,20 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     return Trajectory(
         x=joined(*(trajectory.x for trajectory in trajectories)),
         x_next=joined(*(trajectory.x_next for trajectory in trajectories)),
-        steps=first.steps,
+        steps=_joined_steps(trajectories),
         log_prob=joined(*(trajectory.log_prob for trajectory in trajectories)),
         velocity=None if first.velocity is None else joined(*(given(trajectory.velocity) for trajectory in trajectories)),
         final=torch.cat([trajectory.final for trajectory in trajectories]),
         debug=None,
     )
+
+
+def _joined_steps(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Return the recorded steps of joined trajectories: `[S]` if they are the same for all samples, else `[B, S]`."""
+    first = trajectories[0].steps
+    if first.ndim == 1:  # a rollout whose windows differ has a row per sample, so that no device need be read
+        return first
+    return torch.cat([trajectory.steps for trajectory in trajectories])
 
 
 def given(tensor: Tensor | None) -> Tensor:
@@ -105,7 +113,7 @@ def flatten(trajectory: Trajectory, schedule: Schedule, target_weight: Tensor, w
     batch, count = trajectory.log_prob.shape
     device = target_weight.device
     levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
-    step = trajectory.steps.repeat_interleave(batch)
+    step = trajectory.steps.expand(batch, count).T.flatten()
 
     def by_step(tensor: Tensor) -> Tensor:
         return tensor.transpose(0, 1).flatten(0, 1)

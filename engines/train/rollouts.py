@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, uniform
 from fluvial.core.rollout import unrecorded
-from fluvial.core.sigmas import sde_steps, sde_window
 from fluvial.core.transitions import Sampler
 from fluvial.engines.data.order import PromptOrder, order_key
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
@@ -24,6 +23,7 @@ from fluvial.engines.rollout.generate import (
     slots,
 )
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.window import windows
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.diagnostics import thumbnails
 from fluvial.engines.train.job import Job
@@ -108,13 +108,22 @@ class RolloutSource:
         return self._order.places(done // config.updates_per_rollout * count, count)
 
     def _sampling(self, root: Key) -> Sampling:
-        """Return how the samples of a rollout are made; the place of the stochastic window is drawn per rollout."""
+        """Return how the samples of a rollout are made, with its windows of stochastic steps."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
-        stochastic, draw = None, sde_window if rollout.contiguous else sde_steps
+        stochastic, done = None, self.engine.updates // config.updates_per_rollout
         if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
                 self.sampler,
-                draw(fold_in(root, Stream.WINDOW), rollout.steps, rollout.window_size, *rollout.window_range),
+                windows(
+                    fold_in(root, Stream.WINDOW),
+                    done,
+                    rollout.steps,
+                    rollout.window_size,
+                    *rollout.window_range,
+                    draw=rollout.window_draw,
+                    contiguous=rollout.contiguous,
+                    moves=rollout.moves,
+                ),
                 record=on_steps,
                 form=config.recorded_form,
                 reduction=rollout.reduction,

@@ -134,6 +134,13 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
             f"the last step of {rollout.sampler_name} is deterministic and has no log-probability, and a window of 1 may be "
             f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1} or form unscaled"
         )
+    holds_end = deterministic_end and config.recorded_form != "unscaled" and rollout.window_range[1] == rollout.steps
+    if rollout.window_draw != "rollout" and holds_end:
+        yield (
+            f"rollout.window_draw is {rollout.window_draw}, and the last step of {rollout.sampler_name} has no "
+            "log-probability, so that samples would differ in their number of recorded steps: use rollout.window_high <= "
+            f"{rollout.steps - 1} or form unscaled"
+        )
     trains_on_end = deterministic_end and config.recorded_form == "unscaled" and rollout.window_range[1] == rollout.steps
     if config.takes_ratios and config.kl.is_on and trains_on_end:
         yield (

@@ -11,10 +11,12 @@ import torch
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
+from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train import trainer as trainers
 from fluvial.engines.train.config import EvaluationConfig
 from fluvial.engines.train.trainer import Trainer
@@ -141,3 +143,73 @@ def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) ->
     assert any(b - a > 1 for a, b in (batch.trajectory.steps.tolist() for batch in samples))
     with pytest.raises(ValueError, match=r"rollout.contiguous is False, and rollout.window is None"):
         replace(STEPS, contiguous=False)
+
+
+@pytest.mark.parametrize("draw", ["call", "sample"])
+def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
+    """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
+    rollout = replace(STEPS, window=1, window_draw=draw)
+    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        for record in trainer:
+            if record["update"] == 1:
+                assert record["first_pass_max_abs_log_ratio"] == 0.0
+    steps = torch.cat([batch.trajectory.steps for batch in samples]).unflatten(0, (-1, 4))
+    assert len(steps.unique()) > 1
+    assert ((steps == steps[:, :1]).all()) == (draw == "call")
+
+
+def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) -> None:
+    """Those of a sample; its noise and its steps are its own."""
+    found = []
+    for micro_batch in (2, 8):
+        config = tiny.config(tmp_path, rollout=replace(STEPS, window=2, window_draw="sample"), micro_batch=micro_batch)
+        with Trainer(config, tiny.job(), one) as trainer:
+            samples = noted(trainer)
+            trainer.update()
+            found.append(samples[0].trajectory)
+    assert torch.equal(found[0].steps, found[1].steps)
+    assert torch.allclose(found[0].final, found[1].final, atol=1e-6)
+
+
+def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
+    """It moves every second rollout, whatever the number of updates per rollout; a resumed run goes on from there."""
+    rollout = replace(STEPS, window=2, moves=WindowMoves(every=2, stride=1))
+    config = tiny.config(tmp_path, rollout=rollout, updates=12, minibatches=2, checkpoint_every=4)
+    with Trainer(config, tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        for record in trainer:
+            if record["update"] == 4:
+                trainer.save()
+    starts = [int(batch.trajectory.steps[0]) for batch in samples]
+    assert starts == [0, 0, 1, 1, 2, 2]
+    with Trainer(config, tiny.job(), one) as trainer:
+        trainer.resume(checkpoint.listed(config.checkpoint_folder)[-1])
+        again = noted(trainer)
+        list(trainer)
+    assert [int(batch.trajectory.steps[0]) for batch in again] == starts[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"window_draw": "sample"}, r"rollout.window_draw is set, and rollout.window is None"),
+        ({"moves": WindowMoves(every=1)}, r"rollout.moves is set, and rollout.window is None"),
+        ({"window": 4, "window_draw": "call"}, r"covers its whole range"),
+        ({"window": 2, "moves": WindowMoves(every=1), "contiguous": False}, r"so that the window is not drawn"),
+    ],
+)
+def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: str) -> None:
+    """They are errors."""
+    with pytest.raises(ValueError, match=says):
+        replace(STEPS, **changes)
+
+
+def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
+    """A stride without a number of rollouts, a threshold without a decay, samples with different numbers of steps."""
+    with pytest.raises(ValueError, match=r"rollout.moves.every is 0"):
+        WindowMoves(stride=2)
+    with pytest.raises(ValueError, match=r"rollout.moves.decay is 0"):
+        WindowMoves(every=2, decay_from=1)
+    with pytest.raises(ValueError, match=r"differ in their number of recorded steps"):
+        tiny.config(tmp_path, rollout=replace(STEPS, sampler="cps", window=2, window_draw="sample"))

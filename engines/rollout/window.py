@@ -1,0 +1,87 @@
+"""Windows of stochastic steps: how often their place is drawn, and how they move as training goes on."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.random import Key, fold_in
+from fluvial.core.sigmas import moving_window, sde_steps, sde_window
+
+WindowDraw = Literal["rollout", "call", "sample"]
+# The steps of a window: one set for all samples, or `[B, S]`, a row per sample.
+Steps = Collection[int] | Tensor
+
+
+@dataclass(frozen=True)
+class WindowMoves:
+    """How the window moves from noise to data as training goes on, instead of being placed at random (MixGRPO, 2507.21802).
+
+    Args:
+        every: Number of rollouts that the window stays at its first position; 0 places it at random.
+        stride: Number of steps that it moves by.
+        repeat: Start over after the last position that fits in the range; otherwise the window stays there.
+        decay: Rate k of the decay per step: at start s it stays for ceil(every exp(-k max(0, s - decay_from))) rollouts.
+        decay_from: Start from which on the decay acts.
+    """
+
+    every: int = 0
+    stride: int = 1
+    repeat: bool = True
+    decay: float = 0.0
+    decay_from: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "rollout.moves", every=(0, 2**31), stride=(1, 2**31), decay=(0, 1e6), decay_from=(0, 2**31)
+        )  # fmt: skip
+        if not self.every and (self.stride, self.repeat, self.decay, self.decay_from) != (1, True, 0.0, 0):
+            raise ValueError(
+                "rollout.moves is set, and rollout.moves.every is 0, so that the window does not move: set every"
+            )
+        if self.decay_from and not self.decay:
+            raise ValueError("rollout.moves.decay_from is set, and rollout.moves.decay is 0: set decay above 0")
+
+
+def windows(
+    key: Key,
+    done: int,
+    steps: int,
+    size: int,
+    low: int,
+    high: int,
+    *,
+    draw: WindowDraw = "rollout",
+    contiguous: bool = True,
+    moves: WindowMoves | None = None,
+) -> Callable[[Sequence[int]], Steps]:
+    """Return the window of the samples that are generated together, as a function of their ids.
+
+    Args:
+        key: key of the rollout's windows.
+        done: number of rollouts made so far.
+        steps: number of steps of the schedule.
+        size, low, high: number of steps of the window, and the range that it may cover.
+        draw: what one draw is for: all samples of the rollout, those generated together, or each sample.
+        contiguous: whether the steps are contiguous.
+        moves: how the window moves; None, or `every` 0, draws it.
+    """
+    if moves is not None and moves.every:
+        moved = moving_window(
+            done, steps, size, low, high, every=moves.every, stride=moves.stride, repeat=moves.repeat, decay=moves.decay,
+            decay_from=moves.decay_from,
+        )  # fmt: skip
+        return lambda ids: moved
+
+    def drawn(key: Key) -> Collection[int]:
+        return (sde_window if contiguous else sde_steps)(key, steps, size, low, high)
+
+    if draw == "rollout":
+        same = drawn(key)
+        return lambda ids: same
+    if draw == "call":
+        return lambda ids: torch.tensor([list(drawn(fold_in(key, ids[0])))] * len(ids))
+    return lambda ids: torch.tensor([list(drawn(fold_in(key, i))) for i in ids])
