@@ -26,6 +26,11 @@ class AdvantageConfig:
             Flow-GRPO's code takes).
         drop_zero: Leave samples with advantage 0 out of the loss, its KL term and the count that it is averaged over, as
             Flow-GRPO's code does. Otherwise they get the KL term, and count.
+        rescale: Bound that clipped advantages are scaled to, A rescale / clip (AWM's code divides by the clip); None scales
+            nothing.
+        history: Number of the last rewards of each prompt, over past rollouts, whose mean and standard deviation normalise
+            its rewards in place of its group's (DDPO's code); 0 takes the group's.
+        history_min: Number of rewards of a prompt below which those of all samples of the rollout are taken.
     """
 
     scale: Scale = "group"
@@ -34,9 +39,29 @@ class AdvantageConfig:
     combine: Literal["sum", "gdpo"] = "sum"
     ddof: Literal[0, 1] = 1
     drop_zero: bool = False
+    rescale: float | None = None
+    history: int = 0
+    history_min: int = 16
 
     def __post_init__(self) -> None:
-        check_fields(self, eps=SMALLEST, clip=SMALLEST)
+        check_fields(self, eps=SMALLEST, clip=SMALLEST, rescale=SMALLEST, history=(0, 2**31), history_min=(2, 2**31))
+        if self.rescale is not None and self.clip is None:
+            raise ValueError(
+                f"advantage.rescale is {self.rescale:g}, and advantage.clip is None: set the clip that it scales"
+            )
+        if not self.history:
+            if self.history_min != 16:
+                raise ValueError("advantage.history_min is set, and advantage.history is 0: set the number of rewards kept")
+        elif self.history_min > self.history:
+            raise ValueError(
+                f"advantage.history_min is {self.history_min}, above advantage.history, which is {self.history}, so that a "
+                "prompt's own rewards would never be taken: use at most that"
+            )
+        elif self.scale != "group" or self.combine != "sum":
+            raise ValueError(
+                f"advantage.history is {self.history}, which normalises the weighted sum of the rewards per prompt: use "
+                "advantage.scale group and combine sum"
+            )
 
 
 def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:
@@ -54,4 +79,12 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
         advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     else:
         advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
-    return advantage if config.clip is None else advantage.clamp(-config.clip, config.clip)
+    return bounded(advantage, config)
+
+
+def bounded(advantage: Tensor, config: AdvantageConfig) -> Tensor:
+    """Return advantages clipped to [-clip, clip], and scaled to `rescale`, as configured."""
+    if config.clip is None:
+        return advantage
+    clipped = advantage.clamp(-config.clip, config.clip)
+    return clipped if config.rescale is None else clipped * (config.rescale / config.clip)

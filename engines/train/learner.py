@@ -26,6 +26,7 @@ from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies, predictions
+from fluvial.engines.train.prompt_statistics import History, PromptStatistics
 from fluvial.kernels import step_log_prob
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule
@@ -84,9 +85,15 @@ class Learner:
             resolve("train", config.implementation, [torch.empty(0, device=world.device)])
         except ValueError as error:
             raise UsageError(str(error).removeprefix("train: ")) from error
+        self.statistics = PromptStatistics(config.advantage) if config.advantage.history else None
         # An item of preferences is two samples, and the model sees both.
         self.width = 2 if config.objective.traits.trains_on == "preferences" else 1
         self.micro_batch = max(config.micro_batch // self.width, 1)
+
+    def remember_in(self, history: History) -> None:
+        """Keep the rewards that later advantages depend on in `history`, which checkpoints hold."""
+        if self.statistics is not None:
+            self.statistics.history = history
 
     def items(self, samples: SampleBatch, rewards: Tensor, weights: Tensor, key: Key) -> Work:
         """Return the items of one rollout; every rank must take part.
@@ -104,7 +111,10 @@ class Learner:
         group, reward = torch.arange(batch) // config.rollout.group, rewards @ weights
         if traits.trains_on == "preferences":
             return self._best_and_worst(samples, reward, group, key)
-        advantage = advantages(rewards, weights, group, config.advantage)
+        if self.statistics is None:
+            advantage = advantages(rewards, weights, group, config.advantage)
+        else:
+            advantage = self.statistics.advantages(reward, self._prompts(samples))
         with located(objective, "target_weight"):
             target_weight = objective.target_weight(reward, advantage, group)
         check_target_weight(objective, target_weight, batch)
@@ -164,11 +174,15 @@ class Learner:
         places = torch.nonzero(found.valid).flatten().tolist()
         # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
         everyone = self.world.gather_data(samples.trajectory.final)[: self.config.rollout.batch]
-        by_rank = self.world.gather_items(list(samples.prompts))[:: self.world.sequence]
-        prompts = [prompt for part in by_rank for prompt in part]
+        prompts = self._prompts(samples)
         win, lose = found.win.tolist(), found.lose.tolist()
         chosen = [Preference(prompts[i], everyone[win[i]], everyone[lose[i]]) for i in places]
         return self.preference_items(chosen, [int(group[i]) for i in places], key)
+
+    def _prompts(self, samples: SampleBatch) -> list[str]:
+        """Return the prompt of each sample of the rollout, `[B]`; every rank must take part."""
+        by_rank = self.world.gather_items(list(samples.prompts))[:: self.world.sequence]
+        return [prompt for part in by_rank for prompt in part][: self.config.rollout.batch]
 
     def _noised(self, x0: Tensor, numbers: Sequence[int], target_weight: Tensor, weight: Tensor, key: Key) -> Items:
         """Return clean samples with noise on them; each sample's noise depends on its number, or its group's, alone."""

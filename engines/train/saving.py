@@ -35,6 +35,7 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
 
 
 class Saver:

@@ -78,6 +78,7 @@ class Trainer:
             stack.callback(self.runners.close)
             stack.callback(self.saver.close)
             self.progress, self.probe = Progress(), None
+            self.learner.remember_in(self.progress.rewards)
             self.stop, self.stopping = StopRequest(), False
             self._stack = stack.pop_all()
 
@@ -149,6 +150,7 @@ class Trainer:
     def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption."""
         self.progress = self.saver.restore(path)
+        self.learner.remember_in(self.progress.rewards)
 
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.published.runs import PublishedRun
+from fluvial.engines.train.published.texts import window_draw
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
@@ -53,8 +54,8 @@ def _window(config: TrainConfig, run: PublishedRun) -> int | str:
 
 
 def _range(config: TrainConfig, run: PublishedRun) -> list[int]:
-    if "always start" in run.settings.get("sde_window_draw", ""):
-        return list(run.settings["sde_window_range"])  # a fixed seed draws the same steps of the range in every call
+    if any(word in run.settings.get("sde_window_draw", "") for word in ("always start", "frozen")):
+        return list(run.settings["sde_window_range"])  # the source draws the same steps of its range every time
     return list(config.rollout.window_range)
 
 
@@ -243,8 +244,6 @@ def _dtype(field: str, *ours: str) -> Missing:
     return _unless(field, lambda value: value in ours, "precision", f"fluvial computes this in {' or '.join(ours)}")
 
 
-# Draws of the stochastic steps, in the words of the sources, that amount to one draw per rollout or to none.
-DRAWS = ("none", "range equals", "random start per trainer step", "random.seed(0)", "fixed", "window size 0: all steps but")
 MISSING: dict[str, Missing] = {
     "eval_sampler": _unless(
         "eval_sampler",
@@ -254,9 +253,9 @@ MISSING: dict[str, Missing] = {
     ),
     "sde_window_draw": _unless(
         "sde_window_draw",
-        lambda value: value.startswith(DRAWS) or "need not be adjacent" in value,
+        lambda value: window_draw(value) is not None,
         "method",
-        "the stochastic steps are drawn once per rollout, the same for all samples",
+        "windows are drawn per rollout, call or sample, or move with training",
     ),
     "advantage_aggregation": _unless(
         "advantage_aggregation",

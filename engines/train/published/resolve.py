@@ -19,6 +19,7 @@ from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation
 from fluvial.engines.train.published.runs import PublishedRun
+from fluvial.engines.train.published.texts import window_draw
 from fluvial.models import LoraConfig
 
 OBJECTIVES: dict[str, str] = {
@@ -212,10 +213,8 @@ def _steps(config: RolloutConfig, s: Mapping[str, Any]) -> RolloutConfig:
     """Return the rollout with its stochastic and its trained steps."""
     size, (low, high) = s.get("sde_window_size", "all"), s.get("sde_window_range", (0, config.steps))
     if isinstance(size, int) and size > 0:
-        if "always start 3" in s.get("sde_window_draw", ""):
-            low, high = 3, 3 + size
-        contiguous = "need not be adjacent" not in s.get("sde_window_draw", "")
-        return replace(config, window=size, contiguous=contiguous, window_low=low, window_high=min(high, config.steps))
+        drawn = {"window_low": low, "window_high": high, **(window_draw(s.get("sde_window_draw", "none")) or {})}
+        return replace(config, window=size, **{**drawn, "window_high": min(drawn["window_high"], config.steps)})
     trained, fraction = s.get("trained_steps_per_sample"), s.get("timestep_fraction", 1.0)
     if s.get("trained_steps_selection") == "all_but_last" or config.sampler == "dance_sde":
         # The last step is left out and the clean estimate decoded, which is an ODE step to the end.
