@@ -19,7 +19,7 @@ STEPS = torch.tensor([[0, 1], [3, 4], [1, 4], [0, 1]])
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """An elementwise velocity."""
+    """Return an elementwise velocity."""
     return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1))
 
 
