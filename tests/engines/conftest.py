@@ -1,10 +1,18 @@
-"""Runs of these tests are short."""
+"""Runs of these tests are short, unless a test asks for their charts."""
 
 import pytest
 import short_runs
 
+from fluvial.engines.report import plots
+
 
 @pytest.fixture(autouse=True, scope="session")
 def short() -> None:
-    """Leave out the charts and most of the probe, but for the tests that put them back."""
+    """Leave out the charts and most of the probe, but for the tests that ask for them."""
     short_runs.shorten_runs()
+
+
+@pytest.fixture
+def charts(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw charts in this test."""
+    monkeypatch.setattr(plots, "curves", short_runs.charts)

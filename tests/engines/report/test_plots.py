@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import matplotlib.figure
+import numpy as np
 import pytest
 from PIL import Image
 
 from fluvial.engines.report import plots
+
+pytestmark = pytest.mark.usefixtures("charts")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_each_line_has_its_points_and_its_label(tmp_path: Path, monkeypatch: pyt
     one, other = figure.axes
     assert (one.get_title(), other.get_title(), one.get_xlabel()) == ("reward", "norm", "updates")
     assert [line.get_label() for axes in figure.axes for line in axes.get_lines()] == ["mean", "clipped"]
-    assert one.get_lines()[0].get_xydata().tolist() == [[3.0, 0.5]]
-    assert other.get_lines()[0].get_xydata().tolist() == [list(point) for point in many]
+    assert np.asarray(one.get_lines()[0].get_xydata()).tolist() == [[3.0, 0.5]]
+    assert np.asarray(other.get_lines()[0].get_xydata()).tolist() == [list(point) for point in many]
     assert (one.get_lines()[0].get_marker(), other.get_lines()[0].get_marker()) == ("o", "None")
     assert one.get_legend() is not None

@@ -57,6 +57,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert records(tmp_path) == [UPDATE, {"update": 2, "loss": 2.0}]
 
 
+@pytest.mark.usefixtures("charts")
 def test_samples_and_curves_are_images(tmp_path: Path) -> None:
     """A name with spaces is a file name without; curves need no record at all."""
     claim(tmp_path / "run", resume=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import launch
+import numpy as np
 import pytest
 import short_runs
 import torch
@@ -60,7 +61,7 @@ def test_the_run_folder(run: Path) -> None:
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     with Image.open(run / "curves.png") as charts:
         assert charts.width > 4 * charts.height  # five panels
-        assert len(charts.convert("RGB").getcolors(charts.width * charts.height)) > 10
+        assert np.unique(np.asarray(charts.convert("L"))).size > 10
 
 
 def test_the_summary(run: Path) -> None:
