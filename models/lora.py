@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.core import ema
 from fluvial.core.checks import check_fields
+from fluvial.models.lora_layer import lighten
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def add_lora(
             peft.inject_adapter_in_model(adapter, module, adapter_name=name)
     for layer in lora_layers(module).values():
         layer.set_adapter("default")  # freezes the others
+        lighten(layer)
     for name in adapters[1:]:
         copy_adapter(module, "default", name)
 

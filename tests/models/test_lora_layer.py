@@ -1,0 +1,105 @@
+"""The light pass of adapted layers computes what PEFT's layer does, and leaves to PEFT what it does not support."""
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fluvial.models import LoraConfig, add_lora
+from fluvial.models import lora_layer as light
+
+
+def layers(scale: float, *, bias: bool = True) -> tuple[Any, Any]:
+    """Return PEFT's adapted layer and the light one, with the same values."""
+    pair = []
+    for lightened in (False, True):
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"to_q": nn.Linear(6, 5, bias=bias)})
+        add_lora(module, LoraConfig(rank=2, alpha=2 * scale), ["to_q"])
+        layer: Any = module["to_q"]
+        nn.init.normal_(layer.lora_B["default"].weight)
+        if not lightened:
+            layer.__class__ = peft.tuners.lora.Linear
+        pair.append(layer)
+    return pair[0], pair[1]
+
+
+def passes(layer: Any, x: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of the input, of A and of B for a gradient that is not constant."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.backward(torch.arange(out.numel(), dtype=torch.float32).reshape(out.shape).cos())
+    return [out, *(given(t.grad) for t in (x, layer.lora_A["default"].weight, layer.lora_B["default"].weight))]
+
+
+def given(gradient: Tensor | None) -> Tensor:
+    """Return a gradient that is there."""
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scale", [2.0, 1.5])
+@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 6), (1, 1, 6), (2, 3, 4, 6)])
+def test_the_light_pass_is_that_of_peft(shape: tuple[int, ...], scale: float, bias: bool) -> None:
+    """Output and gradients agree to rounding; without gradient the output has the same bits as with it."""
+    theirs, ours = layers(scale, bias=bias)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for left, right in zip(passes(theirs, x), passes(ours, x), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        alone = ours(x)
+    assert torch.equal(alone, ours(x))
+
+
+def test_a_part_of_a_batch_that_is_not_contiguous_has_the_same_gradients() -> None:
+    """As the image tokens after joint attention, which are a slice of all tokens."""
+    theirs, ours = layers(2.0)
+    joint = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(2))
+    found = []
+    for layer in (theirs, ours):
+        tokens = joint.clone().requires_grad_()
+        layer(tokens[:, :4]).square().sum().backward()
+        found.append(given(tokens.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    assert not found[1][:, 4:].any()
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets an entry for each light pass."""
+    seen: list[Any] = []
+    pass_ = light.adapted_linear
+    monkeypatch.setattr(light, "adapted_linear", lambda *args: seen.append(args) or pass_(*args))
+    return seen
+
+
+def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained base layer, dropout, autocast, another dtype, no adapter and torch.func."""
+    seen, x = spied(monkeypatch), torch.randn(3, 6)
+    theirs, ours = layers(2.0)
+    ours(x)
+    assert len(seen) == 1
+    ours.base_layer.weight.requires_grad_()
+    ours(x).sum().backward()
+    assert given(ours.base_layer.weight.grad).any()
+    ours.base_layer.weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.func.vmap(ours)(x), theirs(x))
+    ours._disable_adapters = True
+    torch.testing.assert_close(ours(x), ours.base_layer(x))
+    ours._disable_adapters = False
+    ours.lora_dropout["default"] = nn.Dropout(0.5)
+    ours(x)
+    assert len(seen) == 1
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    """The first layer's input, and a frozen factor."""
+    _, ours = layers(2.0)
+    ours.lora_A["default"].weight.requires_grad_(False)
+    ours(torch.randn(3, 6)).sum().backward()
+    assert ours.lora_A["default"].weight.grad is None
+    assert given(ours.lora_B["default"].weight.grad).any()
