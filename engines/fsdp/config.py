@@ -96,8 +96,9 @@ class OptimizerConfig:
         min_lr_ratio: Floor of the cosine schedule, as a fraction of the peak learning rate.
         max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
         ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
-        ema_interval: Number of updates between two of the moving average. Its decay at update n is min(ema_decay,
-            (1 + n) / (10 + n)), so that the first weights are forgotten soon.
+        ema_interval: Number of updates between two of the moving average.
+        ema_warmup: Let its decay rise: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that the first weights are
+            forgotten soon. Otherwise it is ema_decay from the first update on.
         max_skipped: Number of updates in a row with a gradient that is not finite, after which the run stops.
     """
 
@@ -113,6 +114,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
     ema_interval: int = 1
+    ema_warmup: bool = True
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
@@ -128,6 +130,8 @@ class OptimizerConfig:
             check_number("optimizer", field, decay, low=0, high=1)
             if decay == 1:
                 raise ValueError(f"optimizer.{field} has a decay of 1, which takes in nothing new: use a number below 1")
+        if not self.ema_warmup and not self.ema_decay:
+            raise ValueError("optimizer.ema_warmup is False, and optimizer.ema_decay is 0: set ema_decay > 0")
         if self.ema_interval > 1 and not self.ema_decay:
             raise ValueError(
                 f"optimizer.ema_interval is {self.ema_interval}, and optimizer.ema_decay is 0: set ema_decay > 0"

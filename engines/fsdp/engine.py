@@ -219,7 +219,8 @@ class Engine:
             self.optimizer.step()
             self.skipped_in_a_row = 0
             if self.average and (self.updates + 1) % self.config.ema_interval == 0:
-                decay = ema.warmed_decay(self.config.ema_decay, self.updates)
+                decay = self.config.ema_decay
+                decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
                 with torch.no_grad():
                     self.average = ema.update(self.average, self._local(), decay)
         self.optimizer.zero_grad()

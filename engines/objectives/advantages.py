@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
@@ -21,7 +22,8 @@ class AdvantageConfig:
         eps: Number added to that standard deviation, in the unit of the reward.
         clip: Bound of the advantages, which are clipped to [-clip, clip]; None clips nothing.
         combine: How several rewards become one advantage: sum (of the weighted rewards) or gdpo (each reward is normalised
-            in its group, then weighted, then normalised over the batch, arXiv 2601.05242).
+            in its group, then weighted, then normalised over the batch, arXiv 2601.05242) or advantages (each reward is
+            normalised in its group, then weighted, as in MixGRPO's code).
         ddof: Delta degrees of freedom of the standard deviations: 1 (unbiased) or 0 (of the population, as numpy's, which
             Flow-GRPO's code takes).
         drop_zero: Leave samples with advantage 0 out of the loss, its KL term and the count that it is averaged over, as
@@ -36,7 +38,7 @@ class AdvantageConfig:
     scale: Scale = "group"
     eps: float = 1e-4
     clip: float | None = None
-    combine: Literal["sum", "gdpo"] = "sum"
+    combine: Literal["sum", "gdpo", "advantages"] = "sum"
     ddof: Literal[0, 1] = 1
     drop_zero: bool = False
     rescale: float | None = None
@@ -77,6 +79,9 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
         return rewards.new_zeros(len(rewards))
     if config.combine == "gdpo" and rewards.shape[1] > 1:
         advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
+    elif config.combine == "advantages":
+        each = [group_advantages(r, group, scale=config.scale, eps=config.eps, ddof=config.ddof) for r in rewards.unbind(1)]
+        advantage = torch.stack(each, dim=1) @ weights
     else:
         advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     return bounded(advantage, config)

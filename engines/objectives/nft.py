@@ -54,6 +54,7 @@ class Nft:
         old_rise: Growth of the decay d per rollout.
         old_cap: Largest decay d, below 1.
         old_delay: Number of rollouts before d grows; with old delayed only.
+        old_every: Number of rollouts between two updates of the old policy.
         old_unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
             rollout). old_rise and old_delay are per n.
         weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
@@ -66,16 +67,21 @@ class Nft:
     old_rise: float = 0.001
     old_cap: float = 0.5
     old_delay: int = 0
+    old_every: int = 1
     old_unit: Literal["rollouts", "updates"] = "rollouts"
     weight_min: float = 1e-5
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective", old_cap=(0, 1), old_rise=(0, math.inf), old_delay=(0, math.inf))
+        check_fields(
+            self, "objective", old_cap=(0, 1), old_rise=(0, math.inf), old_delay=(0, math.inf), old_every=(1, 2**31)
+        )
         nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
         if self.old_cap == 1:
             raise ValueError("objective.old_cap is 1, and an old policy with decay 1 never learns: use below 1")
         if self.old == "none" and self.old_unit != "rollouts":
             raise ValueError(f"objective.old_unit is {self.old_unit} and objective.old is none: nothing is counted")
+        if self.old == "none" and self.old_every > 1:
+            raise ValueError(f"objective.old_every is {self.old_every} and objective.old is none: no old policy is updated")
         if self.old != "delayed" and self.old_delay:
             raise ValueError(f"objective.old_delay is {self.old_delay} and objective.old is {self.old}: only delayed waits")
 
@@ -88,6 +94,8 @@ class Nft:
 
     def old_decay(self, rollouts: int, updates: int) -> float:
         """Return d, the share of the old policy that stays after a number of rollouts and updates."""
+        if rollouts % self.old_every:
+            return 1.0
         done = updates if self.old_unit == "updates" else rollouts
         return min(self.old_rise * max(done - self.old_delay, 0), self.old_cap)
 

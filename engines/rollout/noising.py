@@ -20,30 +20,43 @@ class NoisingConfig:
 
     Args:
         each: Number of noise levels per sample, each with its own noise.
-        levels: Distribution of the levels: schedule (steps of the sampling schedule, distinct per sample), continuous
+        levels: Distribution of the levels: schedule (steps of the sampling schedule, distinct per sample), stratified (one
+            step of each of `each` equal parts of the schedule, as AWM's and Flow-Factory's code draws them), continuous
             (uniform along the schedule, between its steps too) or logit_normal (sigmoid of a standard normal, arXiv
             2403.03206).
         highest: Number of steps of the schedule that levels are drawn from, the noisiest ones; None is all. With levels
-            schedule only.
+            schedule and stratified only.
+        skip: Number of the noisiest steps that are left out, likewise (AWM's code leaves out the first, which is noise).
+        draw: What one draw of the levels is for: each sample, or call (the `micro_batch` samples next to each other, as in
+            AWM's code). The noise is each sample's own.
         shared: All samples of a rollout have the same levels, and those of a group the same noise at all of them (DGPO,
             arXiv 2510.08425). Otherwise each sample has levels and noise of its own.
     """
 
     each: int = 4
-    levels: Literal["schedule", "continuous", "logit_normal"] = "schedule"
+    levels: Literal["schedule", "stratified", "continuous", "logit_normal"] = "schedule"
     highest: int | None = None
+    skip: int = 0
+    draw: Literal["sample", "call"] = "sample"
     shared: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, each=(1, 2**31), highest=(1, 2**31))
-        if self.highest is not None and self.levels != "schedule":
+        check_fields(self, each=(1, 2**31), highest=(1, 2**31), skip=(0, 2**31))
+        steps = self.levels in ("schedule", "stratified")
+        for name, given in (("highest", self.highest is not None), ("skip", self.skip > 0)):
+            if given and not steps:
+                raise ValueError(
+                    f"noising.{name} is set, and noising.levels is {self.levels}: only steps of the schedule count"
+                )
+        if self.highest is not None and self.skip >= self.highest:
+            raise ValueError(f"noising.skip is {self.skip}, expected less than noising.highest, which is {self.highest}")
+        if self.levels == "schedule" and self.highest is not None and self.each > self.highest - self.skip:
             raise ValueError(
-                f"noising.highest is set, and noising.levels is {self.levels}: only steps of the schedule count"
+                f"noising.each is {self.each}, expected at most {self.highest - self.skip}, the steps from noising.skip to "
+                "noising.highest: use fewer"
             )
-        if self.highest is not None and self.each > self.highest:
-            raise ValueError(
-                f"noising.each is {self.each}, expected at most the {self.highest} steps of noising.highest: use fewer"
-            )
+        if self.draw == "call" and self.shared:
+            raise ValueError("noising.draw is call, and noising.shared gives all samples the same levels: leave one of them")
 
 
 def noised(
@@ -117,14 +130,19 @@ def preferred(win: Items, lose: Items) -> Items:
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> tuple[Tensor, Tensor | None]:
     """Return noise levels `[B, each]`, and the timesteps that the model is given, None if it derives them from the levels.
 
-    A sample's levels are distinct steps of the schedule, or independent draws.
+    A sample's levels are distinct steps of the schedule, one step of each part of it, or independent draws.
     """
     assert isinstance(keys.low, Tensor)
     batch, device = len(keys.low), keys.low.device
     levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
     steps, drawn = len(timesteps), fold_in(keys, Stream.LEVELS)
+    end = config.highest or steps
     if config.levels == "schedule":
-        step = torch.argsort(uniform(drawn, (batch, config.highest or steps)), dim=1)[:, : config.each]
+        step = config.skip + torch.argsort(uniform(drawn, (batch, end - config.skip)), dim=1)[:, : config.each]
+        return levels[step], timesteps[step]
+    if config.levels == "stratified":
+        bounds = torch.linspace(config.skip, end, config.each + 1).long().to(device)
+        step = bounds[:-1] + (uniform(drawn, (batch, config.each)) * bounds.diff()).long()
         return levels[step], timesteps[step]
     if config.levels == "logit_normal":
         return torch.sigmoid(normal(drawn, (batch, config.each))), None

@@ -189,6 +189,8 @@ class Learner:
         root, own, levels = fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device), None
         if self.config.noising.shared:
             own, levels = own // self.config.rollout.group, fold_in(root, torch.zeros_like(own))
+        elif self.config.noising.draw == "call":
+            levels = fold_in(root, own // self.config.micro_batch)
         return noised(
             x0, fold_in(root, own), target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction,
             level_keys=levels,

@@ -57,10 +57,10 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"evaluation.steps or evaluation.guidance is not the rollout's, and {config.model} has no adapter and knows "
             "only the steps and the guidance of the rollout: leave them as they are"
         )
-    if (prediction == "epsilon" or recorded) and config.noising.levels != "schedule":
+    if (prediction == "epsilon" or recorded) and config.noising.levels not in ("schedule", "stratified"):
         raise ValueError(
             f"noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: use "
-            "schedule"
+            "schedule or stratified"
         )
 
 
@@ -165,10 +165,12 @@ def _clean_samples(config: RunSettings) -> Iterator[str]:
         )
     if config.noising.highest is not None and config.noising.highest > rollout.steps:
         yield f"noising.highest is {config.noising.highest}, expected at most the {rollout.steps} steps of the schedule"
-    if config.noising.levels == "schedule" and config.noising.each > rollout.steps:
+    if config.noising.skip >= rollout.steps:
+        yield f"noising.skip is {config.noising.skip}, expected less than the {rollout.steps} steps of the schedule"
+    if config.noising.levels == "schedule" and config.noising.each > rollout.steps - config.noising.skip:
         yield (
-            f"noising.each is {config.noising.each}, expected at most the {rollout.steps} steps of the schedule: use fewer, "
-            "or noising.levels continuous"
+            f"noising.each is {config.noising.each}, expected at most the {rollout.steps - config.noising.skip} steps of "
+            "the schedule: use fewer, or noising.levels continuous"
         )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.published.extras import samples_from_another, unmatched
 from fluvial.engines.train.published.runs import PublishedRun
-from fluvial.engines.train.published.texts import window_draw
+from fluvial.engines.train.published.texts import averages_reference, averages_rollouts, level_draw, window_draw
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
@@ -30,11 +31,18 @@ def _sampler(config: TrainConfig, run: PublishedRun) -> str:
     return "ddim_eta" if rollout.sampler_name == "ddim" else rollout.sampler_name
 
 
+def _ends_without_noise(config: TrainConfig) -> bool:
+    """Return whether the last step has no density. DDIM's has one for Stable Diffusion, whose schedule ends below 1."""
+    if config.rollout.sampler_name == "ddim" and "stable-diffusion" in config.model:
+        return False
+    return config.rollout.rule.last_step_is_deterministic and config.rollout.form != "unscaled"
+
+
 def _trained_steps(config: TrainConfig, run: PublishedRun) -> int:
     rollout = config.rollout
     recorded = rollout.window_size
-    if rollout.rule.last_step_is_deterministic and rollout.window is None and rollout.window_range[1] == rollout.steps:
-        recorded -= rollout.form != "unscaled"
+    if _ends_without_noise(config) and rollout.window is None and rollout.window_range[1] == rollout.steps:
+        recorded -= 1
     return rollout.trained_of(recorded)
 
 
@@ -45,6 +53,12 @@ def _selection(config: TrainConfig, run: PublishedRun) -> str:
     if rollout.fraction < 1:
         return rollout.pick
     return "all_but_last" if trained == rollout.steps - 1 else "all"
+
+
+def _noise_level(config: TrainConfig, run: PublishedRun) -> float:
+    """Return eta; the step of Flow-CPS at 2 - eta is that at eta, since it depends on sin(eta pi / 2) alone."""
+    eta, published = config.rollout.eta, run.settings["noise_level"]
+    return published if config.rollout.sampler_name == "cps" and abs(published - (2 - eta)) < 1e-9 else eta
 
 
 def _window(config: TrainConfig, run: PublishedRun) -> int | str:
@@ -65,7 +79,7 @@ def _last_step(config: TrainConfig, run: PublishedRun) -> bool:
         return False
     if rollout.fraction < 1 and rollout.pick == "first":
         return False
-    return not (rollout.rule.last_step_is_deterministic and rollout.form != "unscaled")
+    return not _ends_without_noise(config)
 
 
 def _fraction(config: TrainConfig, run: PublishedRun) -> Any:
@@ -113,7 +127,24 @@ def _total(config: TrainConfig, run: PublishedRun) -> Any:
 
 
 def _ema_ramp(config: TrainConfig, run: PublishedRun) -> str:
-    return "min((1+t)/(10+t), decay)"  # core.ema.warmed_decay
+    objective: Any = config.objective
+    if averages_rollouts(run):
+        return f"{objective.old_rise:g} per step up to {objective.old_cap:g} (rollout adapter)"
+    return "min((1+t)/(10+t), decay)" if config.optimizer.ema_warmup else "none"  # core.ema.warmed_decay
+
+
+def _ema_decay(config: TrainConfig, run: PublishedRun) -> float:
+    """Return the decay of the averaged weights, which in some runs are those that make the rollouts."""
+    objective: Any = config.objective
+    if averages_rollouts(run):
+        return float(objective.old_cap)
+    return config.kl.ema_cap if averages_reference(run) else config.optimizer.ema_decay
+
+
+def _ema_enabled(config: TrainConfig, run: PublishedRun) -> bool:
+    if averages_rollouts(run):
+        return samples_from_another(config)
+    return config.kl.ema_coef > 0 if averages_reference(run) else config.optimizer.ema_decay > 0
 
 
 def _text_length(config: TrainConfig, run: PublishedRun) -> dict[str, int]:
@@ -150,7 +181,7 @@ OURS: dict[str, Ours] = {
     "guidance_kind": _guidance_kind,
     "cfg_in_training_forward": _guided_update,
     "sampler": _sampler,
-    "noise_level": lambda config, run: config.rollout.eta,
+    "noise_level": _noise_level,
     "sde_window_size": _window,
     "sde_window_range": _range,
     "trained_steps_per_sample": _trained_steps,
@@ -182,8 +213,8 @@ OURS: dict[str, Ours] = {
     "weight_decay": lambda config, run: config.optimizer.weight_decay,
     "max_grad_norm": lambda config, run: config.optimizer.max_grad_norm,
     "lr_warmup_steps": lambda config, run: config.optimizer.warmup,
-    "ema_enabled": lambda config, run: config.optimizer.ema_decay > 0,
-    "ema_decay": lambda config, run: config.optimizer.ema_decay,
+    "ema_enabled": _ema_enabled,
+    "ema_decay": _ema_decay,
     "ema_interval": lambda config, run: config.optimizer.ema_interval,
     "ema_ramp": _ema_ramp,
     "finetune": lambda config, run: config.train,
@@ -228,16 +259,17 @@ KINDS: dict[str, tuple[Kind, str]] = {
     "noise_levels_per_sample": ("method", "levels are distinct steps of the sampling schedule, which has fewer"),
 }
 
-Missing = Callable[[Any, PublishedRun], Deviation | None]
+# (published, config, run) -> deviation
+Missing = Callable[[Any, TrainConfig, PublishedRun], Deviation | None]
 
 
 def _never(field: str, kind: Kind, why: str) -> Missing:
-    return lambda published, run: Deviation(field, published, None, kind, why)
+    return lambda published, config, run: Deviation(field, published, None, kind, why)
 
 
 def _unless(field: str, matched: Callable[[Any], bool], kind: Kind, why: str) -> Missing:
     """Return a rule that accepts the values which fluvial does by itself."""
-    return lambda published, run: None if matched(published) else Deviation(field, published, None, kind, why)
+    return lambda published, config, run: None if matched(published) else Deviation(field, published, None, kind, why)
 
 
 def _dtype(field: str, *ours: str) -> Missing:
@@ -259,9 +291,9 @@ MISSING: dict[str, Missing] = {
     ),
     "advantage_aggregation": _unless(
         "advantage_aggregation",
-        lambda value: value in ("single", "weighted_reward_sum", "gdpo"),
+        lambda value: value in ("single", "weighted_reward_sum", "gdpo", "advantage_sum"),
         "method",
-        "several rewards are summed by weight, or combined as in GDPO",
+        "several rewards are summed by weight, combined as in GDPO, or their advantages summed",
     ),
     "kl_kind": _unless(
         "kl_kind",
@@ -290,9 +322,9 @@ MISSING: dict[str, Missing] = {
     "dataset": _never("dataset", "reward", "prompts are a file of your own"),
     "noise_level_draw": _unless(
         "noise_level_draw",
-        lambda value: value == "logit_normal" or value.startswith(("random", "all ", "4 without replacement")),
+        lambda value: level_draw(value) is not None,
         "method",
-        "levels are random distinct steps of the sampling schedule, per sample",
+        "levels are distinct or stratified steps of the schedule, continuous, or logit-normal",
     ),
     "loss_weighting": _unless(
         "loss_weighting",
@@ -303,28 +335,27 @@ MISSING: dict[str, Missing] = {
         "fluvial has no such weight",
     ),
 }
-# What a loss's own numbers are matched by: fields of the objective that `resolve` fills.
-MATCHED_EXTRA = {
-    "nft_beta", "nft_mix_beta", "old_policy_decay", "adaptive_weight_floor", "kl_mask_threshold", "dpo_beta", "beta",
-    "awm_weighting", "ghuber_power", "weighting_scheme", "loss_factor", "ema_kl_coef", "ema_kl_decay", "trunc_steps",
-    "switch_ema_ref", "use_shared_noise", "clip_dsm", "ema_ref_max_decay", "ema_ref_ramp_rate", "crd_beta",
-    "crd_loss_type", "adaptive_logp", "d3po_beta", "eps", "old_model_decay", "sampling_model_decay",
-    "reward_adaptive_kl", "use_old_for_loss", "train_num_steps",
-}  # fmt: skip
 
 
-# Numbers of a loss that say what fluvial does in any case.
-AS_OURS: dict[str, Any] = {
-    "off_policy": False, "clip_kl": False, "use_ema_ref": False, "kl_cfg": 1.0, "kl_weight": "Uniform", "weight_temp": -1.0
-}  # fmt: skip
-
-
-def _extra(published: dict[str, Any], run: PublishedRun) -> Deviation | None:
-    settled = MATCHED_EXTRA | {name for name, value in published.items() if AS_OURS.get(name, ...) == value}
-    left = {name: value for name, value in published.items() if name not in settled}
+def _extra(published: dict[str, Any], config: TrainConfig, run: PublishedRun) -> Deviation | None:
+    left = unmatched(published, config)
     why = f"fluvial has no setting for {', '.join(left)}"
     return Deviation("loss_extra", left, None, "method", why) if left else None
 
 
 MISSING["loss_extra"] = _extra
 NOT_SETTINGS: frozenset[str] = frozenset()
+
+
+def of_model(run: PublishedRun) -> Deviation | None:
+    """Return the deviation of a run whose model fluvial cannot train as the source does."""
+    why = next((why for name, why in MODELS.items() if run.model.startswith(name)), None)
+    return None if why is None else Deviation("model", run.model, None, "model", why)
+
+
+MODELS = {
+    "ByteDance-Seed/BAGEL": "it is no pipeline of diffusers, and there is no adapter for it",
+    "black-forest-labs/FLUX.1-Kontext": "its condition is an image per prompt, which prompts do not have yet",
+    "Qwen/Qwen-Image-Edit": "its condition is an image per prompt, which prompts do not have yet",
+    "tencent/HunyuanVideo": "the repository is no pipeline of diffusers, and a converted one has no adapter",
+}

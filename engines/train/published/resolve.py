@@ -17,9 +17,16 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
-from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation
+from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
 from fluvial.engines.train.published.runs import PublishedRun
-from fluvial.engines.train.published.texts import window_draw
+from fluvial.engines.train.published.texts import (
+    averages_reference,
+    averages_rollouts,
+    fraction_of_steps,
+    level_draw,
+    noisy_steps,
+    window_draw,
+)
 from fluvial.models import LoraConfig
 
 OBJECTIVES: dict[str, str] = {
@@ -59,12 +66,12 @@ def resolve(run: PublishedRun) -> Resolved:
 
 
 def _deviations(run: PublishedRun, config: TrainConfig) -> list[Deviation]:
-    found = []
+    found = [] if (of_run := of_model(run)) is None else [of_run]
     for name, published in run.settings.items():
         if name in NOT_SETTINGS:
             continue
         if name in MISSING:
-            if (deviation := MISSING[name](published, run)) is not None:
+            if (deviation := MISSING[name](published, config, run)) is not None:
                 found.append(deviation)
         elif not _same(ours := OURS[name](config, run), published):
             kind, why = KINDS[name]
@@ -83,6 +90,8 @@ def _config(run: PublishedRun) -> TrainConfig:
     objective, rollout = _objective(run), _rollout(run)
     on_steps = objective.traits.trains_on == "steps"
     per_rollout = max(s.get("updates_per_rollout", 1), 1)
+    if pairs := s.get("loss_extra", {}).get("pairs_per_update"):
+        per_rollout = max(rollout.prompts // pairs, 1)
     minibatches = per_rollout if rollout.batch % per_rollout == 0 else 1
     epochs = s.get("inner_epochs", 1)
     rollouts = s.get("total_epochs")
@@ -105,9 +114,9 @@ def _config(run: PublishedRun) -> TrainConfig:
         objective=objective,
         rollout=rollout,
         advantage=_advantage(s) if objective.traits.rewards == "advantages" else AdvantageConfig(),
-        noising=NoisingConfig() if on_steps else _noising(s, rollout),
+        noising=NoisingConfig() if on_steps else _noising(run, rollout),
         kl=_kl(run) if objective.traits.takes_kl else KLConfig(),
-        optimizer=_optimizer(s),
+        optimizer=_optimizer(run),
         lora=_lora(s),
         pipeline=_pipeline(run),
         evaluation=_evaluation(s),
@@ -126,7 +135,10 @@ def _objective(run: PublishedRun) -> Objective:
         "dppo": lambda: Dppo(kl_threshold=extra.get("kl_mask_threshold", Dppo.kl_threshold)),
         "nft": lambda: _nft(s, extra),
         "awm": lambda: Awm(**clip, power=extra.get("ghuber_power", Awm.power)),
-        "dpo": lambda: Dpo() if beta is None else Dpo(beta=float(beta)),
+        "dpo": lambda: Dpo(
+            beta=Dpo.beta if beta is None else float(beta),
+            preferences=None if "online" in run.algorithm else Path("preferences"),
+        ),
         "dgpo": lambda: Dgpo(**clip, beta=float(extra["dpo_beta"]), old_samples_from=extra["switch_ema_ref"]),
         "crd": lambda: _crd(s, extra),
         "tempflow": lambda: TempFlow(**clip),
@@ -154,6 +166,10 @@ def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
         "beta": extra.get("nft_beta", extra.get("nft_mix_beta", 1.0)),
         "weight_min": extra.get("adaptive_weight_floor", 1e-5), "adv_clip": s.get("advantage_clip", 5.0),
     }  # fmt: skip
+    if "ramp_rate" in extra:
+        return Nft(**values, old="linear", old_rise=extra["ramp_rate"], old_cap=s["ema_decay"])
+    if sloped := re.match(r"([\d.]+) per step up to ([\d.]+)", str(s.get("ema_ramp", ""))):
+        return Nft(**values, old="linear", old_rise=float(sloped[1]), old_cap=float(sloped[2]))
     text = str(extra.get("old_policy_decay", "min(0.001*step, 0.5)"))
     if linear := re.fullmatch(r"min\(([\d.]+)\*step, ([\d.]+)\)", text):
         return Nft(**values, old="linear", old_rise=float(linear[1]), old_cap=float(linear[2]), old_unit="updates")
@@ -164,7 +180,8 @@ def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
         )  # fmt: skip
     if flat := re.match(r"flat (\d+), rate ([\d.]+), cap ([\d.]+)", text):
         return Nft(
-            **values, old="delayed", old_delay=int(flat[1]), old_rise=float(flat[2]), old_cap=float(flat[3])
+            **values, old="delayed", old_delay=int(flat[1]), old_rise=float(flat[2]), old_cap=float(flat[3]),
+            old_every=2 if "every 2 rollouts" in text else 1,
         )  # fmt: skip
     return Nft(**values)
 
@@ -176,14 +193,18 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
     if run.algorithm == "D3PO":
         group = 2  # two samples per prompt, from the same noise
-    prompts = s.get("prompts_per_rollout") or max(s.get("samples_per_rollout", group) // group, 1)
+    if "stat_buffer_size" in s.get("loss_extra", {}):
+        group = 1  # statistics per prompt over past rollouts take the place of a group's
+    pairs = s.get("loss_extra", {}).get("pairs_per_batch")
+    prompts = s.get("prompts_per_rollout") or pairs or max(s.get("samples_per_rollout", group) // group, 1)
     without = not s.get("cfg_in_training_forward", True)
     conditional = _scale(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"
     guidance = Guidance(
         scale=_scale(s), gradient="conditional" if without and not conditional else "both",
         update="conditional" if conditional else "guided",
     )  # fmt: skip
-    common: dict[str, Any] = {"prompts": prompts, "group": max(group, 2), "steps": steps, "guidance": guidance}
+    least = 1 if "stat_buffer_size" in s.get("loss_extra", {}) else 2
+    common: dict[str, Any] = {"prompts": prompts, "group": max(group, least), "steps": steps, "guidance": guidance}
     sampler = SAMPLERS.get(s.get("sampler", ""))
     trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po")
     if sampler is None and trains_on_steps:
@@ -193,11 +214,18 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     config = RolloutConfig(
         **common,
         sampler=sampler,
-        eta=min(s.get("noise_level") or 0.7, MAX_ETA[sampler]),
+        eta=_eta(s.get("noise_level") or 0.7, sampler),
         shared_noise=s.get("shared_initial_noise", run.algorithm == "D3PO"),
         form="unscaled" if sampler == "cps" else "density",
     )
     return _steps(config, s)
+
+
+def _eta(published: float, sampler: str) -> float:
+    """Return eta; above 1, the step of Flow-CPS is that of 2 - eta."""
+    if sampler == "cps" and published > 1:
+        return round(2 - published, 9)
+    return min(published, MAX_ETA[sampler])
 
 
 def _branching(s: Mapping[str, Any]) -> RolloutConfig:
@@ -246,41 +274,52 @@ def _kl(run: PublishedRun) -> KLConfig:
     found = re.fullmatch(r"min\(([\d.]+), ([\d.]+)\*step\)", str(extra.get("ema_kl_decay", "")))
     if run.algorithm == "TempFlow-GRPO":  # divides by the whole step's std
         return KLConfig(coef=s.get("kl_coef", 0.0), weight="exact")
+    if averages_reference(run):
+        cap = s["ema_decay"]
+        return KLConfig(coef=coef, ema_coef=extra["ema_kl_beta"], ema_cap=cap, ema_rise=cap / extra["warmup_steps"])
     if found is None:
         return KLConfig(coef=coef)
     return KLConfig(coef=coef, ema_coef=extra["ema_kl_coef"], ema_cap=float(found[1]), ema_rise=float(found[2]))
 
 
 def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
+    extra = s.get("loss_extra", {})
     return AdvantageConfig(
         scale={"group": "group", "global": "batch"}.get(s.get("advantage_scale", "group"), "group"),  # type: ignore[arg-type]
         eps=s.get("advantage_eps", 1e-4),
         clip=s.get("advantage_clip"),
-        combine="gdpo" if s.get("advantage_aggregation") == "gdpo" else "sum",
+        combine={"gdpo": "gdpo", "advantage_sum": "advantages"}.get(s.get("advantage_aggregation", ""), "sum"),  # type: ignore[arg-type]
+        rescale=extra.get("advantage_rescale_max"),
+        history=extra.get("stat_buffer_size", 0),
+        history_min=extra.get("stat_min_count", 16),
         ddof=s.get("advantage_std_ddof", 1),
         drop_zero=s.get("zero_advantage_filter", False),
     )
 
 
-def _noising(s: Mapping[str, Any], rollout: RolloutConfig) -> NoisingConfig:
+def _noising(run: PublishedRun, rollout: RolloutConfig) -> NoisingConfig:
+    s = run.settings
     each = s.get("noise_levels_per_sample", 1)
-    logit_normal = s.get("noise_level_draw") == "logit_normal"
-    if logit_normal:
+    drawn = level_draw(s.get("noise_level_draw", "random")) or {}
+    if drawn.get("levels") == "logit_normal":
         return NoisingConfig(each=each, levels="logit_normal")
     if (truncated := s.get("loss_extra", {}).get("trunc_steps")) is not None:
         return NoisingConfig(each=each, highest=truncated + 1, shared=True)
     if s.get("loss_extra", {}).get("use_shared_noise"):
-        # Flow-Factory's port of DGPO states the fraction of the schedule whose steps it draws from, the last one included.
-        return NoisingConfig(each=each, highest=round(s["timestep_fraction"] * rollout.steps) + 1, shared=True)
-    return NoisingConfig(each=min(each, rollout.steps))
+        drawn = {"levels": "stratified", "shared": True}
+    if drawn.get("levels") == "stratified":
+        ends = noisy_steps if run.project == "flow_factory" else fraction_of_steps
+        return NoisingConfig(each=each, highest=ends(run), **drawn)
+    return NoisingConfig(each=min(each, rollout.steps), **drawn)
 
 
-def _optimizer(s: Mapping[str, Any]) -> OptimizerConfig:
+def _optimizer(run: PublishedRun) -> OptimizerConfig:
+    s, elsewhere = run.settings, averages_rollouts(run) or averages_reference(run)
     adafactor = s.get("optimizer") == "Adafactor"
     adam: dict[str, Any] = {
         "betas": (s.get("adam_beta1", 0.9), s.get("adam_beta2", 0.999)), "eps": s.get("adam_eps", 1e-8)
     }  # fmt: skip
-    decay = s.get("ema_decay", 0.0) if s.get("ema_enabled") else 0.0
+    decay = s.get("ema_decay", 0.0) if s.get("ema_enabled") and not elsewhere else 0.0
     return OptimizerConfig(
         name="adafactor" if adafactor else "adamw",
         lr=s.get("learning_rate", 1e-4),
@@ -289,6 +328,7 @@ def _optimizer(s: Mapping[str, Any]) -> OptimizerConfig:
         max_grad_norm=s.get("max_grad_norm", 1.0),
         ema_decay=decay,
         ema_interval=s.get("ema_interval", 1) if decay else 1,
+        ema_warmup=not (decay and s.get("ema_ramp") == "none"),
         **({} if adafactor else adam),
     )
 

@@ -1,9 +1,11 @@
 """What sources say in words, as settings: how windows of stochastic steps and noise levels are drawn."""
 
+import math
 import re
 from typing import Any
 
 from fluvial.engines.rollout.window import WindowMoves
+from fluvial.engines.train.published.runs import PublishedRun
 
 # Draws that amount to one per rollout, to all steps, or to the same steps in every call.
 PER_ROLLOUT = (
@@ -33,3 +35,53 @@ def window_draw(text: str) -> dict[str, Any] | None:
     if text.startswith("random.seed(0)") and "always start 3" in text:
         return {"window_low": 3, "window_high": 5}
     return {} if text.startswith(PER_ROLLOUT) else None
+
+
+def level_draw(text: str) -> dict[str, Any] | None:
+    """Return the settings of `NoisingConfig` for a draw of the noise levels; None if fluvial has no such draw.
+
+    The end of the range is `timestep_fraction` of the schedule, which `resolve` adds to levels "stratified" and "slice".
+    """
+    if text == "logit_normal":
+        return {"levels": "logit_normal"}
+    if "shared by ranks and micro-batches" in text:
+        return {"shared": True}
+    if text.startswith("stratified over sampler indices 1") or text == "discrete_wo_init":
+        return {"levels": "stratified", "skip": 1, "draw": "call"}
+    if text.startswith("stratified over sampler indices from 0") or text == "discrete":
+        return {"levels": "stratified", "draw": "call"}
+    if sliced := re.match(r"slice: the first (\d+) levels", text):
+        return {"highest": int(sliced[1])}
+    return {} if text.startswith(("random", "all ")) else None
+
+
+def averages_rollouts(run: PublishedRun) -> bool:
+    """Return whether the averaged weights of a run are those that make its rollouts, fluvial's old policy."""
+    extra = run.settings.get("loss_extra", {})
+    return "rollout adapter" in run.settings.get("ema_ramp", "") or extra.get("off_policy") is True
+
+
+def averages_reference(run: PublishedRun) -> bool:
+    """Return whether the averaged weights of a run are those that its second KL term is to."""
+    return "ema_kl_beta" in run.settings.get("loss_extra", {})
+
+
+def fraction_of_steps(run: PublishedRun) -> int:
+    """Return the number of steps whose levels are drawn, a fraction of the schedule's, rounded down (AWM)."""
+    return math.floor(run.settings["timestep_fraction"] * run.settings["train_sampling_steps"] + 1e-9)
+
+
+def noisy_steps(run: PublishedRun) -> int:
+    """Return the number of steps whose levels Flow-Factory draws: those of sigma >= 1 - timestep_fraction, but the last.
+
+    sigma is that of diffusers' scheduler: SD3.5 shifts by 3, twice; FLUX by exp(mu) for its number of tokens.
+    """
+    s, steps = run.settings, run.settings["train_sampling_steps"]
+    if "stable-diffusion-3" in run.model:
+        shift, least = 3.0, 0.003 / 1.002  # that of timestep 1 of 1000, shifted
+    else:
+        tokens = s["resolution_height"] * s["resolution_width"] / 16**2
+        shift, least = math.exp(0.5 + (tokens - 256) * 0.65 / 3840), 1 / steps
+    even = (1 + (least - 1) * i / (steps - 1) for i in range(steps))
+    levels = [shift * level / (1 + (shift - 1) * level) for level in even]
+    return max(sum(level >= 1 - s["timestep_fraction"] for level in levels) - 1, 1)

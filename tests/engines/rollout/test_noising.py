@@ -79,7 +79,7 @@ def test_levels_of_a_logit_normal() -> None:
     assert abs(float(torch.corrcoef(logit.T)[0, 1])) < 0.1
 
 
-@pytest.mark.parametrize("levels", ["schedule", "continuous", "logit_normal"])
+@pytest.mark.parametrize("levels", ["schedule", "stratified", "continuous", "logit_normal"])
 def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
     """Any slice or permutation of the batch has the same levels and noise, to the bit."""
     config = NoisingConfig(3, levels)
@@ -91,7 +91,7 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
             own = slice(m * len(rows), (m + 1) * len(rows))
             for name in ("x", "level", "timestep", "target_weight", "weight", "x0", "target"):
                 mine, known = getattr(part, name), getattr(whole, name)
-                assert (mine is None) == (known is None) == (name == "timestep" and levels != "schedule")
+                assert (mine is None) == (known is None) == (name == "timestep" and levels not in ("schedule", "stratified"))
                 if mine is not None:
                     assert torch.equal(mine[own], known[place]), name
         assert torch.equal(part.sample, torch.arange(len(rows)).repeat(3))
@@ -163,3 +163,46 @@ def test_a_preference_shares_noise_and_level(prediction: Prediction) -> None:
     level = both.level[:, None, None, None, None]
     kept = 1 - level if prediction == "velocity" else level**0.5
     torch.testing.assert_close(both.x[:, 0] - both.x[:, 1], (kept * (both.x0[:, :1] - both.x0[:, 1:]))[:, 0])
+
+
+LONG = Schedule(torch.linspace(1, 0, 15), torch.arange(14.0))
+
+
+def test_stratified_levels() -> None:
+    """AWM's: 6 of the steps 1 to 11, one of each part 1, 2-3, 4-5, 6-7, 8-9 and 10-11, uniformly."""
+    levels, timesteps = draw_levels(keys(2000), LONG, NoisingConfig(6, "stratified", highest=12, skip=1))
+    assert timesteps is not None
+    assert torch.equal(levels, LONG.levels[timesteps.long()])
+    for part, expected in enumerate([[1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]):
+        drawn, count = timesteps[:, part].unique(return_counts=True)
+        assert drawn.tolist() == expected
+        assert (count / 2000 - 1 / len(expected)).abs().max() < 0.05
+
+
+def test_more_stratified_levels_than_steps() -> None:
+    """A part without a whole step takes the step below it, as the published code does."""
+    _, timesteps = draw_levels(keys(3), LONG, NoisingConfig(6, "stratified", highest=3))
+    assert timesteps is not None
+    assert timesteps.tolist() == [[0, 0, 1, 1, 2, 2]] * 3
+
+
+def test_steps_that_are_left_out() -> None:
+    """Distinct steps of the range alone; all of them where it has no more."""
+    _, timesteps = draw_levels(keys(50), LONG, NoisingConfig(3, highest=5, skip=2))
+    assert timesteps is not None
+    assert {tuple(sorted(row)) for row in timesteps.tolist()} == {(2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"levels": "continuous", "skip": 1}, "noising.skip is set, and noising.levels is continuous"),
+        ({"highest": 3, "skip": 3, "each": 1}, "expected less than noising.highest"),
+        ({"highest": 5, "skip": 2, "each": 4}, "noising.each is 4, expected at most 3"),
+        ({"shared": True, "draw": "call"}, "noising.draw is call, and noising.shared"),
+    ],
+)
+def test_levels_that_cannot_be_drawn(settings: dict[str, Any], says: str) -> None:
+    """They are errors."""
+    with pytest.raises(ValueError, match=says):
+        NoisingConfig(**settings)

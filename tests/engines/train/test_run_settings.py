@@ -14,8 +14,11 @@ from fluvial.core.sigmas import sde_steps
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.advantages import AdvantageConfig, advantages
+from fluvial.engines.objectives.table import Awm, Nft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train import trainer as trainers
 from fluvial.engines.train.config import EvaluationConfig
@@ -213,3 +216,56 @@ def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
         WindowMoves(every=2, decay_from=1)
     with pytest.raises(ValueError, match=r"differ in their number of recorded steps"):
         tiny.config(tmp_path, rollout=replace(STEPS, sampler="cps", window=2, window_draw="sample"))
+
+
+def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
+    """The samples of a micro-batch share their levels and not their noise; other micro-batches have others."""
+    config = tiny.config(
+        tmp_path, objective=Awm(), rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler="ode", eta=0.0),
+        noising=NoisingConfig(each=2, draw="call"), micro_batch=4,
+    )  # fmt: skip
+    with Trainer(config, tiny.job(), one) as trainer:
+        items, seen = trainer.learner.update, []
+
+        def noted_items(work: Any, key: Any) -> Any:
+            seen.append(work.items)
+            return items(work, key)
+
+        trainer.learner.update = noted_items  # type: ignore[method-assign]
+        trainer.update()
+    level = seen[0].level.unflatten(0, (2, 3, 4))
+    assert torch.equal(level, level[:, :, :1].expand_as(level))
+    assert len(level[:, :, 0].T.unique(dim=0)) > 1
+    assert len(seen[0].target.flatten(1).unique(dim=0)) == 24
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool) -> None:
+    """Its decay is the same from the first update on (DanceGRPO's 8-GPU script); else it starts at 1 / 10."""
+    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup)
+    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
+        first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
+        trainer.update()
+        now = dict(trainer.engine._local())
+        decay = 0.1 if warmup else 0.9
+        for name, average in trainer.engine.average.items():
+            torch.testing.assert_close(average, decay * first[name] + (1 - decay) * now[name].detach())
+    with pytest.raises(ValueError, match=r"optimizer.ema_warmup is False, and optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_warmup=False)
+
+
+def test_an_old_policy_that_follows_every_second_rollout() -> None:
+    """It stays as it is after the others (verl-omni)."""
+    objective = Nft(old="linear", old_rise=0.1, old_cap=0.5, old_every=2)
+    assert [objective.old_decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
+    with pytest.raises(ValueError, match=r"objective.old_every is 2 and objective.old is none"):
+        Nft(old="none", old_every=2)
+
+
+def test_advantages_of_several_rewards_are_summed() -> None:
+    """MixGRPO's: each reward is normalised in its group, then weighted; the sum is not normalised again."""
+    rewards = torch.tensor([[0.0, 5.0], [2.0, 5.5], [1.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    config = AdvantageConfig(combine="advantages", eps=1e-12)
+    found = advantages(rewards, torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1]), config)
+    expected = torch.tensor([-1.5, 1.5, -1.5, 1.5], dtype=torch.float64) / 2**0.5
+    torch.testing.assert_close(found, expected)
