@@ -107,6 +107,7 @@ def test_pinned_versions_satisfy_the_ranges() -> None:
         requirement = Requirement(text)
         name = requirement.name.lower()
         assert requirement.specifier.contains(pins[name]), name
-        optional = "extra ==" in str(requirement.marker or "") and not requirement.marker.evaluate({"extra": "test"})
+        marker = requirement.marker
+        optional = marker is not None and "extra ==" in str(marker) and not marker.evaluate({"extra": "test"})
         if not optional or importlib.util.find_spec(name.replace("-", "_")):
             assert importlib.metadata.version(name).split("+")[0] == pins[name], name

@@ -1,6 +1,7 @@
 """Preference optimisation: the loss of a pair, its diagnostics, and the pairs that a policy's own samples make."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_two_readings_of_a_pair_have_probabilities_that_sum_to_1(
 @given(win=errors, lose=errors, beta=betas, weight=st.floats(0, 2))
 def test_the_rejected_sample_counts_by_its_weight(win: float, lose: float, beta: float, weight: float) -> None:
     """The loss is that of a rejected error moved less; with weight 0 its error is of no account."""
-    asked = {"beta": beta, "lose_weight": weight}
+    asked: dict[str, Any] = {"beta": beta, "lose_weight": weight}
     moved = double(win, 1 + weight * (lose - 1), 1.0, 1.0)
     assert_close(dpo_loss(*double(win, lose, 1.0, 1.0), **asked), dpo_loss(*moved, beta=beta), rtol=1e-9, atol=1e-9)
     info = dpo_info(*double(win, lose, 1.0, 1.0), **asked)

@@ -208,11 +208,12 @@ def nft(scene: Scene) -> Tensor:
 def awm(scene: Scene) -> Tensor:
     """AWM: -min(rho A, clip(rho) A), rho of the generalised Huber loss of the matching error times t."""
     v, old, advantage = scene.at(scene.policy), scene.at(scene.old), advantages(scene)[scene.sample]
-    assert scene.target is not None
+    target = scene.target
+    assert target is not None
     power = scene.extra("ghuber_power", default=0.25)
 
     def matching(of: Tensor) -> Tensor:
-        return -scene.level * ((mean((of - scene.target) ** 2) + 1e-10) ** power - 1e-10**power) / power
+        return -scene.level * ((mean((of - target) ** 2) + 1e-10) ** power - 1e-10**power) / power
 
     ratio = (matching(v) - matching(old)).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(*clip(scene)) * advantage)

@@ -1,6 +1,8 @@
 """The order of prompts: each once per epoch, sources by their weights, the same whatever was asked for before."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from fluvial.engines.data.order import PromptOrder, order_key
 from fluvial.engines.data.records import Prompt
 
 
-def order(prompts: list[str], seed: int = 0, **weights: float) -> PromptOrder:
+def order(prompts: Sequence[str], seed: int = 0, **weights: Any) -> PromptOrder:
     return PromptOrder(prompts, order_key(seed), weights)
 
 
@@ -33,7 +35,7 @@ def test_any_part_is_the_same_however_it_is_reached(starts: list[int], count: in
 
 
 @pytest.mark.parametrize("weights", [{"a": 3.0, "b": 1.0}, {"a": 0.1, "b": 0.7, "c": 0.3}])
-def test_sources_share_by_weight_from_the_first_prompt_on(weights: dict[str, float]) -> None:
+def test_sources_share_by_weight_from_the_first_prompt_on(weights: dict[str, Any]) -> None:
     """Within one prompt of their share at any time; each source goes through its own epochs."""
     prompts = [Prompt(f"{source} {i}", source=source) for source in weights for i in range(5)]
     places = order(prompts, **weights).places(0, 200)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
@@ -11,6 +12,7 @@ import tiny_replayed
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import write_preferences
@@ -72,11 +74,12 @@ def test_supervised_on_captions(
     """Images and captions are encoded once, for the next run too; the weights move, and no text encoder is needed again."""
     encoded: list[int] = []
     encode = Pipeline.encode_with_vae
-    monkeypatch.setattr(
-        Pipeline,
-        "encode_with_vae",
-        lambda self, images, key=None: (encoded.append(len(images)), encode(self, images, key))[1],
-    )
+
+    def counted(self: Pipeline, images: Tensor, key: Any = None) -> Tensor:
+        encoded.append(len(images))
+        return encode(self, images, key)
+
+    monkeypatch.setattr(Pipeline, "encode_with_vae", counted)
     given = ["--data", str(folder / "foxes"), "--data-cache", str(tmp_path / "cache")]
     assert run(folder, name, "sft", tmp_path / "one", *given) == 0, capfd.readouterr().err
     assert sum(encoded) == 5  # every tenth caption is held out

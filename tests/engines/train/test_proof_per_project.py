@@ -185,7 +185,7 @@ def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str],
         run: the published run.
     """
     net, model = tiny.Net(0).double(), tiny.Tiny()
-    weights = dict(net.named_parameters())
+    weights: dict[str, Tensor] = dict(net.named_parameters())
     for name in weights:
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_B.default.weight" in factors:
