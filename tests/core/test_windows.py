@@ -2,6 +2,7 @@
 
 import math
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_an_exponential_decay() -> None:
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "stride": 0}])
-def test_a_window_that_cannot_move(options: dict[str, int]) -> None:
+def test_a_window_that_cannot_move(options: dict[str, Any]) -> None:
     """The number of rollouts and the stride are at least 1."""
     with pytest.raises(ValueError, match="expected at least 1"):
         moving_window(0, 8, 3, **options)
