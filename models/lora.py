@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,17 +27,22 @@ class LoraConfig:
         init: Distribution of A: default (Kaiming uniform, as in PEFT) or gaussian (standard deviation 1 / rank, as in the
             training scripts of diffusers and Flow-GRPO). B starts at 0.
         targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
+        weights: File or folder of an adapter to go on from, with the keys of diffusers, PEFT or kohya/ComfyUI. Rank, alpha
+            and layers are read from it, and nothing is drawn. It is the reference policy, too.
     """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | None = None
     init: Literal["default", "gaussian"] = "default"
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))
         if self.targets == ():
             raise ValueError("lora.targets is empty, expected at least one name")
+        if self.weights is not None and self.targets is not None:
+            raise ValueError("lora.targets is set, and lora.weights has layers of its own: leave it as it is")
 
 
 def add_lora(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Config = TypeVar("Config")
-SINGULAR = {"--reward": "--rewards"}  # most runs have one reward
+# Words for flags: most runs have one reward, and `lora` is a group of fields.
+ALIASES = {"--reward": "--rewards", "--transformer": "--weights", "--lora": "--lora.weights"}
 
 
 class HelpPrintedError(Exception):
@@ -43,7 +44,8 @@ def parsed(
 
     base, boxed = default(), io.StringIO()
     narrow = _narrowed(kind, base)
-    words = [SINGULAR.get(word, word) for word in args]
+    names = field_names(base)
+    words = [word if word[2:] in names else _alias(word, names) for word in args]
     try:
         with contextlib.redirect_stderr(boxed):
             found = tyro.cli(
@@ -75,6 +77,13 @@ def _narrowed(kind: type, base: Any) -> type:
 def _summary(docstring: str) -> str:
     """Return a docstring without its section of arguments, which the flags explain."""
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
+
+
+def _alias(word: str, names: Sequence[str]) -> str:
+    """Return the flag that a word stands for, with its value if it has one; other words as they are."""
+    flag, equals, value = word.partition("=")
+    meant = ALIASES.get(flag, flag)
+    return meant + equals + value if meant[2:].replace("-", "_") in names else word
 
 
 def _constant(value: Any) -> Callable[[], Any]:

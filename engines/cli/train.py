@@ -144,11 +144,12 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
         UsageError: the recipe raises, or returns something else.
     """
     from fluvial.engines.train.config import TrainConfig
+    from fluvial.engines.train.jobs.weights import base_model
 
     models = typed(args, "--model")[-1:]
     takes_model = "model" in inspect.signature(recipe).parameters
     try:
-        config = recipe(model=models[0]) if models and takes_model else recipe()
+        config = recipe(model=base_model(models[0])) if models and takes_model else recipe()
     except UsageError:
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.kernels import Implementation
+from fluvial.models import LoraConfig
 
 TrainsOn = Literal["steps", "noised", "preferences"]
 OtherPolicy = Literal["old", "ref", "teacher"]
@@ -66,6 +67,8 @@ class RunSettings(Protocol):
     def data_errors(self) -> str: ...
     @property
     def weights(self) -> Path | None: ...
+    @property
+    def lora(self) -> LoraConfig: ...
     @property
     def rewards(self) -> tuple[Any, ...]: ...
     @property

@@ -22,12 +22,14 @@ from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
-from fluvial.engines.train.policies import Policies
+from fluvial.engines.train.policies import START, Policies
 from fluvial.engines.train.rollouts import RolloutSource
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.lora import add_lora
+from fluvial.models.lora_files import load_lora
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         rewards, job = _rewards(config, job)
         job.check_prompts()
         _check_order(config, job)
-        module = _network_in_training(config, job)
+        module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
-        base = _digest(module) if weights is None else fingerprint(weights)
+        base = (_digest(module) if weights is None else fingerprint(weights)) + adapter
     engine = Engine(
         module, job.model.blocks(module), config.optimizer, world,
         updates=config.updates, sharding=config.engine, weights=weights,
@@ -168,16 +170,24 @@ def _check_order(config: TrainConfig, job: Job) -> None:
         raise UsageError("prompt_order is draws, which draws all prompts alike, and some have a weight: use epochs")
 
 
-def _network_in_training(config: TrainConfig, job: Job) -> nn.Module:
-    """Return the network with its adapters, before sharding."""
+def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
+    """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it goes on from."""
     module = _network(config, job)
+    found = adapter_of(config, job, module)
     if config.train == "lora":
-        adapters = ("default", *(follower.name for follower in config.followers))
+        adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
+        settings, targets = config.lora, job.model.lora_targets
+        if found is not None:
+            settings = replace(settings, rank=found.rank, alpha=found.alpha, weights=None)
+            adapters, targets = (*adapters, START), found.layers
         try:
-            add_lora(module, config.lora, job.model.lora_targets, adapters=adapters, seed=config.seed)
+            add_lora(module, settings, targets, adapters=adapters, seed=config.seed)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    return module
+        if found is not None:
+            for name in adapters:
+                load_lora(module, found.tensors, name)
+    return module, digest(found)
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

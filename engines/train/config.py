@@ -92,15 +92,16 @@ class TrainConfig:
     Args:
         out: Folder of the run: its settings, metrics, samples, checkpoints and weights.
         model: Model that is trained: handwriting (the built-in flow), handwriting-unet (the built-in model that predicts
-            epsilon), or a pipeline of diffusers by its folder or its id on the Hub (`fluvial models` lists them).
+            epsilon), a pipeline of diffusers by its folder or its id on the Hub (`fluvial models` lists them), or the folder
+            of another run, whose exported weights it starts from.
         seed: Seed of everything random; the same seed gives the same bits on the same machine with as many processes.
         data_seed: Seed of the order of the prompts; None is `seed`.
         updates: Number of optimizer updates in the whole run.
         epochs: Number of passes over the samples of a rollout.
         minibatches: Number of optimizer updates per pass, each on its share of the samples.
         train: What is trained: full (all weights) or lora (low-rank adapters).
-        weights: Folder of the weights to start from, as `fluvial pretrain` and a run's export write them; by default the
-            shipped base.
+        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
+            export write them; by default those of the model.
         prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
             line, or .jsonl, .csv or .parquet with a column prompt, whose further columns reach the rewards. By default all
             training codes of the built-in models.

@@ -16,6 +16,7 @@ from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
+from fluvial.engines.train.jobs.weights import from_run, with_base
 
 __all__ = ["Job", "build", "handwriting", "named", "of_run", "opened", "pipeline"]
 
@@ -83,6 +84,7 @@ def of_run(config: TrainConfig) -> Job:
     Raises:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
+    config = from_run(config)
     elsewhere = "/" in config.model or Path(config.model).is_dir() or is_adapter(config.model)
     if config.model in BUILT_IN or not elsewhere:
         return with_images(named(config.model, weights=config.weights, prompts=config.prompts, data=config.data), config)
@@ -95,7 +97,7 @@ def of_run(config: TrainConfig) -> Job:
         steps=rollout.steps, guidance=rollout.guidance,
         compute=config.engine.compute_dtype(device),
     )  # fmt: skip
-    return with_images(job, config)
+    return with_images(with_base(job, config.weights), config)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
-from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter, without_lora
+from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.protocol import Weights
 
 PREDICTIONS = {"old": "v_old", "ema": "v_ema", "ref": "v_ref"}  # the field of `Items` that holds a follower's prediction
@@ -24,11 +24,15 @@ PREDICTIONS = {"old": "v_old", "ema": "v_ema", "ref": "v_ref"}  # the field of `
 Predict = Callable[[nn.Module, Items], Tensor]
 
 
+START = "start"  # adapter that training started from, where that is not a new one
+
+
 class Policies:
     """The other policies that a run needs, and no more.
 
-    With LoRA the reference is the module without its adapters, and a policy that lags behind is another adapter: neither
-    needs a copy. A teacher, and the reference of full fine-tuning, are sharded modules without an optimizer.
+    With LoRA the reference is the module without its adapters, or with the adapter that training started from, and a policy
+    that lags behind is another adapter: neither needs a copy. A teacher, and the reference of full fine-tuning, are sharded
+    modules without an optimizer.
 
     Args:
         config: the run.
@@ -51,6 +55,7 @@ class Policies:
         self.old_is_the_policy = (
             traits.trains_on != "steps" and "old" in traits.compares_with and "old" not in self.followers
         )
+        self.start = None if config.lora.weights is None else START
         self._reference: ShardedModule | None = None
         self._teacher: ShardedModule | None = None
         if self.needs_reference and config.train == "full":
@@ -120,7 +125,7 @@ class Policies:
             with self._reference.inference() as module:
                 yield module
             return
-        with engine.inference() as module, without_lora(module):
+        with engine.inference() as module, use_adapter(module, self.start):
             yield module
 
     def offload(self) -> None:

@@ -31,6 +31,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.diagnostics import Probe, diversity
 from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.weights import from_run
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
@@ -60,6 +61,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, job: Job | None = None, world: World | None = None, *, console: Console | None = None
     ) -> None:
+        config = config if job is not None else from_run(config)
         self.config, self.console = config, console
         with ExitStack() as stack:
             if world is None:
@@ -241,7 +243,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
     """
     deterministically = deterministic(config.engine.deterministic)
     with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
-        config = _restarted(config, world, console)
+        config = _restarted(config if job is not None else from_run(config), world, console)
         with world.agreed():
             if job is None:
                 job = jobs.of_run(config)

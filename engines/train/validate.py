@@ -232,8 +232,8 @@ def _model(config: RunSettings) -> Iterator[str]:
     """Yield settings of another kind of model."""
     if config.is_built_in and config.asks_of_pipeline:
         yield f"pipeline is set, and {config.model} is built in: leave it as it is, or use another model"
-    if not config.is_built_in and config.weights is not None:
-        yield "weights is set, and a pipeline has its own: leave it as it is, or use another folder as model"
+    if config.lora.weights is not None and config.train == "full":
+        yield "lora.weights is set, and train is full, which has no adapter: use train lora"
 
 
 def _implementation(config: RunSettings) -> Iterator[str]:

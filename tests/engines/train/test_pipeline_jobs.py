@@ -110,7 +110,7 @@ WRONG = [
     ("--rewards nowhere:f", "there is no module 'nowhere'"),
     ("--rewards math:nothing", "math has no 'nothing'"),
     ("--rewards math:pi", "is of type float, expected a function"),
-    ("--weights here", "a pipeline has its own"),
+    ("--weights here", "and there is no such folder, expected a network as diffusers saves one"),
     ("--rollout.sampler ddim --rollout.eta 1", "use flow_sde or dance_sde or cps or ode"),
 ]
 

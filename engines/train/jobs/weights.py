@@ -1,0 +1,119 @@
+"""What a run starts from: the export of another run, other base weights, or an adapter to go on from."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.jobs.base import Job
+from fluvial.models.lora_files import LoraFile, read_lora
+
+RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
+
+
+def is_run(name: str) -> bool:
+    """Return whether a model's name is the folder of a run."""
+    folder = Path(name)
+    return (folder / "metrics.jsonl").is_file() and (folder / RECORD).is_file()
+
+
+def base_model(name: str) -> str:
+    """Return the model that a run trained, or the name itself if it is no run's.
+
+    Raises:
+        UsageError: the record of the run cannot be read.
+    """
+    if not is_run(name):
+        return name
+    try:
+        return str(json.loads((Path(name) / RECORD).read_text())["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"model is {name}, whose {RECORD} is not the record of a run") from error
+
+
+def from_run(config: TrainConfig) -> TrainConfig:
+    """Return a run whose model is the folder of another run as one of that run's model with its exported weights.
+
+    Raises:
+        UsageError: the other run has exported none, or other weights are asked for as well.
+    """
+    if not is_run(config.model):
+        return config
+    weights = Path(config.model) / WEIGHTS
+    if config.weights not in (None, weights):
+        raise UsageError(f"weights is {config.weights}, and model {config.model} is a run with its own: leave one out")
+    if not weights.is_dir():
+        raise UsageError(f"model is {config.model}, a run that has exported no weights: let it end (--resume)")
+    return replace(config, model=base_model(config.model), weights=weights)
+
+
+def with_base(job: Job, weights: Path | None) -> Job:
+    """Return the job of a pipeline with the base weights of another folder.
+
+    Raises:
+        UsageError: there is no such folder, or it holds another network.
+    """
+    if weights is None:
+        return job
+    if not weights.is_dir():
+        raise UsageError(f"weights is {weights}, and there is no such folder, expected a network as diffusers saves one")
+    expected, file = getattr(job.model, "network", None), weights / RECORD
+    if file.is_file() and expected is not None:
+        held = json.loads(file.read_text()).get("_class_name")
+        if held not in (None, expected):
+            raise UsageError(f"weights is {weights}, which holds a {held}, expected a {expected}")
+    return job.with_weights(weights)
+
+
+def adapter_of(config: TrainConfig, job: Job, module: nn.Module) -> LoraFile | None:
+    """Return the adapter that a run goes on from; None if it starts with a new one.
+
+    Raises:
+        UsageError: it cannot be read, or does not fit the network.
+    """
+    if config.lora.weights is None:
+        return None
+    kind: Any = getattr(job.model, "pipeline", None)
+    try:
+        return read_lora(config.lora.weights, module, convert=None if kind is None else converter(kind))
+    except ValueError as error:
+        raise UsageError(f"lora.weights: {error}") from error
+
+
+def digest(adapter: LoraFile | None) -> str:
+    """Return a fingerprint of an adapter; empty without one."""
+    if adapter is None:
+        return ""
+    found = hashlib.sha256(f"{adapter.rank} {adapter.alpha}".encode())
+    for name in sorted(adapter.tensors):
+        found.update(name.encode() + adapter.tensors[name].numpy().tobytes())
+    return " " + found.hexdigest()[:16]
+
+
+def converter(pipeline: str) -> Any:
+    """Return the function of diffusers' pipeline from the keys of other programs to its own."""
+
+    def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        import diffusers
+
+        from fluvial.models.pipelines.folder import quietly
+
+        with quietly():
+            found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
+        state, *rest = found if isinstance(found, tuple) else (found,)
+        alphas = rest[0] if rest and rest[0] else {}
+        return {**state, **{name: value if isinstance(value, Tensor) else _scalar(value) for name, value in alphas.items()}}
+
+    return convert
+
+
+def _scalar(value: float) -> Tensor:
+    import torch
+
+    return torch.tensor(float(value))
