@@ -82,9 +82,9 @@ def test_every_field_of_an_objective_is_recorded(name: str) -> None:
 
 
 LITERALS = [
-    (path, get_args(literal))
-    for recipe in RECIPES.values()
-    for path, kind in leaves(recipe())
+    (path, get_args(literal), run)
+    for run in (recipe() for recipe in RECIPES.values())
+    for path, kind in leaves(run)
     for literal in ([kind] if get_origin(kind) is Literal else get_args(kind))
     if get_origin(literal) is Literal
 ]
@@ -92,20 +92,18 @@ LITERALS = [
 
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
-    names = {".".join(path) for path, _ in LITERALS}
+    names = {".".join(path) for path, *_ in LITERALS}
     assert {"train", "rollout.solver", "engine.comm", "objective.old", "objective.weighting", "rollout.form"} <= names
     assert len(names) > 20
 
 
-CHOICES = {".".join(path): (path, choices) for path, choices in LITERALS}
+# Two objectives may have fields of one name with other choices.
+CHOICES = {(".".join(path), choices): (path, choices, run) for path, choices, run in LITERALS}
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_a_wrong_choice_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("path", "choices", "config"), CHOICES.values(), ids=[name for name, _ in CHOICES])
+def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None:
     """In Python as on the command line, with the accepted values and the nearest match."""
-    path, choices = CHOICES[name]
-    runs = [recipe() for recipe in RECIPES.values()]
-    config = next(run for run in runs if path in dict(leaves(run)))
     near = next((choice for choice in choices if isinstance(choice, str) and len(choice) > 3), None)
     wrong = f"{near}x" if near else "nonsense"
     with pytest.raises(ValueError, match=rf"{path[-1]} is '{wrong}', expected ") as refused:
