@@ -66,15 +66,48 @@ def log_prob(
     check_choice("log_prob", "form", form, FORMS)
     check_choice("log_prob", "reduction", reduction, REDUCTIONS)
     transition, x, v, x_next = _prepare("log_prob", transition, x=x, v=v, x_next=x_next)
-    squared_residual = reduce((x_next - _mean(transition, x, v)) ** 2, "b ... -> b", reduction)
+    return _log_prob("log_prob", transition, x_next - _mean(transition, x, v), form=form, reduction=reduction)
+
+
+def draw(
+    transition: Transition,
+    x: Samples,
+    v: Samples,
+    noise: Samples,
+    *,
+    form: Form = "density",
+    reduction: Reduction = "mean",
+) -> tuple[Samples, PerSample]:
+    """Return `sample` and the `log_prob` of it, with the same bits as these two, from one mean.
+
+    Gradients flow through the sample along the path. They flow through the log-probability with the sample held constant.
+
+    Args:
+        transition, x, v, noise: as in `sample`.
+        form, reduction: as in `log_prob`.
+
+    Raises:
+        ValueError: as `log_prob` does.
+    """
+    check_choice("draw", "form", form, FORMS)
+    check_choice("draw", "reduction", reduction, REDUCTIONS)
+    transition, x, v, noise = _prepare("draw", transition, x=x, v=v, noise=noise)
+    center = _mean(transition, x, v)
+    x_next = center + per_sample(transition.std, x) * noise
+    return x_next, _log_prob("draw", transition, x_next.detach() - center, form=form, reduction=reduction)
+
+
+def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: Form, reduction: Reduction) -> Tensor:
+    """Return the log-probability of a residual x_next - mean, in nats, `[B]`."""
+    squared_residual = reduce(residual**2, "b ... -> b", reduction)
     if form == "unscaled":
         return -squared_residual
-    std = _positive("log_prob", transition.std, way_out=WAY_OUT)
+    std = _positive(function, transition.std, way_out=WAY_OUT)
     scaled = -squared_residual / (2 * std**2)
     if form == "no_const":
         return scaled
     constant = torch.log(std) + math.log(2 * math.pi) / 2
-    return scaled - (constant if reduction == "mean" else math.prod(x.shape[1:]) * constant)
+    return scaled - (constant if reduction == "mean" else math.prod(residual.shape[1:]) * constant)
 
 
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:

@@ -10,7 +10,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (R
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 # Words 2 and 3 of the counter keep the streams of folding and of drawing apart.
 DRAW, FOLD = 0, 1
+
+# Largest number of elements that one call draws. The generator's intermediate tensors take about 50 bytes per element.
+DRAWN_AT_ONCE = 2**20
 
 
 class Key(NamedTuple):
@@ -129,6 +132,35 @@ def normal(
     angle = second.to(torch.float64) * (2 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
     return pairs.flatten(-2)[..., :count].reshape((*batch, *event)).to(torch.float32).to(dtype)
+
+
+def step_noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps at once.
+
+    A draw depends on the key and the element's index alone, so the bits are those of one call per step.
+    """
+    batch, event = shape[0], tuple(shape[1:])
+    at_once = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
+    for first in range(0, len(steps), at_once):
+        part = steps[first : first + at_once]
+        of_part = _folded(keys, part, batch)
+        yield from normal(of_part, (len(part) * batch, *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
+
+
+def step_keys(keys: Key, steps: Sequence[int], batch: int) -> Iterator[Key]:
+    """Yield the keys of each step, fold_in(keys, step), folded for all steps at once."""
+    if steps:
+        folded = _folded(keys, steps, batch)
+        words = (torch.as_tensor(word).unflatten(0, (len(steps), batch)).unbind(0) for word in folded)
+        yield from map(Key, *words)
+
+
+def _folded(keys: Key, steps: Sequence[int], batch: int) -> Key:
+    """Return fold_in(keys, step) of every step, step by step, `[steps * batch]`."""
+    low = torch.as_tensor(keys.low)
+    high = torch.as_tensor(keys.high, device=low.device).expand_as(low)
+    data = torch.tensor(steps, device=low.device).repeat_interleave(batch)
+    return fold_in(Key(low.repeat(len(steps)), high.repeat(len(steps))), data)
 
 
 def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

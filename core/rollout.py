@@ -4,8 +4,7 @@
 same three functions: `plan_steps` before the first step, `record_step` at each recorded one, `stack_steps` at the end.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 from fluvial.core import gaussian, transitions
 from fluvial.core.checks import FLOATING, check_literals, compute_dtype, trusted_values
 from fluvial.core.gaussian import Form, Reduction
-from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.random import Key, fold_in, step_keys, step_noises
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
 from fluvial.core.types import Grid, Samples
@@ -26,9 +25,8 @@ Velocity = Callable[[Tensor, Tensor, int], Tensor]
 
 # A log-prob with the arguments of `gaussian.log_prob`.
 LogProb = Callable[..., Tensor]
-
-# Largest number of elements that one call draws. The generator's intermediate tensors take about 50 bytes per element.
-DRAWN_AT_ONCE = 2**20
+# A draw of a step and its log-prob, with the arguments of `step.sde_step`.
+Draw = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,9 @@ class Record:
         steps: indices of the recorded steps; None records the stochastic steps of the window.
         form, reduction: of the log-probs, as in `gaussian.log_prob`.
         log_prob: function that computes them; it should be the one that the update calls.
+        draw: function that draws a recorded stochastic step and scores it at once, with the same result as `log_prob` of the
+            drawn sample; None draws and scores in turn. Steps with `dtype` or `debug` do, too.
+        by_key: give `draw` the step's keys instead of noise, which is then drawn inside it.
         dtype: dtype of the stored samples; None is that of the computation. If it is lower, each sample is rounded before
             the next step is taken, so that the stored trajectory is the one that was sampled.
         velocity: also record the model's output, which some objectives compare theirs with.
@@ -49,6 +50,8 @@ class Record:
     form: Form = "density"
     reduction: Reduction = "mean"
     log_prob: LogProb = gaussian.log_prob
+    draw: Draw | None = None
+    by_key: bool = False
     dtype: torch.dtype | None = None
     velocity: bool = False
     debug: bool = False
@@ -144,11 +147,21 @@ def rollout(
     coefficients = _coefficients(plan, levels, batch)
     if own is not None:
         coefficients = _own_coefficients(own, coefficients, plan, deterministic, levels, whole=record.steps is None)
-    noises = _noises(keys, sorted(plan.window), x.shape, compute)
+    at_once = plan.window & plan.record if record.draw and dtype == compute and not record.debug else frozenset[int]()
+    by_key = at_once if record.by_key else frozenset[int]()
+    noises = step_noises(keys, sorted(plan.window - by_key), x.shape, compute)
+    own_keys = step_keys(keys, sorted(by_key), batch)
     x = x.to(dtype).to(compute)
     recorded: dict[int, RecordedStep] = {}
     for step, of_step in enumerate(coefficients):
         v = velocity(x, rows[step], step)
+        if step in at_once and record.draw is not None:
+            given = {"key": next(own_keys)} if step in by_key else {"noise": next(noises)}
+            with trusted_values():  # `plan_steps` has looked at every std
+                x_next, log_prob = record.draw(of_step, x, v, form=record.form, reduction=record.reduction, **given)
+            recorded[step] = RecordedStep(x, x_next, log_prob, v if record.velocity else None, None)
+            x = x_next
+            continue
         noise = next(noises) if step in plan.window else None
         x_next = gaussian.mean(of_step, x, v) if noise is None else gaussian.sample(of_step, x, v, noise)
         x_next = x_next.to(dtype).to(compute)
@@ -222,22 +235,6 @@ def _own_steps(trajectory: Trajectory, own: Tensor, steps: Sequence[int]) -> Tra
         None if velocity is None else chosen(velocity), trajectory.final,
         None if debug is None else Debug(*(chosen(table) for table in debug)),
     )  # fmt: skip
-
-
-def _noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps at once.
-
-    A draw depends on the key and the element's index alone, so the bits are those of one call per step.
-    """
-    batch, event = shape[0], tuple(shape[1:])
-    low = torch.as_tensor(keys.low)
-    high = torch.as_tensor(keys.high, device=low.device).expand_as(low)
-    at_once = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
-    for first in range(0, len(steps), at_once):
-        part = steps[first : first + at_once]
-        data = torch.tensor(part, device=low.device).repeat_interleave(batch)
-        of_part = fold_in(Key(low.repeat(len(part)), high.repeat(len(part))), data)
-        yield from normal(of_part, (len(data), *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
 
 
 def unrecorded(final: Samples) -> Trajectory:

@@ -59,7 +59,8 @@ def sde_step(
     x: Samples,
     v: Samples,
     *,
-    key: Key,
+    key: Key | None = None,
+    noise: Samples | None = None,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -74,12 +75,26 @@ def sde_step(
         transition: coefficients `[B]` or 0-d.
         x, v: sample and model output, `[B, *event]`.
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
+        noise: standard-normal noise, `[B, *event]`, from a caller that has drawn it, instead of a key.
         v_uncond, guidance, form, reduction: as in `step_log_prob`.
+
+    Raises:
+        ValueError: not exactly one of key and noise is given, or an error of `gaussian.log_prob`.
     """
     v = guided("sde_step", v, v_uncond, guidance)
-    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
-    x_next = gaussian.sample(transition, x, v, normal(keys, tuple(x.shape)))
-    return x_next, gaussian.log_prob(transition, x, v, x_next.detach(), form=form, reduction=reduction)
+    check_noise(key, noise)
+    if key is not None:
+        keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
+        noise = normal(keys, tuple(x.shape))
+    assert noise is not None
+    return gaussian.draw(transition, x, v, noise, form=form, reduction=reduction)
+
+
+def check_noise(key: Key | None, noise: Tensor | None) -> None:
+    """Raise ValueError unless exactly one of key and noise is given."""
+    if (key is None) == (noise is None):
+        what = "neither key nor noise is given" if key is None else "both key and noise are given"
+        raise ValueError(f"sde_step: {what}, expected one of the two")
 
 
 def policy_loss(

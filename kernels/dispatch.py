@@ -111,7 +111,8 @@ def sde_step(
     x: Samples,
     v: Samples,
     *,
-    key: Key,
+    key: Key | None = None,
+    noise: Samples | None = None,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -123,16 +124,26 @@ def sde_step(
     All implementations draw the same Philox words. The fused kernel turns them into normals in float32, which differ from
     the reference's by a few units in the last place.
 
-    It is a research API: `core.rollout` draws and scores its steps separately, and no recipe of `engines` calls this.
+    Rollouts take their recorded steps with it. Where the fused kernel runs, they give keys and the kernel draws. Elsewhere
+    they give noise, which they draw for many steps at once.
 
     Args:
+        key, noise: as in `core.step.sde_step`. The fused kernel takes a key only, so "auto" with noise is "reference".
         implementation: which implementation runs, see `resolve`.
 
     Raises:
-        TypeError, ValueError: as in `step_log_prob`, or the key is not one that `core.random` made for this batch.
+        TypeError, ValueError: as in `step_log_prob`, not exactly one of key and noise is given, or the key is not one that
+            `core.random` made for this batch.
     """
-    name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
+    step.check_noise(key, noise)
+    name, samples = "sde_step", _given(x=x, v=v, noise=noise, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
+    options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
+    if key is None:
+        if implementation == "triton":
+            raise ValueError(f"{name}: implementation is 'triton', which draws its noise: give a key instead of noise")
+        chosen = resolve(name, "reference" if implementation == "auto" else implementation, list(samples.values()))
+        return _run(step.sde_step, chosen, transition, x, v, noise=noise, **options)
     batch = v.shape[0]
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
     low, high = (
@@ -145,7 +156,6 @@ def sde_step(
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name}: {word} is {tensor.dtype}, expected torch.int64, as fluvial.core.random makes it")
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
-    options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import sde_step as fused
 

@@ -25,10 +25,10 @@ def lighten(layer: Any) -> None:
 
 
 @cache
-def _light(kind: type) -> type:
+def _light(kind: Any) -> type:
     """Return PEFT's adapted layer with the light pass."""
 
-    class LightLinear(kind):  # type: ignore[misc]
+    class LightLinear(kind):
         """PEFT's adapted linear layer with the light pass."""
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

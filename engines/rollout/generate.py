@@ -27,7 +27,8 @@ from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, solve
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.window import Steps
-from fluvial.kernels import Implementation, step_log_prob
+from fluvial.kernels import Implementation, sde_step
+from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 
@@ -119,9 +120,13 @@ class StochasticSteps:
         """Return the stochastic steps of the samples that are generated together."""
         return self.window(ids) if callable(self.window) else self.window
 
-    def log_prob(self, transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, **options: Any) -> Tensor:
-        """Return the log-probability of a step, as the update computes it."""
-        return step_log_prob(transition, x, v, x_next, implementation=self.implementation, **options)[0]
+    def draw(self, transition: Transition, x: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return a draw of a step and its log-probability, as the update computes it."""
+        return sde_step(transition, x, v, implementation=self.implementation, **options)
+
+    def draws_noise(self, x: Tensor) -> bool:
+        """Return whether the implementation draws the noise itself, from keys."""
+        return resolve("rollout", self.implementation, [x]) == "triton"
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,7 @@ def _walk(
         transition = steps.transition
         record = Record(
             steps=None if len(window) and steps.record else (), form=steps.form, reduction=steps.reduction,
-            log_prob=steps.log_prob, velocity=steps.keep_velocity,
+            draw=steps.draw, by_key=steps.draws_noise(noise), velocity=steps.keep_velocity,
         )  # fmt: skip
     return rollout(
         velocity, noise, sampling.schedule.levels, transition=transition, deterministic=deterministic, key=keys,

@@ -312,7 +312,7 @@ def test_noise_drawn_for_many_steps_has_the_bits_of_single_draws(
 ) -> None:
     keys, steps = fold_in(key(1), torch.arange(shape[0])), window or range(4)
     for at_once in (1, 2 * math.prod(shape), 2**20):  # one step, two steps, all of them
-        monkeypatch.setattr(fluvial.core.rollout, "DRAWN_AT_ONCE", at_once)
+        monkeypatch.setattr(fluvial.core.random, "DRAWN_AT_ONCE", at_once)
         found = rollout(
             velocity, torch.zeros(shape), linear(4), transition=FLOW, key=keys, window=window,
             record=Record(steps=window, debug=True),

@@ -9,7 +9,10 @@ from torch.testing import assert_close
 
 from fluvial import kernels
 from fluvial.core import gaussian, step
-from fluvial.core.transitions import Transition
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.rollout import Record, rollout
+from fluvial.core.sigmas import linear
+from fluvial.core.transitions import Transition, bind
 
 V, X, X_NEXT, V_REF = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 STEP = Transition(*(torch.tensor(c, dtype=torch.float64) for c in ([0.9, 1.0, 1.1], [-0.1, -0.2, -0.3], [0.3, 0.2, 0.4])))
@@ -54,3 +57,47 @@ def test_swapping_sample_and_velocity_changes_the_result() -> None:
     wrong, _ = step.step_log_prob(STEP, V, X, X_NEXT)
     assert torch.equal(right, gaussian.log_prob(STEP, X, V, X_NEXT))
     assert not torch.allclose(right, wrong)
+
+
+@pytest.mark.parametrize("draw", [step.sde_step, kernels.sde_step], ids=["core", "kernels"])
+@pytest.mark.parametrize("form", gaussian.FORMS)
+def test_a_draw_is_a_sample_and_its_log_prob(draw: Any, form: gaussian.Form) -> None:
+    """To the bit, from the noise itself and from its key."""
+    keys = fold_in(key(3), torch.arange(len(X)))
+    noise = normal(keys, tuple(X.shape))
+    for given in ({"noise": noise}, {"key": keys}):
+        x_next, log_prob = draw(STEP, X, V, form=form, reduction="sum", **given)
+        assert torch.equal(x_next, gaussian.sample(STEP, X, V, noise))
+        assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, x_next, form=form, reduction="sum"))
+
+
+@pytest.mark.parametrize("draw", [step.sde_step, kernels.sde_step], ids=["core", "kernels"])
+def test_a_draw_takes_a_key_or_noise(draw: Any) -> None:
+    with pytest.raises(ValueError, match="sde_step: neither key nor noise is given, expected one of the two"):
+        draw(STEP, X, V)
+    with pytest.raises(ValueError, match="sde_step: both key and noise are given"):
+        draw(STEP, X, V, key=key(0), noise=X)
+    with pytest.raises(ValueError, match="implementation is 'triton', which draws its noise: give a key instead"):
+        kernels.sde_step(STEP, X, V, noise=X, implementation="triton")
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_rollout_that_draws_and_scores_at_once_is_the_same(by_key: bool) -> None:
+    """Samples, log-probs and velocities, to the bit, with a window and a step of it that is not recorded."""
+    calls, levels, x = [], linear(5), torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(1))
+
+    def draw(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(options)
+        return kernels.sde_step(*args, **options)
+
+    found = [
+        rollout(
+            lambda x, level, step: torch.sin(3 * x) - level[:, None, None], x, levels, key=key(7), window=[0, 1, 3],
+            transition=bind("flow_sde", 0.7, levels), record=Record(steps=[0, 3], velocity=True, **options),
+        )
+        for options in ({}, {"draw": draw, "by_key": by_key})
+    ]  # fmt: skip
+    for left, right in zip(*found, strict=True):
+        assert left is right is None or torch.equal(left, right)
+    assert len(calls) == 2
+    assert all(("key" in options) is by_key for options in calls)

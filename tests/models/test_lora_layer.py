@@ -71,7 +71,12 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that gets an entry for each light pass."""
     seen: list[Any] = []
     pass_ = light.adapted_linear
-    monkeypatch.setattr(light, "adapted_linear", lambda *args: seen.append(args) or pass_(*args))
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(args)
+        return pass_(*args)
+
+    monkeypatch.setattr(light, "adapted_linear", spy)
     return seen
 
 
