@@ -1,6 +1,7 @@
 """What the losses of objectives share: the settings of a run's loss, recorded steps, KL terms and diagnostics."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -65,6 +66,7 @@ class LossConfig(NamedTuple):
     kl_weight: Literal["rate", "exact"] = "rate"
     implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
     kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy; v_ema is there if it is above 0
+    reward: Callable[[Tensor, Items], Tensor] | None = None  # (v, items) -> reward [P] with gradient, for such objectives
 
 
 class ErrorInfo(NamedTuple):

@@ -23,7 +23,7 @@ from fluvial.models import LoraConfig
 TrainsOn = Literal["steps", "noised", "preferences"]
 OtherPolicy = Literal["old", "ref", "teacher"]
 FollowerName = Literal["old", "ema", "sampling", "ref"]
-RewardUse = Literal["advantages", "order", "nothing"]
+RewardUse = Literal["advantages", "order", "gradients", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ class ObjectiveTraits:
             preferences (pairs of clean samples with the same noise, the preferred one first).
         compares_with: other policies whose prediction at each item the loss reads: old (the policy that made the rollout,
             `Items.v_old`), ref (the policy that training started from, `v_ref`), teacher (another model, `v_teacher`).
-        rewards: what `target_weight` reads: advantages, the order of the rewards in a group, or nothing.
+        rewards: what is learnt from: advantages or the order of the rewards in a group, which `target_weight` reads, the
+            gradients of differentiable rewards (`LossConfig.reward`), or nothing.
         has_ratio: the loss compares log-probabilities with the old policy's, so that steps need noise where it trains on
             steps. The diagnostics have a field `log_ratio`, which is bounded in a first pass (`max_log_ratio`).
         skips_zero: items of target weight 0 add nothing to the loss, so that they need not be computed.
@@ -137,6 +138,7 @@ class ObjectiveTraits:
             before each update: `statistic(v, items) -> [P]`, without gradient, and `gathered(statistic, target_weight,
             group, counts) -> [B, M, ...]`. Their statistics `[B, M]` are of all samples at their M noise levels, of which
             `counts` marks those of this update. The loss finds the result as `Items.context`.
+        through: with gradients, the number of last steps that these flow through, and its standard deviation.
         refuses: `config -> problems`, one line per combination of settings that has no meaning with this objective.
     """
 
@@ -155,6 +157,7 @@ class ObjectiveTraits:
     preferences: Path | None = None
     followers: tuple[Follower, ...] = ()
     gathers: bool = False
+    through: tuple[int, float] | None = None
     refuses: Callable[[RunSettings], Iterator[str]] = nothing
 
     def __post_init__(self) -> None:

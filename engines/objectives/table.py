@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.objectives.alignprop import AlignProp
 from fluvial.engines.objectives.awm import Awm
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.crd import Crd
@@ -41,6 +42,7 @@ OBJECTIVES: dict[str, type] = {
     "crd": Crd,
     "tempflow": TempFlow,
     "d3po": D3po,
+    "alignprop": AlignProp,
 }
 METHODS = {"target_weight": ("reward", "advantage", "group"), "loss": ("v", "items", "transition", "config")}
 GATHERING = ("statistic", "gathered")

@@ -43,6 +43,7 @@ class Items(NamedTuple):
     v_ref: Tensor | None = None
     v_teacher: Tensor | None = None
     v_ema: Tensor | None = None
+    noise: Tensor | None = None  # [P, K, *event], noise of the last K steps, where a reward's gradient flows through them
     context: Tensor | None = None  # what the other samples are to the loss, of an objective that gathers statistics
 
 

@@ -95,7 +95,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         on_device(job.model.schedule(steps, job.shape), world.device)
         for steps in (config.rollout.steps, config.evaluation_steps)
     )
-    learner = Learner(config, job, world, engine, policies, schedule)
+    learner = Learner(config, job, world, engine, policies, schedule, rewards)
     source = RolloutSource(config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler)
     return Parts(job, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 

@@ -33,7 +33,7 @@ def handwriting(
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
-    from fluvial.models.handwriting import codes, heldout_recogniser, reward_recogniser, write
+    from fluvial.models.handwriting import codes, heldout_recogniser, likeness, reward_recogniser, write
 
     kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
     base = built_in.BASE_UNET if unet else built_in.BASE
@@ -48,7 +48,12 @@ def handwriting(
     return Job(
         model,
         train,
-        {"characters": recogniser.characters, "machine": machine.characters, "neighbours": neighbours.characters},
+        {
+            "characters": recogniser.characters,
+            "machine": machine.characters,
+            "neighbours": neighbours.characters,
+            "likeness": likeness,
+        },
         heldout=heldout,
         evaluators={"reward": recogniser.characters, "heldout": heldout_recogniser().characters},
         load=kind,

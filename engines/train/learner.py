@@ -1,6 +1,6 @@
 """Learning from a rollout: its samples become a flat set of items, and these one or several updates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -17,7 +17,9 @@ from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.advantages import advantages
 from fluvial.engines.objectives.losses import LossConfig, add_ema_kl
-from fluvial.engines.objectives.table import check_loss, check_target_weight, located
+from fluvial.engines.objectives.table import check_loss, check_target_weight, located, name_of
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rollout.backprop import final_samples, last_items, number_of_steps
 from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
 from fluvial.engines.rollout.items import Items, Share, flatten, given, rebalance, select
@@ -62,16 +64,19 @@ class Learner:
         engine: engine of the policy.
         policies: the policies that the objective compares with.
         schedule: the model's schedule, its timesteps on the device.
+        rewards: rewards with their weights, for objectives that follow their gradients.
 
     Raises:
         UsageError: the sampler cannot be used, or the implementation does not run on this device.
     """
 
     def __init__(
-        self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedule: Schedule
-    ) -> None:
+        self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedule: Schedule,
+        rewards: Mapping[str, tuple[Reward, float]] | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.job, self.world, self.engine, self.policies = config, job, world, engine, policies
-        self.schedule = schedule
+        self.schedule, self.rewards = schedule, rewards or {}
+        self.prompts: tuple[str, ...] = ()  # of this rank's samples, for rewards that are called again
         self.sampler = config.rollout.bound_sampler(schedule.levels, job.model.prediction)
         self.loss_config = LossConfig(
             config.rollout.form,
@@ -122,7 +127,11 @@ class Learner:
         share, device = Share(self.world.data_rank * slots, slots, batch), self.world.device
         own_target, own_weight = share.rows(target_weight).to(device), share.rows(torch.ones(batch)).to(device)
         correction = None
-        if traits.trains_on == "steps":
+        if traits.through is not None:
+            steps = number_of_steps(key, config.rollout.steps, last=traits.through[0], spread=traits.through[1])
+            taken, self.prompts = torch.ones(batch, 1), tuple(samples.prompts)
+            flat = last_items(samples.trajectory, self.schedule, share, key, steps, own_target, own_weight)
+        elif traits.trains_on == "steps":
             taken = self._taken_steps(samples.trajectory.log_prob.shape[1], key)
             flat = flatten(samples.trajectory, self.schedule, own_target, own_weight)
             if config.correction.mode != "none":
@@ -309,7 +318,8 @@ class Learner:
         first: Items = optree.tree_map(lambda tensor: tensor[:1].clone(), work.items)
         flat, cond = select(work.items, by_rank[world.data_rank].T.flatten()), work.cond
         longest = -(-sum(held) // len(held))
-        if -(-max(held) // self.micro_batch) > -(-longest // self.micro_batch):
+        moves = self.config.objective.traits.through is None  # else the prompts of this rank's samples are needed
+        if moves and -(-max(held) // self.micro_batch) > -(-longest // self.micro_batch):
             flat, cond = rebalance(flat, cond, held, world)
         else:
             longest = max(held)
@@ -323,10 +333,38 @@ class Learner:
         v = self._predict(self.engine.module, batch, cond)
         if batch.v_old is None and self.policies.old_is_the_policy:
             batch = batch._replace(v_old=v.detach())
+        config = self.loss_config
+        if objective.traits.rewards == "gradients":
+            config = config._replace(reward=lambda v, items: self._rewarded(v, items, cond))
         with located(objective, "loss"):
-            loss, info = objective.loss(v, batch, batch.transition, self.loss_config)
+            loss, info = objective.loss(v, batch, batch.transition, config)
         check_loss(objective, loss, info, len(batch.level))
         return add_ema_kl(loss, v, batch, self.loss_config), info
+
+    def _rewarded(self, v: Tensor, items: Items, cond: Cond) -> Tensor:
+        """Return the weighted sum of the rewards of each item's clean sample, `[P]`, with gradient.
+
+        Raises:
+            UsageError: a reward gives no gradient.
+        """
+        final = final_samples(
+            v, items, self.sampler, self.schedule, lambda items: self._predict(self.engine.module, items, cond)
+        )
+        images, prompts = self.job.model.decode(final), [self.prompts[i] for i in items.sample.tolist()]
+        total = torch.zeros_like(items.level)
+        for name, (reward, weight) in self.rewards.items():
+            scores = reward(images, prompts)
+            if (
+                not isinstance(scores, Tensor)
+                or scores.shape != total.shape
+                or (torch.is_grad_enabled() and not scores.requires_grad)
+            ):
+                raise UsageError(
+                    f"reward {name!r} gives no gradient, and {name_of(self.config.objective)} follows it: expected PyTorch "
+                    f"operations on the images, and a tensor [{len(total)}]"
+                )
+            total = total + weight * scores
+        return total
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
         """Return the prediction at each item; both samples of a preference go through one forward pass."""

@@ -13,6 +13,7 @@ from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
+    AlignProp,
     Awm,
     Clipped,
     Crd,
@@ -256,6 +257,22 @@ def d3po(model: str = UNET) -> TrainConfig:
     return config if config.is_built_in else replace(config, rollout=replace(config.rollout, prompts=20))
 
 
+def alignprop(model: str = HANDWRITING) -> TrainConfig:
+    """AlignProp (arXiv 2310.03739) and DRaFT (2309.17400): a differentiable reward's gradient through the last steps.
+
+    The settings of large models are those of the published run alignprop/sd1.5/aesthetic: 50 DDIM steps, of which the
+    gradient flows through the last 8 or so. On handwriting it flows through 2, from likeness, a density of real digits.
+    """
+    return _published(
+        "alignprop/sd1.5/aesthetic",
+        model,
+        **ONE_UPDATE,
+        objective=AlignProp(last=2),
+        rollout=RolloutConfig(prompts=128, group=1, sampler="ode", eta=0.0),
+        rewards=("likeness",),
+    )
+
+
 def raft(model: str = HANDWRITING) -> TrainConfig:
     """RAFT (arXiv 2304.06767): flow matching on the best samples of each group.
 
@@ -323,6 +340,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "crd": crd,
     "tempflow": tempflow,
     "d3po": d3po,
+    "alignprop": alignprop,
     "raft": raft,
     "sft": sft,
     "distill": distill,

@@ -78,7 +78,7 @@ def _counts(config: RunSettings) -> Iterator[str]:
 def _rewards(config: RunSettings) -> Iterator[str]:
     """Yield what does not fit what rewards are to the objective."""
     objective, rollout, name = config.objective, config.rollout, name_of(config.objective)
-    compares = objective.traits.rewards != "nothing" and not config.advantage.history
+    compares = objective.traits.rewards in ("advantages", "order") and not config.advantage.history
     if compares and config.makes_samples and rollout.group < 2:
         yield (
             f"rollout.group is {rollout.group}, expected at least 2: {name} compares a sample with the others of its group, "

@@ -2,7 +2,7 @@
 
 from fluvial.models.handwriting.data import codes, digits, write
 from fluvial.models.handwriting.model import BASE, Handwriting
-from fluvial.models.handwriting.recognisers import Recogniser, heldout_recogniser, reward_recogniser
+from fluvial.models.handwriting.recognisers import Recogniser, heldout_recogniser, likeness, reward_recogniser
 from fluvial.models.handwriting.unet import BASE_UNET, HandwritingUNet
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "codes",
     "digits",
     "heldout_recogniser",
+    "likeness",
     "reward_recogniser",
     "write",
 ]

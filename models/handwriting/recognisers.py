@@ -48,6 +48,20 @@ class Recogniser:
         return (self.read(images) == as_digits(prompts)).to(torch.float32).mean((0, 2))
 
 
+def likeness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the log-probability of the prompt's characters, float32 `[B]`, a mean over them; gradients flow to the images.
+
+    Each class is the kernel density of its digits of the training half, with Gaussian kernels of variance 1 / 4.
+    """
+    half = digits("training")
+    single = images.reshape(-1, SIZE, DIGITS, SIZE).permute(0, 2, 1, 3).reshape(-1, SIZE * SIZE)
+    squared = torch.cdist(single.float(), half.pixels.reshape(-1, SIZE * SIZE).to(single.device, torch.float32)) ** 2
+    labels = half.labels.to(single.device)
+    classes = torch.stack([torch.logsumexp(-2 * squared[:, labels == digit], dim=1) for digit in range(10)], dim=1)
+    wanted = as_digits(prompts).to(single.device).reshape(-1, 1)
+    return classes.log_softmax(1).gather(1, wanted).reshape(-1, DIGITS).mean(1)
+
+
 @cache
 def reward_recogniser() -> Recogniser:
     """Return the recogniser of the reward: an RBF support-vector machine and 3 nearest neighbours, of the training half.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
+    AlignProp,
     Awm,
     Clipped,
     Crd,
@@ -38,4 +39,5 @@ OBJECTIVE_ROWS: dict[str, Objective] = {
     "crd": Crd(),
     "tempflow": TempFlow(),
     "d3po": D3po(),
+    "alignprop": AlignProp(last=2),
 }

@@ -5,7 +5,7 @@ Nothing of fluvial is called here. A loss is a function of a `Scene`: what one o
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Scene:
         first, second: level 0 and level 1 of the schedule.
         policy, old, reference, average: velocities of the trained policy, of the one that made the rollout, of the base
             model, and of a moving average of the policy.
+        levels, noise: schedule, and the noise of the steps that a reward's gradient flows through.
     """
 
     settings: Mapping[str, Any]
@@ -47,6 +48,8 @@ class Scene:
     old: Velocity
     reference: Velocity
     average: Velocity  # moving average of the policy
+    levels: Tensor  # of the whole schedule
+    noise: Tensor | None  # [P, K, *event], of the last K steps, which a reward's gradient flows through
 
     def at(self, velocity: Velocity) -> Tensor:
         """Return a policy's velocity at each item."""
@@ -166,6 +169,19 @@ def d3po(scene: Scene) -> Tensor:
             margin = implicit[at & (scene.sample == best)] - implicit[at & (scene.sample == worst)]
             losses.append(-torch.nn.functional.logsigmoid(margin))
     return torch.cat(losses).mean()
+
+
+def alignprop(scene: Scene) -> Tensor:
+    """AlignProp: 0.01 |R(x_0) - 10|, x_0 by the last steps with gradient; R is 100 times the std of the image."""
+    assert scene.noise is not None
+    x, steps, count = scene.x, len(scene.levels) - 1, scene.noise.shape[1]
+    for i, step in enumerate(range(steps - count, steps)):
+        now, then = (scene.levels[at].expand(len(x)) for at in (step, step + 1))
+        a, b, std = gaussian(replace(scene, level=now, level_next=then))
+        v = scene.policy(x, now, scene.sample)
+        x = spread(a, x) * x + spread(b, x) * v + spread(std, x) * scene.noise[:, i]
+    reward = 100 * (x / 2 + 0.5).clamp(0, 1).flatten(1).std(1)
+    return scene.extra("loss_coeff") * (reward - scene.extra("aesthetic_target")).abs().mean()
 
 
 def guard(scene: Scene) -> Tensor:

@@ -41,6 +41,11 @@ def _ema_schedule(config: TrainConfig, text: str) -> bool:
     return text == ("piecewise_linear" if samples_from_another(config) else "linear")
 
 
+def _truncation(config: TrainConfig, text: str) -> bool:
+    o: Any = config.objective
+    return text == f"gaussian, mean {config.rollout.steps - o.last}, std {o.spread:g}"
+
+
 EXTRAS: dict[str, Matches] = {
     "nft_beta": _of("beta"),
     "nft_mix_beta": _of("beta"),
@@ -49,6 +54,9 @@ EXTRAS: dict[str, Matches] = {
     "crd_beta": _of("beta"),
     "d3po_beta": _of("beta"),
     "eps": _of("eps"),
+    "loss_coeff": _of("scale"),
+    "aesthetic_target": _of("target"),
+    "truncation": _truncation,
     "adaptive_weight_floor": _of("weight_min"),
     "kl_mask_threshold": _of("kl_threshold"),
     "add_kl_coefficient": _says(True),  # the KL of a step is divided by twice its variance

@@ -12,7 +12,7 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import Awm, Clipped, Crd, D3po, Dgpo, Dpo, Dppo, Guard, Nft, TempFlow
+from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Crd, D3po, Dgpo, Dpo, Dppo, Guard, Nft, TempFlow
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -34,7 +34,7 @@ OBJECTIVES: dict[str, str] = {
     "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
     "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo", "DGPO": "dgpo",
     "CRD": "crd", "DanceGRPO (by name)": "clipped", "Flow-GRPO-Fast (branching)": "clipped",
-    "TempFlow-GRPO": "tempflow", "D3PO": "d3po",
+    "TempFlow-GRPO": "tempflow", "D3PO": "d3po", "AlignProp": "alignprop",
 }  # fmt: skip
 SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
 SOLVERS: dict[str, Literal["euler", "dpmpp_2m"]] = {"dpm2_ode": "dpmpp_2m"}
@@ -141,10 +141,22 @@ def _objective(run: PublishedRun) -> Objective:
         ),
         "dgpo": lambda: Dgpo(**clip, beta=float(extra["dpo_beta"]), old_samples_from=extra["switch_ema_ref"]),
         "crd": lambda: _crd(s, extra),
+        "alignprop": lambda: _alignprop(run),
         "tempflow": lambda: TempFlow(**clip),
         "d3po": lambda: D3po(beta=extra["d3po_beta"], eps=extra["eps"]),
     }
     return builders[OBJECTIVES[run.algorithm]]()
+
+
+def _alignprop(run: PublishedRun) -> AlignProp:
+    """Return the objective; the loss of the HPS run is 1 minus the score, and both truncate as the shared base file says."""
+    extra, steps = run.settings["loss_extra"], run.settings["train_sampling_steps"]
+    found = re.fullmatch(r"gaussian, mean (\d+), std (\d+)", extra.get("truncation", "gaussian, mean 42, std 5"))
+    assert found is not None
+    return AlignProp(
+        last=steps - int(found[1]), spread=float(found[2]), target=float(extra.get("aesthetic_target", 1)),
+        scale=extra["loss_coeff"],
+    )  # fmt: skip
 
 
 def _crd(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Crd:
@@ -193,20 +205,21 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
     if run.algorithm == "D3PO":
         group = 2  # two samples per prompt, from the same noise
-    if "stat_buffer_size" in s.get("loss_extra", {}):
-        group = 1  # statistics per prompt over past rollouts take the place of a group's
-    pairs = s.get("loss_extra", {}).get("pairs_per_batch")
-    prompts = s.get("prompts_per_rollout") or pairs or max(s.get("samples_per_rollout", group) // group, 1)
+    pairs, least = s.get("loss_extra", {}).get("pairs_per_batch"), 2
+    if "stat_buffer_size" in s.get("loss_extra", {}) or run.algorithm == "AlignProp":
+        # Statistics per prompt over past rollouts take the place of a group's; AlignProp compares no samples.
+        group, least = 1, 1
+    samples = s.get("samples_per_rollout", s.get("samples_per_update", 1) if run.algorithm == "AlignProp" else group)
+    prompts = s.get("prompts_per_rollout") or pairs or max(samples // group, 1)
     without = not s.get("cfg_in_training_forward", True)
     conditional = _scale(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"
     guidance = Guidance(
         scale=_scale(s), gradient="conditional" if without and not conditional else "both",
         update="conditional" if conditional else "guided",
     )  # fmt: skip
-    least = 1 if "stat_buffer_size" in s.get("loss_extra", {}) else 2
     common: dict[str, Any] = {"prompts": prompts, "group": max(group, least), "steps": steps, "guidance": guidance}
     sampler = SAMPLERS.get(s.get("sampler", ""))
-    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po")
+    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po", "alignprop")
     if sampler is None and trains_on_steps:
         sampler = "flow_sde"
     if sampler is None or not trains_on_steps:

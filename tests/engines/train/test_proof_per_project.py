@@ -48,6 +48,7 @@ PROVED: dict[str, Loss] = {
     "dgpo/sd3.5-medium/geneval": paper_losses.dgpo,
     "tempflow_grpo/flux.1-dev/hpsv3": paper_losses.tempflow,
     "d3po/sd1.5/compressibility": paper_losses.d3po,
+    "alignprop/sd1.5/aesthetic": paper_losses.alignprop,
     "flow_factory/sd3.5-medium/crd-ocr": paper_losses.crd,
 }
 GROUPS, SIZE, RANK = 2, 4, 4
@@ -73,7 +74,7 @@ def test_an_update_is_the_papers(one: World, tmp_path: Path, name: str) -> None:
     """Loss and gradient of both updates are those of the formula; as many steps, or levels, are trained on as published."""
     run = find(name)
     spied, gradients = learnt(run, one, tmp_path)
-    assert len(spied.updates) == 2
+    assert len(spied.updates) == spied.trainer.config.epochs
     start = spied.updates[0].policy
     for update, info, gradient in zip(spied.updates, spied.infos, gradients, strict=True):
         factors = {part: tensor.double().requires_grad_() for part, tensor in update.policy.items() if ".default." in part}
@@ -105,6 +106,8 @@ def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
 def trained(spied: Spied, run: PublishedRun) -> int:
     """Return the number of items per sample that the run states."""
     pair = 2 if spied.trainer.config.objective.traits.trains_on == "preferences" else 1  # the winner and the loser
+    if run.project == "alignprop":
+        return 1  # a path of several steps
     if run.project == "tempflow_grpo":
         return 1  # 9 rollouts of one branching step each
     s, steps = run.settings, run.settings.get("train_sampling_steps")  # without another number, D3PO trains on all
@@ -136,10 +139,12 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     AdamW without momentum keeps the gradient itself as its first moment.
     """
     config = resolve(run).config
+    epochs = 1 if config.objective.traits.through is not None else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
     lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2
     return replace(
-        config, out=out, model="handwriting", train="lora", updates=2, epochs=2, minibatches=1, micro_batch=8, rewards=(),
+        config, out=out, model="handwriting", train="lora", updates=epochs, epochs=epochs, minibatches=1, micro_batch=8,
+        rewards=(),
         rollout=replace(config.rollout, prompts=GROUPS, group=SIZE, steps=MOST_STEPS.get(run.project, config.rollout.steps)),
         optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
         lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, init=config.lora.init),
@@ -171,7 +176,8 @@ def scene(
     return Scene(
         run.settings, reward, torch.arange(batch) // SIZE, sample, x, level, each(items.x_next),
         None if items.level_next is None else items.level_next.double(), each(items.x0), each(items.target),
-        float(spied.trainer.schedule.levels[1]), *velocities,
+        float(spied.trainer.schedule.levels[1]), *velocities, spied.trainer.schedule.levels.double(),
+        None if items.noise is None else items.noise.double(),
     )  # fmt: skip
 
 

@@ -110,8 +110,8 @@ def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
 
 def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of AlignProp, and fluvial has no such objective"):
-        resolve(find("alignprop/sd1.5/aesthetic"))
+    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective"):
+        resolve(find("srpo/flux.1-dev/hpsv2"))
 
 
 def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,87 @@
+"""The last steps of a rollout once more, with gradient, for objectives that follow that of a differentiable reward."""
+
+from collections.abc import Callable
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fluvial.core import gaussian
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.rollout import Trajectory
+from fluvial.core.transitions import Sampler
+from fluvial.engines.rollout.items import Items, Share, flatten, given
+from fluvial.engines.rollout.streams import Stream
+from fluvial.models import Schedule
+
+
+def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
+    """Return how many of the last steps the gradient flows through, the same on every rank.
+
+    It is steps - int(n) for the first n within the schedule out of draws from N(steps - last, spread^2).
+
+    Args:
+        key: key of the rollout.
+        steps: number of steps of the schedule.
+        last: its usual value.
+        spread: standard deviation; 0 draws nothing.
+
+    Source: AlignProp, arXiv 2310.03739, and its published code.
+    """
+    if spread == 0:
+        return last
+    drawn = normal(fold_in(key, Stream.BACKPROP), (64,)) * spread + (steps - last)
+    fitting = [int(n) for n in drawn.tolist() if 1 <= int(n) < steps]
+    return steps - fitting[0] if fitting else last
+
+
+def last_items(
+    trajectory: Trajectory, schedule: Schedule, share: Share, key: Key, count: int, target_weight: Tensor, weight: Tensor
+) -> Items:
+    """Return one item per sample, before the last `count` steps, with the noise that these steps took.
+
+    Args:
+        trajectory: samples of this rank, with all of their steps.
+        schedule: schedule of the trajectory.
+        share: which samples these are.
+        key: key of the rollout.
+        count: number of steps.
+        target_weight, weight: of each sample, `[B]`.
+    """
+    first, batch = len(schedule.timesteps) - count, len(trajectory.final)
+    flat = flatten(trajectory, schedule, target_weight, weight)
+    items: Items = optree.tree_map(lambda table: table[first * batch : (first + 1) * batch], flat)
+    ids = torch.tensor(share.numbers, device=items.x.device)
+    keys = fold_in(fold_in(fold_in(key, Stream.SAMPLES), ids), Stream.STEPS)
+    noise = [normal(fold_in(keys, first + i), tuple(items.x.shape)) for i in range(count)]
+    return items._replace(noise=torch.stack(noise, dim=1))
+
+
+def final_samples(
+    v: Tensor, items: Items, sampler: Sampler, schedule: Schedule, predict: Callable[[Items], Tensor]
+) -> Tensor:
+    """Return the clean sample of each item, `[P, *event]`, through which the gradient flows back to every prediction.
+
+    Each prediction but the first is computed again in the backward pass, so that one forward pass is held at a time.
+
+    Args:
+        v: prediction at the items.
+        items: as `last_items` returns them.
+        sampler: sampler of the steps.
+        schedule: schedule of the rollout.
+        predict: function that returns the prediction at items.
+    """
+    x, noise = items.x, given(items.noise)
+    steps, count = len(schedule.timesteps), noise.shape[1]
+    for i, step in enumerate(range(steps - count, steps)):
+        level, after = (schedule.levels[at].to(x.device, x.dtype).expand(len(x)) for at in (step, step + 1))
+        if i:
+
+            def predicted(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:
+                timestep = schedule.timesteps[step].expand(len(x))
+                return predict(items._replace(x=x, level=level, timestep=timestep))
+
+            v = checkpoint(predicted, x, use_reentrant=False)
+        x = gaussian.sample(sampler(level, after), x, v, noise[:, i])
+    return x

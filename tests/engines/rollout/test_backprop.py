@@ -1,0 +1,137 @@
+"""Gradients of a reward through the last steps of a rollout."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.random import key
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import AlignProp
+from fluvial.engines.rollout.backprop import number_of_steps
+from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.models.handwriting import codes, digits, likeness
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Yield the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return a reward whose gradient is nowhere 0."""
+    return images.flatten(1).mean(1)
+
+
+def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
+    """Return a run on 4 steps."""
+    rollout = RolloutConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
+    return tiny.config(out, objective=objective, rollout=rollout, train="lora", micro_batch=2)
+
+
+SAMPLERS = {
+    "ode": ("velocity", {"sampler": "ode", "eta": 0.0}),
+    "flow_sde": ("velocity", {"sampler": "flow_sde", "eta": 0.7}),
+    "cps": ("velocity", {"sampler": "cps", "eta": 0.7}),
+    "ddim": ("epsilon", {"sampler": "ddim", "eta": 1.0}),
+}
+
+
+@pytest.mark.parametrize("last", [1, 3, tiny.STEPS])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_last_steps_lead_to_the_samples_of_the_rollout(one: World, tmp_path: Path, sampler: str, last: int) -> None:
+    """Before the policy moves, the loss is minus the mean reward of the rollout, with the same noise in each step."""
+    prediction, settings = SAMPLERS[sampler]
+    run = tiny.Run(
+        configured(tmp_path, AlignProp(last=last), **settings), one, tiny.job(prediction, rewards={"smooth": smooth})
+    )  # type: ignore[arg-type]
+    record = run.rollout()
+    assert run.infos[0].loss == pytest.approx(-record["reward"]["mean"], abs=1e-6)
+    assert run.infos[0].items == 4
+    assert run.infos[0].grad_norm > 0
+
+
+def test_more_steps_have_another_gradient(one: World, tmp_path: Path) -> None:
+    """The gradient through two steps is not that through one."""
+    norms = []
+    for last in (1, 2):
+        config = configured(tmp_path, AlignProp(last=last), sampler="ode", eta=0.0)
+        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
+        run.rollout()
+        norms.append(run.infos[0].grad_norm)
+    assert abs(norms[1] - norms[0]) > 0.05 * norms[0]
+
+
+def test_the_reward_rises(one: World, tmp_path: Path) -> None:
+    """In ten updates, and comes near a target."""
+    for target in (None, 0.45):
+        config = TrainConfig(
+            tmp_path, objective=AlignProp(last=2, target=target), train="lora", updates=10, micro_batch=4,
+            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler="ode", eta=0.0),
+            optimizer=OptimizerConfig(lr=0.01),
+        )  # fmt: skip
+        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
+        rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]
+        if target is None:
+            assert rewards[-1] > rewards[0] + 0.05
+        else:
+            assert abs(rewards[-1] - target) < abs(rewards[0] - target)
+
+
+def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_path: Path) -> None:
+    """It names the reward."""
+
+    def counted(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        return [1.0] * len(images)
+
+    config = configured(tmp_path, AlignProp(last=1), sampler="ode", eta=0.0)
+    run = tiny.Run(config, one, tiny.job(rewards={"counted": counted}))
+    with pytest.raises(UsageError, match="reward 'counted' gives no gradient, and alignprop follows it") as refused:
+        run.rollout()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "words"),
+    [
+        (AlignProp(last=5), {}, "objective.last is 5, expected at most the 4 steps"),
+        (AlignProp(), {"window": 2}, "rollout.window is set, and alignprop takes all steps"),
+        (AlignProp(), {"fraction": 0.5}, "rollout.fraction is 0.5, and alignprop takes the last steps"),
+    ],
+)
+def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:
+    """It is refused when the run is built."""
+    with pytest.raises(ValueError, match=words):
+        configured(tmp_path, objective, eta=0.5, **changes)
+
+
+def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:
+    """About its usual value, the same for the same key, and at least 1."""
+    assert number_of_steps(key(0), 50, last=8, spread=0.0) == 8
+    drawn = [number_of_steps(key(seed), 50, last=8, spread=5.0) for seed in range(200)]
+    assert drawn == [number_of_steps(key(seed), 50, last=8, spread=5.0) for seed in range(200)]
+    assert 1 <= min(drawn) < max(drawn) < 50
+    assert abs(sum(drawn) / len(drawn) - 8.7) < 1.5  # int() rounds towards more steps, and 0 is left out
+    assert 3 < math.sqrt(sum((n - 8.7) ** 2 for n in drawn) / len(drawn)) < 6
+
+
+def test_likeness_prefers_the_digits_that_are_written() -> None:
+    """Real digits are likelier under their own code than under another, and images have a gradient."""
+    half, wanted = digits("evaluation"), codes("heldout")[0]
+    rows = [half.pixels[half.labels == int(digit)][0].reshape(8, 8) for digit in wanted]
+    image = torch.cat(rows, dim=1)[None, None].clone().requires_grad_()
+    other = "".join(str((int(digit) + 1) % 10) for digit in wanted)
+    right, wrong = likeness(image, [wanted]), likeness(image, [other])
+    assert float(right.detach()) > float(wrong.detach()) + 0.5
+    right.sum().backward()
+    assert image.grad is not None
+    assert bool(torch.isfinite(image.grad).all())
