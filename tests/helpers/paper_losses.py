@@ -84,11 +84,15 @@ def advantages(scene: Scene, *, default_ddof: int = 1, default_eps: float = 1e-4
     for group in scene.group.unique():
         mine = scene.group == group
         within = s.get("advantage_scale", "group") == "group"
+        if "stat_buffer_size" in s.get("loss_extra", {}):  # of all prompts, until a prompt has 16 rewards
+            out[mine] = (reward[mine] - reward.mean()) / (std(reward) + eps)
+            continue
         scale = std(reward[mine] if within else reward)
         # Flow-Factory takes the larger of the two.
         out[mine] = (reward[mine] - reward[mine].mean()) / (max(scale, eps) if eps == 1e-6 else scale + eps)
-    clip = s.get("advantage_clip")
-    return out if clip is None else out.clamp(-clip, clip)
+    clip, most = s.get("advantage_clip"), scene.extra("advantage_rescale_max")
+    out = out if clip is None else out.clamp(-clip, clip)
+    return out if most is None else out / clip * most
 
 
 def gaussian(scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +237,7 @@ def awm(scene: Scene) -> Tensor:
 
     ratio = (matching(v) - matching(old)).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(*clip(scene)) * advantage)
-    if coef := scene.extra("ema_kl_coef"):
+    if coef := scene.extra("ema_kl_coef", "ema_kl_beta"):
         loss = loss + coef * mean((v - scene.at(scene.average)) ** 2)
     return (loss + velocity_kl(scene, v)).mean()
 

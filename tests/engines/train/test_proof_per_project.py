@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
+from fluvial.engines.objectives.table import Dpo
+from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.published.resolve import OBJECTIVES, resolve
 from fluvial.engines.train.published.runs import PublishedRun, find, published_runs
 from fluvial.models import LoraConfig
@@ -112,7 +113,8 @@ def trained(spied: Spied, run: PublishedRun) -> int:
         return 1  # 9 rollouts of one branching step each
     s, steps = run.settings, run.settings.get("train_sampling_steps")  # without another number, D3PO trains on all
     number: int = s.get("trained_steps_per_sample", s.get("noise_levels_per_sample", steps))
-    return pair * min(number, spied.trainer.config.rollout.steps)
+    noised = "noise_levels_per_sample" in s
+    return pair * (number if noised else min(number, spied.trainer.config.rollout.steps))
 
 
 def learnt(run: PublishedRun, world: World, out: Path) -> tuple[Spied, list[dict[str, Tensor]]]:
@@ -142,6 +144,9 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     epochs = 1 if config.objective.traits.through is not None else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
     lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2
+    if isinstance(config.objective, Dpo):  # with pairs of its rollout in place of a folder of pairs
+        ode = RolloutConfig(steps=config.rollout.steps, sampler="ode", eta=0.0)
+        config = replace(config, objective=replace(config.objective, preferences=None), rollout=ode)
     return replace(
         config, out=out, model="handwriting", train="lora", updates=epochs, epochs=epochs, minibatches=1, micro_batch=8,
         rewards=(),
