@@ -18,7 +18,7 @@ from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
 from fluvial.engines.train.jobs.weights import from_run, with_base
 
-__all__ = ["Job", "build", "handwriting", "named", "of_run", "opened", "pipeline"]
+__all__ = ["Job", "build", "from_run", "handwriting", "named", "of_run", "opened", "pipeline"]
 
 
 def handwriting(

@@ -31,7 +31,6 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.diagnostics import Probe, diversity
 from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
-from fluvial.engines.train.jobs.weights import from_run
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
@@ -61,8 +60,8 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, job: Job | None = None, world: World | None = None, *, console: Console | None = None
     ) -> None:
-        config = config if job is not None else from_run(config)
-        self.config, self.console = config, console
+        self.config = config = config if job is not None else jobs.from_run(config)
+        self.console = console
         with ExitStack() as stack:
             if world is None:
                 world = _opened_world(config, stack)
@@ -73,10 +72,9 @@ class Trainer:
             parts = build_parts(config, job, world)
             self.job, self.engine, self.policies = parts.job, parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.source, self.learner = parts.source, parts.learner
-            self.rewards, self.preferences = parts.rewards, parts.preferences
+            self.source, self.learner, self.preferences = parts.source, parts.learner, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
-            self.runners = RewardRunners(self.rewards)
+            self.rewards, self.runners = parts.rewards, RewardRunners(parts.rewards)
             stack.callback(self.runners.close)
             stack.callback(self.saver.close)
             self.progress, self.probe = Progress(), None
@@ -243,7 +241,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
     """
     deterministically = deterministic(config.engine.deterministic)
     with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
-        config = _restarted(config if job is not None else from_run(config), world, console)
+        config = _restarted(config if job is not None else jobs.from_run(config), world, console)
         with world.agreed():
             if job is None:
                 job = jobs.of_run(config)
