@@ -111,6 +111,7 @@ def rollout(
     window: Collection[int] | Tensor | None = None,
     deterministic: Sampler = transitions.ode,
     record: Record | Collection[int] | None = None,
+    steps: range | None = None,
 ) -> Trajectory:
     """Sample x_{i+1} ~ N(a_i x_i + b_i velocity(x_i), std_i^2 I) along a schedule; record steps and their log-probs.
 
@@ -130,15 +131,20 @@ def rollout(
         deterministic: sampler of the other steps, for which no noise is drawn; partial(ddim, eta=0) beside `ddim`.
         record: what to record, or just the indices of the steps to record; None is `Record()`. With a window per sample,
             either the steps of the window are recorded, or none.
+        steps: the part of the schedule to take, contiguous; None is the whole. `x` is the sample before its first step, and
+            `final` the one after its last. Two parts give the trajectory of the whole, because a step's index in the
+            schedule, its noise included, does not depend on the part.
 
     Raises:
-        ValueError: a step is out of range, or a recorded step has no density (std = 0) where the form needs one; the
-            message names the sampler and the step.
+        ValueError: a step is out of range or of the part, or a recorded step has no density (std = 0) where the form needs
+            one; the message names the sampler and the step.
     """
     record = as_record(record)
+    steps = range(len(sigmas) - 1) if steps is None else steps
     own = _checked_own(window, record, len(x)) if isinstance(window, Tensor) else None
-    shared = window if own is None else sorted(set(own.flatten().tolist()))
+    shared = (steps if window is None else window) if own is None else sorted(set(own.flatten().tolist()))
     plan = plan_steps(sigmas, transition, window=shared, deterministic=deterministic, record=record)
+    _check_part(steps, len(sigmas) - 1, window=plan.window, record=plan.record)
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
     dtype = compute if record.dtype is None else record.dtype
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
@@ -153,7 +159,8 @@ def rollout(
     own_keys = step_keys(keys, sorted(by_key), batch)
     x = x.to(dtype).to(compute)
     recorded: dict[int, RecordedStep] = {}
-    for step, of_step in enumerate(coefficients):
+    for step in steps:
+        of_step = coefficients[step]
         v = velocity(x, rows[step], step)
         if step in at_once and record.draw is not None:
             given = {"key": next(own_keys)} if step in by_key else {"noise": next(noises)}
@@ -172,6 +179,17 @@ def rollout(
         x = x_next
     trajectory = stack_steps(record, recorded, final=x, dtype=dtype)
     return trajectory if own is None or not recorded else _own_steps(trajectory, own, sorted(recorded))
+
+
+def _check_part(steps: range, T: int, *, window: frozenset[int], record: frozenset[int]) -> None:
+    """Raise ValueError unless `steps` is a contiguous part of a schedule that holds the window and the recorded steps."""
+    if steps.step != 1 or not 0 <= steps.start <= steps.stop <= T:
+        raise ValueError(f"rollout: steps is {steps}, expected a contiguous range within 0 to {T}")
+    for name, chosen in (("window", window), ("record", record)):
+        if out := sorted(chosen.difference(steps)):
+            raise ValueError(
+                f"rollout: {name} holds steps {out}, expected {steps.start} to {steps.stop - 1}, the steps taken"
+            )
 
 
 def _coefficients(plan: StepPlan, levels: Tensor, batch: int) -> list[Transition]:

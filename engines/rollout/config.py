@@ -26,6 +26,8 @@ class RolloutConfig:
         group: Number of samples per prompt; each is compared with the others of its group.
         shared_noise: The samples of a group start from the same noise (DanceGRPO, arXiv 2505.07818), so that only the noise
             of their steps tells them apart.
+        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
+            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
         steps: Number of steps of the schedule, in training and in evaluation.
         sampler: Name of the sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps
             (Flow-CPS, 2509.05952), ddim (DDPO, 2305.13301, for models that predict epsilon), ode (no noise; DDIM with eta
@@ -54,6 +56,7 @@ class RolloutConfig:
     prompts: int = 8
     group: int = 16
     shared_noise: bool = False
+    share_prefix: bool = False
     steps: int = 10
     sampler: Any = "flow_sde"  # a name, a function or a SamplerRule: see `rollout.samplers`
     eta: float = 0.8
@@ -93,6 +96,7 @@ class RolloutConfig:
                 f"rollout.shared_noise is set, and {name} takes no noise, so all samples of a group would be the same: use "
                 "another sampler"
             )
+        self._check_prefix()
         if not self.contiguous and self.window is None:
             raise ValueError(
                 "rollout.contiguous is False, and rollout.window is None: set the number of stochastic steps as window"
@@ -119,6 +123,23 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.moves is set, so that the window is not drawn: leave rollout.window_draw and contiguous as they are"
             )
+
+    def _check_prefix(self) -> None:
+        """Raise ValueError if there is no prefix that a group could share."""
+        if not self.share_prefix:
+            return
+        if self.is_deterministic:
+            raise ValueError(
+                f"rollout.share_prefix is set, and {self.sampler_name} takes no noise, so all samples of a group would be "
+                "the same: use another sampler"
+            )
+        if self.window_low < 1:
+            raise ValueError(
+                "rollout.share_prefix is set, and the stochastic steps may begin at step 0, before which there is nothing "
+                "to share: set rollout.window_low to 1 or more"
+            )
+        if self.group < 2:
+            raise ValueError("rollout.share_prefix is set, and rollout.group is 1: use groups of 2 samples or more")
 
     @cached_property
     def rule(self) -> SamplerRule:

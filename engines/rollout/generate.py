@@ -129,6 +129,13 @@ class StochasticSteps:
         return resolve("rollout", self.implementation, [x]) == "triton"
 
 
+class SharedPrefix(NamedTuple):
+    """The first steps of a schedule, deterministic, computed once for each group of samples."""
+
+    steps: int
+    group: int  # samples per group
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How samples are made: the same for all samples of a rollout or an evaluation.
@@ -140,6 +147,7 @@ class Sampling:
         solver: solver of the deterministic steps; anything but euler takes no stochastic steps.
         stochastic: the steps that take noise; None makes every step deterministic and records none.
         autocast: let the model compute in bfloat16 under torch's autocast.
+        prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
     """
 
     shape: tuple[int, ...]
@@ -148,10 +156,16 @@ class Sampling:
     solver: Solver = "euler"
     stochastic: StochasticSteps | None = None
     autocast: bool = False
+    prefix: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
             raise ValueError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
+
+    @property
+    def shared_steps(self) -> int:
+        """Number of steps that are computed once per group."""
+        return 0 if self.prefix is None else self.prefix.steps
 
 
 class Requests(NamedTuple):
@@ -217,6 +231,7 @@ def generate(
     device, prediction = sampling.schedule.timesteps.device, model.prediction
     prompts, ids, key = requests.prompts, requests.ids, requests.key
     first_ids = requests.initial_ids
+    starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else {}
     for start in range(0, len(ids), micro_batch):
         rows = slice(start, start + micro_batch)
         own = fold_in(key, torch.tensor(list(ids[rows]), device=device))
@@ -225,14 +240,46 @@ def generate(
         cond = fresh_copy(sampling.guidance.encode(model, prompts[rows]), device)
         velocity = _velocity(model, module, cond, sampling)
         with torch.no_grad():
-            noise = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
-            if sampling.solver == "euler":
-                steps = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
-                trajectory = _walk(velocity, noise, fold_in(own, Stream.STEPS), sampling, prediction, steps)
+            if starts:
+                assert first_ids is not None
+                x = torch.stack([starts[group] for group in first_ids[rows]])
             else:
-                trajectory = unrecorded(solve(sampling.solver, velocity, noise, sampling.schedule, prediction=prediction))
+                x = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
+            if sampling.solver == "euler":
+                window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
+                keys, rest = fold_in(own, Stream.STEPS), range(sampling.shared_steps, len(sampling.schedule.timesteps))
+                trajectory = _walk(velocity, x, keys, sampling, prediction, steps=rest, window=window)
+            else:
+                trajectory = unrecorded(solve(sampling.solver, velocity, x, sampling.schedule, prediction=prediction))
             images = model.decode(trajectory.final)
         yield Chunk(prompts[rows], cond, trajectory, images)
+
+
+def _starts(
+    model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
+) -> dict[int, Tensor]:
+    """Return each group's sample before the window, by the id of its initial noise.
+
+    Every forward pass has as many rows as a chunk has groups, the last one with repeats. So the bits of a group depend
+    neither on the other groups of this rank nor on the number of ranks.
+    """
+    assert requests.initial_ids is not None
+    assert sampling.prefix is not None
+    prompt_of = dict(zip(requests.initial_ids, requests.prompts, strict=True))
+    groups, width = list(prompt_of), -(-micro_batch // sampling.prefix.group)
+    device, found = sampling.schedule.timesteps.device, {}
+    for start in range(0, len(groups), width):
+        part = groups[start : start + width]
+        filled = part + part[:1] * (width - len(part))
+        cond = fresh_copy(sampling.guidance.encode(model, [prompt_of[group] for group in filled]), device)
+        own = fold_in(requests.key, torch.tensor(filled, device=device))
+        with torch.no_grad():
+            x = normal(fold_in(own, Stream.INITIAL), (width, *sampling.shape))
+            velocity, keys = _velocity(model, module, cond, sampling), fold_in(own, Stream.STEPS)
+            steps = range(sampling.shared_steps)
+            walked = _walk(velocity, x, keys, sampling, model.prediction, steps=steps, window=())
+        found.update(zip(part, walked.final, strict=False))
+    return found
 
 
 def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling) -> Velocity:
@@ -251,18 +298,18 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
 
 
 def _walk(
-    velocity: Velocity, noise: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
+    velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, *, steps: range, window: Steps
 ) -> Trajectory:
-    """Return the trajectory from initial noise along the schedule, stochastic at the steps of the window."""
-    deterministic, steps = deterministic_step(prediction), sampling.stochastic
+    """Return the trajectory of a part of the schedule, stochastic at the steps of the window."""
+    deterministic, stochastic = deterministic_step(prediction), sampling.stochastic
     transition, record = deterministic, Record(steps=())
-    if steps is not None:
-        transition = steps.transition
+    if stochastic is not None:
+        transition = stochastic.transition
         record = Record(
-            steps=None if len(window) and steps.record else (), form=steps.form, reduction=steps.reduction,
-            draw=steps.draw, by_key=steps.draws_noise(noise), velocity=steps.keep_velocity,
+            steps=None if len(window) and stochastic.record else (), form=stochastic.form, reduction=stochastic.reduction,
+            draw=stochastic.draw, by_key=stochastic.draws_noise(x), velocity=stochastic.keep_velocity,
         )  # fmt: skip
     return rollout(
-        velocity, noise, sampling.schedule.levels, transition=transition, deterministic=deterministic, key=keys,
-        window=window, record=record,
+        velocity, x, sampling.schedule.levels, transition=transition, deterministic=deterministic, key=keys,
+        window=window, record=record, steps=steps,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from fluvial.engines.rollout.generate import (
     Requests,
     SampleBatch,
     Sampling,
+    SharedPrefix,
     StochasticSteps,
     generate,
     joined,
@@ -80,7 +81,8 @@ class RolloutSource:
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
-        initial_ids = [i // rollout.group for i in ids] if rollout.shared_noise else None
+        alike = rollout.shared_noise or rollout.share_prefix
+        initial_ids = [i // rollout.group for i in ids] if alike else None
         requests, parts = Requests(prompts, ids, key, initial_ids), []
         with self.policies.behaviour(self.engine) as module:
             for chunk in generate(
@@ -131,8 +133,16 @@ class RolloutSource:
                 implementation=config.implementation,
             )
         return Sampling(
-            self.job.shape, self.schedule, rollout.guidance, rollout.solver, stochastic, autocast=rollout.autocast
-        )
+            self.job.shape, self.schedule, rollout.guidance, rollout.solver, stochastic, autocast=rollout.autocast,
+            prefix=self._prefix(stochastic) if rollout.share_prefix else None,
+        )  # fmt: skip
+
+    def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
+        """Return the steps that the samples of a group share: those before every window of the rollout."""
+        rollout = self.config.rollout
+        assert stochastic is not None
+        same = rollout.window_draw == "rollout"
+        return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
 
     def _data(self, ids: list[int], prompts: list[str], key: Key) -> SampleBatch:
         """Return clean samples of the job's data."""

@@ -49,20 +49,27 @@ def exact_gradient(grid: Tensor, theta: Tensor, sampler: Sampler, still: Sampler
 
 
 @lru_cache(maxsize=8)
-def sampled(row: SamplerRow, window: range) -> tuple[Trajectory, Tensor, Tensor]:
+def sampled(row: SamplerRow, window: range, shared: bool = False) -> tuple[Trajectory, Tensor, Tensor]:
     """Return a rollout of many samples of one number each, its schedule and model; tests of one window share it."""
     grid, theta, sampler, still = problem(row)
-    trajectory = rollout(
-        lambda x, sigma, step: theta[step] * x, normal(key(3), (SAMPLES, 1), dtype=torch.float64), grid,
-        transition=sampler, deterministic=still, key=key(4), window=window,
-        record=Record(velocity=True),
-    )  # fmt: skip
+    run = partial(
+        rollout, lambda x, sigma, step: theta[step] * x, sigmas=grid, transition=sampler, deterministic=still, key=key(4)
+    )
+    if shared:
+        first = normal(key(3), (SAMPLES // GROUP, 1), dtype=torch.float64)
+        before = run(first, window=(), record=(), steps=range(window.start)).final
+        start, steps = before.repeat_interleave(GROUP, dim=0), range(window.start, STEPS)
+    else:
+        start, steps = normal(key(3), (SAMPLES, 1), dtype=torch.float64), range(STEPS)
+    trajectory = run(start, window=window, record=Record(velocity=True), steps=steps)
     return trajectory, grid, theta
 
 
-def estimates(row: SamplerRow, window: range, loss_of: str, *, baseline: bool = True) -> tuple[Tensor, Tensor]:
+def estimates(
+    row: SamplerRow, window: range, loss_of: str, *, baseline: bool = True, shared: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return minus the gradient of the loss in theta, per sample and recorded step, and the exact gradient."""
-    trajectory, grid, theta = sampled(row, window)
+    trajectory, grid, theta = sampled(row, window, shared)
     _, _, sampler, still = problem(row)
     reward = -((trajectory.final[:, 0] - GOAL) ** 2)
     advantage = group_advantages(reward, torch.arange(SAMPLES) // GROUP, scale="none") if baseline else reward
@@ -88,11 +95,14 @@ def estimates(row: SamplerRow, window: range, loss_of: str, *, baseline: bool = 
 
 
 @pytest.mark.parametrize("loss_of", ["clipped", "dppo"])
-@pytest.mark.parametrize("window", [range(STEPS), range(1, 3)], ids=["all steps", "a window"])
+@pytest.mark.parametrize(
+    ("window", "shared"), [(range(STEPS), False), (range(1, 3), False), (range(1, 3), True)],
+    ids=["all steps", "a window", "a window after a shared prefix"],
+)  # fmt: skip
 @pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
-def test_the_policy_gradient_is_unbiased(row: SamplerRow, window: range, loss_of: str) -> None:
+def test_the_policy_gradient_is_unbiased(row: SamplerRow, window: range, shared: bool, loss_of: str) -> None:
     """Within 4.5 standard errors at each step; a group's mean as baseline takes 1/G of it away, as it is known to."""
-    found, exact = estimates(row, window, loss_of)
+    found, exact = estimates(row, window, loss_of, shared=shared)
     assert found.shape[1] == len(recorded_steps(row, window, problem(row)[0])) > 0
     # E[(r_i - mean_group r) g_i] = (1 - 1/G) E[r g]: the sample itself is part of its group's mean.
     error = found.reshape(-1, GROUP, found.shape[1]).mean(1).std(0) / (SAMPLES / GROUP) ** 0.5
