@@ -211,3 +211,14 @@ def can_look(*tensors: Tensor) -> bool:
 def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:
     """View a `[B]` tensor as `[B, 1, ...]` against `samples` `[B, *event]`; a 0-d tensor stays as it is."""
     return scalar if scalar.ndim == 0 else scalar.reshape(-1, *[1] * (samples.ndim - 1))
+
+
+def check_part(function: str, steps: range, T: int, **chosen: frozenset[int]) -> None:
+    """Raise ValueError unless `steps` is a contiguous part of a schedule of T steps that holds all `chosen` ones."""
+    if steps.step != 1 or not 0 <= steps.start <= steps.stop <= T:
+        raise ValueError(f"{function}: steps is {steps}, expected a contiguous range within 0 to {T}")
+    for name, indices in chosen.items():
+        if out := sorted(indices.difference(steps)):
+            raise ValueError(
+                f"{function}: {name} holds steps {out}, expected {steps.start} to {steps.stop - 1}, the steps taken"
+            )

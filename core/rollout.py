@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import FLOATING, check_literals, compute_dtype, trusted_values
+from fluvial.core.checks import FLOATING, check_literals, check_part, compute_dtype, trusted_values
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, step_keys, step_noises
 from fluvial.core.sigmas import check_sigmas
@@ -144,7 +144,7 @@ def rollout(
     own = _checked_own(window, record, len(x)) if isinstance(window, Tensor) else None
     shared = (steps if window is None else window) if own is None else sorted(set(own.flatten().tolist()))
     plan = plan_steps(sigmas, transition, window=shared, deterministic=deterministic, record=record)
-    _check_part(steps, len(sigmas) - 1, window=plan.window, record=plan.record)
+    check_part("rollout", steps, len(sigmas) - 1, window=plan.window, record=plan.record)
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
     dtype = compute if record.dtype is None else record.dtype
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
@@ -179,17 +179,6 @@ def rollout(
         x = x_next
     trajectory = stack_steps(record, recorded, final=x, dtype=dtype)
     return trajectory if own is None or not recorded else _own_steps(trajectory, own, sorted(recorded))
-
-
-def _check_part(steps: range, T: int, *, window: frozenset[int], record: frozenset[int]) -> None:
-    """Raise ValueError unless `steps` is a contiguous part of a schedule that holds the window and the recorded steps."""
-    if steps.step != 1 or not 0 <= steps.start <= steps.stop <= T:
-        raise ValueError(f"rollout: steps is {steps}, expected a contiguous range within 0 to {T}")
-    for name, chosen in (("window", window), ("record", record)):
-        if out := sorted(chosen.difference(steps)):
-            raise ValueError(
-                f"rollout: {name} holds steps {out}, expected {steps.start} to {steps.stop - 1}, the steps taken"
-            )
 
 
 def _coefficients(plan: StepPlan, levels: Tensor, batch: int) -> list[Transition]:

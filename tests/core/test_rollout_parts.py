@@ -15,7 +15,7 @@ STEPS = 6
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """An elementwise velocity that depends on the step."""
+    """Return an elementwise velocity that depends on the step."""
     return 0.5 * x - sigma.reshape(-1, 1).to(x.dtype) * (1 + step)
 
 

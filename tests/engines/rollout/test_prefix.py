@@ -33,7 +33,7 @@ class Counted(tiny.Tiny):
     """The tiny model, which counts the rows of its forward passes by noise level."""
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        """The net's output."""
+        """Return the net's output."""
         rows.extend(sigma.tolist())
         return super().predict(module, x, sigma, cond, timestep=timestep)
 
@@ -48,7 +48,7 @@ def _fresh() -> None:
 
 @cache
 def net() -> nn.Module:
-    """The tiny network."""
+    """Return the tiny network."""
     return tiny.Tiny().build()
 
 
@@ -66,7 +66,7 @@ class Case:
         return Counted("epsilon" if self.sampler == "ddim" else "velocity")
 
     def sampling(self, *, shared: bool) -> Sampling:
-        """How the samples are made."""
+        """Return how the samples are made."""
         schedule = self.model.schedule(STEPS, tiny.SHAPE)
         bound = sampler_rule(self.sampler).bind(0.6, schedule.levels)
         steps = StochasticSteps(bound, self.window, keep_velocity=True)
@@ -74,12 +74,12 @@ class Case:
         return Sampling(tiny.SHAPE, schedule, self.guidance, stochastic=steps, prefix=prefix)
 
     def made(self, ids: range = range(SAMPLES), *, shared: bool = True, micro_batch: int = 4) -> Trajectory:
-        """The trajectories of samples whose groups start from the same noise."""
+        """Return the trajectories of samples whose groups start from the same noise."""
         chunks = self.chunks(ids, shared=shared, micro_batch=micro_batch)
         return concatenate([chunk.trajectory for chunk in chunks])
 
     def chunks(self, ids: range, *, shared: bool, micro_batch: int) -> list[Chunk]:
-        """The same in chunks."""
+        """Return the same in chunks."""
         groups = [i // GROUP for i in ids]
         requests = Requests([tiny.PROMPTS[group] for group in groups], ids, key(5), groups)
         return list(generate(self.model, net(), requests, self.sampling(shared=shared), micro_batch=micro_batch))
