@@ -16,6 +16,7 @@ from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Crd, D3po,
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
 from fluvial.engines.train.published.runs import PublishedRun
@@ -242,10 +243,13 @@ def _eta(published: float, sampler: str) -> float:
 
 
 def _branching(s: Mapping[str, Any]) -> RolloutConfig:
-    """Return the rollout of TempFlow-GRPO: 6 branches of each initial noise, which differ in the noise of a single step."""
+    """Return the rollout of TempFlow-GRPO: 6 branches of each initial noise, which differ in the noise of a single step.
+
+    That step is the next one in each rollout, where the source branches at every step of one.
+    """
     return RolloutConfig(
         prompts=s.get("samples_per_rollout", 1152) // 6, group=6, steps=s["train_sampling_steps"], shared_noise=True,
-        eta=s.get("noise_level", 0.7), window=1, window_high=s["trained_steps_per_sample"],
+        eta=s.get("noise_level", 0.7), window=1, window_high=s["trained_steps_per_sample"], moves=WindowMoves(every=1),
         guidance=Guidance(scale=_scale(s)),
     )  # fmt: skip
 

@@ -235,3 +235,21 @@ def test_adapters_apart(one: World, tmp_path: Path) -> None:
     module = run.trainer.engine.module
     assert all(p.requires_grad for p in adapter_parameters(module, "default").values())
     assert not any(p.requires_grad for p in adapter_parameters(module, "old").values())
+
+
+def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:
+    """After n updates it is d average + (1 - d) policy, d = min(cap, rise n), and the KL to it joins the loss."""
+    kl = KLConfig(ema_coef=0.5, ema_cap=0.3, ema_rise=0.2)
+    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), train="lora", updates=3, optimizer=FAST, kl=kl), one)
+    names = [name for name in run.weights() if ".ema." in name]
+    assert names
+    expected = {name: run.weights()[name] for name in names}
+    for n, decay in enumerate((0.2, 0.3, 0.3)):
+        run.rollout()
+        now = run.weights()
+        for name in names:
+            expected[name] = decay * expected[name] + (1 - decay) * now[name.replace(".ema.", ".default.")]
+            torch.testing.assert_close(now[name], expected[name])
+        assert run.infos[n].mean["kl_ref"] == 0.0  # there is no other reference
+        plain = -float(run.updates[n].items.target_weight.mean())  # on policy the ratio is 1
+        assert (abs(run.infos[n].loss - plain) > 1e-6) is (n > 0)

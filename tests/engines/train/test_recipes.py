@@ -70,6 +70,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "tempflow": {
         "rollout.group": 6, "rollout.shared_noise": True, "rollout.window": 1, "rollout.window_high": 9, "kl.coef": 0.004,
+        "rollout.moves.every": 1,
         "kl.weight": "exact", "objective.scale": 1.73,
     },
     "d3po": {
