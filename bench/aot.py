@@ -50,14 +50,17 @@ DTYPES = (
     (torch.bfloat16, torch.bfloat16),
 )
 OUTPUTS = frozenset({"out_ptr", "dv_ptr", "dx_ptr", "dnext_ptr", "dref_ptr", "duncond_ptr"})
-# The most numbers that a program stores: partial sums, or a sample's results.
-STORED_NUMBERS = {"residual_sums": 1 + gaussian_step.DIAGNOSTICS, "error_sums": 4, "draw": 1}
+# The most numbers that a program stores: partial sums, a sample's results and the counter.
+STORED_NUMBERS = {"residual_sums": 2 + 1 + gaussian_step.DIAGNOSTICS + 1, "error_sums": 4 + 3 + 1, "draw": 1 + 1 + 1}
+# Loads of partial sums in the last program of a row: the loop over each sum, which the compiler unrolls.
+LOADS_OF_SUMS = {"residual_sums": 2 * 8, "error_sums": 4 * 8, "draw": 8}
 ROW = 8192  # elements per sample: two chunks, all aligned
 SHORT = 1024  # one chunk
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int32: "i32",
     torch.int64: "i64",
 }
 
@@ -136,14 +139,18 @@ def caught() -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def compiled(launch: Launch, target: str) -> AotRow:
-    """Compile a launch for a target and read its machine code."""
+def machine_code(launch: Launch, target: str) -> Any:
+    """Return a launch compiled for a target, as Triton does, with the code of every stage in `asm`."""
     types, constants, divisible = _specialised(launch)
     gpu, names = TARGETS[target], launch.kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(launch.kernel, dict(types), dict(constants), attributes)
-    warps = _warps(launch, gpu)
-    kernel = triton.compile(source, target=gpu, options={"num_warps": warps, **EXACT})
+    return triton.compile(source, target=gpu, options={"num_warps": _warps(launch, gpu), **EXACT})
+
+
+def compiled(launch: Launch, target: str) -> AotRow:
+    """Compile a launch for a target and read its machine code."""
+    gpu, kernel = TARGETS[target], machine_code(launch, target)
     code = (_nvidia if gpu.backend == "cuda" else _amd)(kernel.asm)
     tiles = launch.tiles
     read = [dtype for name, dtype in tiles.items() if name not in OUTPUTS]
@@ -151,6 +158,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
     name = launch.kernel.fn.__name__
     numbers = sum(isinstance(value, Tensor) for value in launch.arguments.values()) - len(tiles)
     numbers += "weights_ptr" in launch.arguments  # two numbers per sample
+    numbers += LOADS_OF_SUMS.get(name, 0) if launch.arguments.get("counter_ptr") is not None else 0
     return AotRow(
         kernel=f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{name}",
         target=target,

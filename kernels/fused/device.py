@@ -22,8 +22,16 @@ def sum_chunks(sums_ptr, chunks, LEVELS: tl.constexpr):
     total = tl.zeros([1 << LEVELS], tl.float32)
     for first in range(0, chunks, 1 << LEVELS):
         offset = first + tl.arange(0, 1 << LEVELS)
-        total += tl.load(sums_ptr + offset, mask=offset < chunks, other=0.0)
+        # Other programs of the same launch may have stored them: past the first-level cache, which sees only its own.
+        total += tl.load(sums_ptr + offset, mask=offset < chunks, other=0.0, cache_modifier=".cg")
     return tree_sum(total, LEVELS)
+
+
+@triton.jit
+def is_last(counter_ptr, chunks):
+    """Count a program of a row, and return whether all others of the row have stored their partial sums before it."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == chunks - 1
 
 
 @triton.jit
@@ -34,11 +42,15 @@ def load(ptr, start, offset, mask):
 
 @triton.jit
 def velocity(v_ptr, start, uncond_ptr, uncond_start, g, offset, mask):
-    """Return a block of the velocity, v_uncond + g (v - v_uncond) with guidance, in float32."""
+    """Return a block of the velocity, v_uncond + g (v - v_uncond) with guidance, in float32.
+
+    It is rounded after each operation, so that it has the bits of `core.guidance.classifier_free`: a rollout that combines
+    the halves first and an update that leaves it to the kernel have an on-policy ratio of exactly 1.
+    """
     v = load(v_ptr, start, offset, mask)
     if uncond_ptr is not None:
         uncond = load(uncond_ptr, uncond_start, offset, mask)
-        v = tl.fma(g, v - uncond, uncond)
+        v = uncond + g * (v - uncond)
     return v
 
 

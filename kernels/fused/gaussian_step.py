@@ -1,9 +1,10 @@
 """The fused kernels of one step, x_next ~ N(a x + b v, std^2 I), which all samplers and most operations share.
 
     residual_sums  one pass over x, v, x_next (and v_ref, v_uncond), for the sums of r^2, r = x_next - a x - b v, and of
-                   (v - v_ref)^2 per sample
-    finish         log-prob and KL, or the policy loss and its diagnostics, from those sums; where a row is one chunk,
-                   residual_sums does this itself
+                   (v - v_ref)^2
+                   per sample. The last program of a row then adds up the row's sums, in order, and stores the results:
+                   log-prob and KL, or the policy loss and its diagnostics
+    finish         those results in a launch of its own, where `rows.LAUNCHES` is 2
     gradients      one pass for all gradients of those results
 
 An operand that an operation does not have is None, and its branch is not compiled. Without x the residual is
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluvial.kernels.fused.device import load, step_mean, sum_chunks, tree_sum, velocity
-from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length
+from fluvial.kernels.fused.device import is_last, load, step_mean, sum_chunks, tree_sum, velocity
+from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length
 from fluvial.kernels.fused.transforms import differentiable
 
 FORMS = {"density": 0, "no_const": 1, "unscaled": 2}
@@ -35,10 +36,11 @@ def residual_sums(
     g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
     s_a, s_b, s_std, s_x, s_v, s_next, s_ref, s_uncond, s_g, s_old, s_advantage, s_kl_scale,
     sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
+    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
     out_ptr,  # [B] float32
     more_ptr,  # [.., B] float32, or None
     length, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
-    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
@@ -75,10 +77,22 @@ def residual_sums(
             ref_ptr is not None,
         )  # fmt: skip
     else:
-        sums_ptr += 2 * row * chunks + program % chunks
-        tl.store(sums_ptr, square)
+        sums_ptr += 2 * row * chunks
+        tl.store(sums_ptr + program % chunks, square)
         if ref_ptr is not None:
-            tl.store(sums_ptr + chunks, distance)
+            tl.store(sums_ptr + chunks + program % chunks, distance)
+        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+            if is_last(counter_ptr + row, chunks):
+                all_squares = sum_chunks(sums_ptr, chunks, GROUP)
+                all_distances = 0.0
+                if ref_ptr is not None:
+                    all_distances = sum_chunks(sums_ptr + chunks, chunks, GROUP)
+                results(
+                    all_squares, all_distances, row, batch, out_ptr, more_ptr, b_ptr, std_ptr, old_ptr, advantage_ptr,
+                    kl_scale_ptr, s_b, s_std, s_old, s_advantage, s_kl_scale, inverse, count, clip_low, clip_high, kl_coef,
+                    FORM, ref_ptr is not None,
+                )  # fmt: skip
+                tl.store(counter_ptr + row, 0)
 
 
 @triton.jit
@@ -211,7 +225,7 @@ def gradients(
         if dv_ptr is not None:
             _store(dv_ptr, written, offset, g * dv, mask)
         if duncond_ptr is not None:
-            _store(duncond_ptr, written, offset, (1 - g) * dv, mask)
+            _store(duncond_ptr, written, offset, dv - g * dv, mask)
 
 
 @triton.jit
@@ -288,16 +302,17 @@ def forward(
         return out, more
     cut = partition(length)
     partial = None if cut.chunks == 1 else out.new_empty((batch, 2, cut.chunks))
+    counter = None if cut.chunks == 1 else counters(batch, out.device)
     *of_policy, clip_low, clip_high, kl_coef = policy or (None, None, None, 0.0, 0.0, 0.0)
     operands = [operand(t) for t in (*step, *of_policy)]
     pointers, strides = [t for t, _ in operands], [s for _, s in operands]
     weights = (*reduction_weights(length, reduction), clip_low, clip_high, kl_coef)
     with on_device_of(step.v):
         residual_sums[(batch * cut.chunks,)](
-            *pointers, *strides, partial, out, more, length, batch, cut.chunks, *weights,
-            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
+            *pointers, *strides, partial, counter, out, more, length, batch, cut.chunks, *weights,
+            BLOCKS=cut.blocks, LEVELS=cut.levels, GROUP=cut.chunk_levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
-        if partial is not None:
+        if partial is not None and counter is None:
             finish[(batch,)](
                 partial, out, more, *pointers[1:3], *pointers[-3:],  # b and std; the policy's
                 *strides[1:3], *strides[-3:], batch, cut.chunks, *weights,

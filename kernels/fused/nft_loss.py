@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.device import load, sum_chunks, tree_sum
-from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length, scalars
+from fluvial.kernels.fused.device import is_last, load, sum_chunks, tree_sum
+from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length, scalars
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
@@ -19,13 +19,14 @@ SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
 def error_sums(
     v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
     sums_ptr,  # [B, 4, chunks] float32, or None where a row is one chunk
+    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
     loss_ptr,  # [B] float32
     weights_ptr,  # [B, 2] float32: w+, w-
     t_ptr, prob_ptr,  # [B] float32, s_* apart
     s_v, s_old, s_x0, s_xt, s_t, s_prob, length, chunks, inverse, beta, scale, weight_min,
-    BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store each sample's loss, or the four sums of each chunk if a row has several."""
+    """Store each sample's loss; if a row has several chunks, their four sums, and the last program the loss."""
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
@@ -54,8 +55,16 @@ def error_sums(
     if sums_ptr is None:
         _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
     else:
+        sums_ptr += 4 * row * chunks
         for k in tl.static_range(4):
-            tl.store(sums_ptr + (4 * row + k) * chunks + program % chunks, sums[k])
+            tl.store(sums_ptr + k * chunks + program % chunks, sums[k])
+        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+            if is_last(counter_ptr + row, chunks):
+                _loss(
+                    _all_sums(sums_ptr, chunks, GROUP), row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale,
+                    weight_min,
+                )  # fmt: skip
+                tl.store(counter_ptr + row, 0)
 
 
 @triton.jit
@@ -64,13 +73,19 @@ def finish(
 ):  # fmt: skip
     """Add up a row's chunks, in order, and store its loss."""
     row = tl.program_id(0).to(tl.int64)
-    sums = (
-        sum_chunks(sums_ptr + 4 * row * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (4 * row + 1) * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (4 * row + 2) * chunks, chunks, LEVELS),
-        sum_chunks(sums_ptr + (4 * row + 3) * chunks, chunks, LEVELS),
-    )
+    sums = _all_sums(sums_ptr + 4 * row * chunks, chunks, LEVELS)
     _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
+
+
+@triton.jit
+def _all_sums(sums_ptr, chunks, LEVELS: tl.constexpr):
+    """Return the four sums of a row."""
+    return (
+        sum_chunks(sums_ptr, chunks, LEVELS),
+        sum_chunks(sums_ptr + chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + 2 * chunks, chunks, LEVELS),
+        sum_chunks(sums_ptr + 3 * chunks, chunks, LEVELS),
+    )
 
 
 @triton.jit
@@ -134,15 +149,16 @@ def operation(
         return loss, weights
     cut = partition(length)
     partial = None if cut.chunks == 1 else loss.new_empty((batch, SUMS, cut.chunks))
+    counter = None if cut.chunks == 1 else counters(batch, v.device)
     operands = [operand(tensor) for tensor in (v, v_old, x0, xt, t, reward_prob)]
     (*samples, t_rows, prob), strides = [r for r, _ in operands], [s for _, s in operands]
     inverse, scale = 1 / length, adv_clip / beta
     with on_device_of(v):
         error_sums[(batch * cut.chunks,)](
-            *samples, partial, loss, weights, t_rows, prob, *strides, length, cut.chunks, inverse, beta, scale,
-            weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, num_warps=cut.warps, **EXACT,
+            *samples, partial, counter, loss, weights, t_rows, prob, *strides, length, cut.chunks, inverse, beta, scale,
+            weight_min, BLOCKS=cut.blocks, LEVELS=cut.levels, GROUP=cut.chunk_levels, num_warps=cut.warps, **EXACT,
         )  # fmt: skip
-        if partial is not None:
+        if partial is not None and counter is None:
             finish[(batch,)](
                 partial, loss, weights, prob, strides[-1], cut.chunks, inverse, scale, weight_min,
                 LEVELS=cut.chunk_levels, num_warps=cut.chunk_warps, **EXACT,

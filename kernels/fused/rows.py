@@ -1,8 +1,9 @@
 """Tensors as rows, and the partition of a row, which depends on its length alone so that a sample's bits do, too."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,12 @@ ELEMENTS_A_WARP = 8 * (64 if torch.version.hip else 32)
 # Multiply-adds are fused only where the kernels say so (tl.fma). Otherwise the compiler decides by what surrounds an
 # expression, and the same log-prob would have other bits in a kernel that goes on to subtract from it.
 EXACT = {"enable_fp_fusion": False}
+
+
+# Launches of a forward pass over rows of several chunks: 1 (the last program of a row adds up its partial sums) or 2
+# (another kernel does). Both add in the same order, to the same bits.
+LAUNCHES = 1
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 class Partition(NamedTuple):
@@ -42,6 +49,32 @@ def partition(length: int) -> Partition:
     chunks = -(-length // (block * blocks))
     group = min(max(triton.next_power_of_2(chunks), 8), BLOCK)
     return Partition(chunks, blocks, _log2(block), _warps(block), _log2(group), _warps(group))
+
+
+@contextmanager
+def launches(count: Literal[1, 2]) -> Iterator[None]:
+    """Use that many launches per forward pass over long rows, for comparisons."""
+    global LAUNCHES
+    kept, LAUNCHES = LAUNCHES, count
+    try:
+        yield
+    finally:
+        LAUNCHES = kept
+
+
+def counters(rows: int, device: torch.device) -> Tensor | None:
+    """Return the counters of the programs of `rows` rows, all zero, or None with two launches.
+
+    A kernel leaves them at zero, so that nothing has to clear them. Kernels of one stream run one after another and share
+    its counters; other streams have their own.
+    """
+    if LAUNCHES == 2:
+        return None
+    key = (device, 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id)
+    known = _counters.get(key)
+    if known is None or len(known) < rows:
+        _counters[key] = known = torch.zeros(triton.next_power_of_2(max(rows, 256)), dtype=torch.int32, device=device)
+    return known[:rows]
 
 
 def row_length(tensor: Tensor) -> int:

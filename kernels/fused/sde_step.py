@@ -10,9 +10,9 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
-from fluvial.kernels.fused.device import load, normals, step_mean, tree_sum, velocity
+from fluvial.kernels.fused.device import is_last, load, normals, step_mean, sum_chunks, tree_sum, velocity
 from fluvial.kernels.fused.gaussian_step import FORMS, Saved, Step, finish, input_gradients, reduction_weights, results, save
-from fluvial.kernels.fused.rows import EXACT, on_device_of, operand, partition, row_length, scalars
+from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length, scalars
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -25,9 +25,10 @@ def draw(
     s_a, s_b, s_std, s_x, s_v, s_uncond, s_g, s_low, s_high,
     out_ptr,  # [B, N] float32, rows N apart
     sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
+    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
     log_prob_ptr,  # [B] float32
     length, batch, chunks, inverse, count,
-    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
+    BLOCKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store a x + b v + std z, with the noise z of each sample's key, and its log-prob.
 
@@ -61,7 +62,15 @@ def draw(
             inverse, count, 0.0, 0.0, 0.0, FORM, False,
         )  # fmt: skip
     else:
-        tl.store(sums_ptr + 2 * row * chunks + program % chunks, square)
+        sums_ptr += 2 * row * chunks
+        tl.store(sums_ptr + program % chunks, square)
+        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+            if is_last(counter_ptr + row, chunks):
+                results(
+                    sum_chunks(sums_ptr, chunks, GROUP), 0.0, row, batch, log_prob_ptr, None, b_ptr, std_ptr, None, None,
+                    None, s_b, s_std, 0, 0, 0, inverse, count, 0.0, 0.0, 0.0, FORM, False,
+                )  # fmt: skip
+                tl.store(counter_ptr + row, 0)
 
 
 @torch.library.custom_op("fluvial::sde_step", mutates_args=())
@@ -77,15 +86,16 @@ def operation(
         return x_next, log_prob
     cut = partition(length)
     partial = None if cut.chunks == 1 else x_next.new_empty((batch, 2, cut.chunks))
+    counter = None if cut.chunks == 1 else counters(batch, v.device)
     operands = [operand(t) for t in (a, b, std, x, v, v_uncond, guidance, low, high)]
     pointers, strides = [t for t, _ in operands], [s for _, s in operands]
     weights = reduction_weights(length, reduction)
     with on_device_of(v):
         draw[(batch * cut.chunks,)](
-            *pointers, *strides, x_next, partial, log_prob, length, batch, cut.chunks, *weights,
-            BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
+            *pointers, *strides, x_next, partial, counter, log_prob, length, batch, cut.chunks, *weights,
+            BLOCKS=cut.blocks, LEVELS=cut.levels, GROUP=cut.chunk_levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
         )  # fmt: skip
-        if partial is not None:
+        if partial is not None and counter is None:
             finish[(batch,)](
                 partial, log_prob, None, *pointers[1:3], None, None, None, *strides[1:3], 0, 0, 0, batch, cut.chunks,
                 *weights, 0.0, 0.0, 0.0,

@@ -1,6 +1,7 @@
 """Every kernel, compiled for GPUs that are not there: wide accesses, each operand read once, no spills, few registers."""
 
 import csv
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import triton
 
 from fluvial.bench import aot
 from fluvial.bench.aot import AotRow
+from fluvial.kernels.fused import rows
 from fluvial.kernels.fused.velocity_error import velocity_error
 
 # A multiprocessor of 65,536 registers holds 3 blocks of 128 threads with 168 registers each, whose threads have 16 loads or
@@ -100,8 +102,30 @@ def test_a_grid_of_many_samples_fits() -> None:
     with aot.caught() as launches:
         velocity_error(torch.empty(65536, 1), torch.empty(65536, 1))
         velocity_error(torch.empty(1, 2**20).expand(65536, 2**20), torch.empty(1, 2**20).expand(65536, 2**20))
-    assert [launch.grid for launch in launches] == [(65536,), (2**24,), (65536,)]
+        with rows.launches(2):
+            velocity_error(torch.empty(1, 2**20).expand(65536, 2**20), torch.empty(1, 2**20).expand(65536, 2**20))
+    assert [launch.grid for launch in launches] == [(65536,), (2**24,), (2**24,), (65536,)]
     assert 65536 * 2**20 > 2**31
+
+
+@pytest.mark.parametrize("kernel", ["residual_sums", "error_sums", "draw"])
+def test_partial_sums_are_published_before_a_program_is_counted(kernel: str) -> None:
+    """One thread stores them and then adds to the counter, with acquire-release order; the others' are read after that."""
+    launch = next(
+        launch
+        for launch in aot.launches()
+        if launch.kernel.fn.__name__ == kernel and launch.arguments["counter_ptr"] is not None
+    )
+    code = aot.machine_code(launch, "sm_90").asm["ptx"].splitlines()
+    (counted,) = [number for number, line in enumerate(code) if "atom.global.gpu.acq_rel.add.u32" in line]
+    thread = code[counted].split()[0]
+    before = [line.split()[0] for line in code[:counted] if re.search(r"st\.global\.b32", line)]
+    assert before
+    assert set(before) == {thread}
+    read = [number for number, line in enumerate(code) if "ld.global.cg.b32" in line]
+    assert read
+    assert min(read) > counted
+    assert any("bar.sync" in line for line in code[counted : min(read)])
 
 
 def test_a_narrow_access_and_a_second_read_are_found() -> None:

@@ -25,13 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.library import opcheck
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from triton.runtime import interpreter
 
 from fluvial import kernels
 from fluvial.core.checks import trusted_values
 from fluvial.core.gaussian import FORMS, REDUCTIONS
+from fluvial.core.guidance import classifier_free
 from fluvial.core.random import bits, fold_in, key, normal
 from fluvial.core.transitions import Transition
-from fluvial.kernels.fused import device, gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
+from fluvial.kernels.fused import device, gaussian_step, nft_loss, policy_loss, rows, sde_step, step_log_prob, velocity_error
 
 torch.set_default_device(DEVICE)
 ALL = (*OPERATIONS, *SDE_STEP)
@@ -155,6 +157,40 @@ def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
 def test_a_million_and_one(operation: Operation) -> None:
     """A row of many chunks."""
     check(operation, inputs(operation, 1, (2**20 + 1,), torch.bfloat16), numbers(1))
+
+
+@every
+def test_one_launch_has_the_bits_of_two(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever program of a row comes last, and it leaves the counters at zero for the next call."""
+    samples, scalars = inputs(operation, 3, (9001,), torch.bfloat16), numbers(3)
+    with rows.launches(2):
+        apart = operation.call("triton", samples, scalars)
+    together = operation.call("triton", samples, scalars)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert rows._counters
+    assert not any(counter.any() for counter in rows._counters.values())
+    if os.environ.get("TRITON_INTERPRET") != "1":  # programs of a GPU come in an order of their own
+        return
+    builder = interpreter.interpreter_builder
+    place = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+    backwards = operation.call("triton", samples, scalars)
+    assert all(torch.equal(a, b) for a, b in zip(backwards, apart, strict=True))
+    assert not any(counter.any() for counter in rows._counters.values())
+
+
+@pytest.mark.parametrize("operation", [o for o in ALL if "guidance" in o.name], ids=lambda operation: operation.name)
+def test_guidance_in_the_kernel_has_the_bits_of_guidance_before_it(operation: Operation) -> None:
+    """So a rollout that combines the halves, and an update that leaves it to the kernel, have a first ratio of exactly 1."""
+    samples, scalars = inputs(operation, 2, (41,), torch.bfloat16), numbers(2)
+    combined = {name: tensor for name, tensor in samples.items() if name != "v_uncond"}
+    combined["v"] = classifier_free(samples["v"], samples["v_uncond"], scalars["guidance"])
+    for inside, before in zip(
+        operation.call("triton", samples, scalars | {"old": torch.zeros(2)}),
+        operation.call("triton", combined, scalars | {"old": torch.zeros(2)}),
+        strict=True,
+    ):
+        assert torch.equal(inside, before)
 
 
 @every
