@@ -260,7 +260,7 @@ def nft_loss(
 def velocity_error(v: Samples, target: Samples, *, implementation: Implementation = "auto") -> PerSample:
     """Return the mean squared error of a velocity, `[B]`, as `core.flow_matching.velocity_error` does.
 
-    It is a research API: the sft, awm and dpo objectives call the function of `core`.
+    The updates of the sft, raft, awm, dpo and distill objectives run it, and KL terms to the reference's prediction.
 
     Args:
         implementation: which implementation runs, see `resolve`.

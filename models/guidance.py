@@ -6,6 +6,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.guidance import classifier_free
 from fluvial.core.types import PerSample, Samples
 from fluvial.models.protocol import Cond, DiffusionModel
 
@@ -38,17 +39,46 @@ def guided_velocity(
     """Return the prediction `[B, *event]` of a step: guided by the model if cond is `Guided`, else the plain one.
 
     Args:
-        model, module: the model and its network.
-        x, level, timestep: see `DiffusionModel.predict`.
+        model, module, x, level, timestep, forwards, gradient, both: see `guidance_halves`.
         cond: conditioning of the model, or `Guided`.
-        forwards: number of forward passes for both predictions: one of 2B samples, or two of B, which need less memory.
-        gradient: predictions that the gradient flows through: both, or the conditional one.
-        both: `both_halves(cond)`, from a caller with many steps; by default it is built here.
 
     Source: arXiv 2207.12598.
     """
     if not isinstance(cond, Guided):
         return model.predict(module, x, level, cond, timestep=timestep)
+    halves = guidance_halves(
+        model, module, x, level, cond, timestep=timestep, forwards=forwards, gradient=gradient, both=both
+    )
+    return model.guide(*halves, cond.scale)
+
+
+def is_classifier_free(model: DiffusionModel) -> bool:
+    """Return whether a model combines the halves with `core.guidance.classifier_free` itself, as fused kernels do."""
+    return model.guide is classifier_free
+
+
+def guidance_halves(
+    model: DiffusionModel,
+    module: nn.Module,
+    x: Samples,
+    level: PerSample,
+    cond: Guided,
+    *,
+    timestep: PerSample | None = None,
+    forwards: Literal["one", "two"] = "one",
+    gradient: Literal["both", "conditional"] = "both",
+    both: Cond | None = None,
+) -> tuple[Samples, Samples]:
+    """Return the conditional and the unconditional prediction of a step, `[B, *event]`.
+
+    Args:
+        model, module: the model and its network.
+        x, level, timestep: see `DiffusionModel.predict`.
+        cond: conditioning of both halves.
+        forwards: number of forward passes for both predictions: one of 2B samples, or two of B, which need less memory.
+        gradient: predictions that the gradient flows through: both, or the conditional one.
+        both: `both_halves(cond)`, from a caller with many steps; by default it is built here.
+    """
     if forwards == "one":
         both = both_halves(cond) if both is None else both
         twice = None if timestep is None else timestep.repeat(2)
@@ -58,4 +88,4 @@ def guided_velocity(
         with torch.set_grad_enabled(torch.is_grad_enabled() and gradient == "both"):
             v_uncond = model.predict(module, x, level, cond.uncond, timestep=timestep)
         v = model.predict(module, x, level, cond.cond, timestep=timestep)
-    return model.guide(v, v_uncond, cond.scale)
+    return v, v_uncond

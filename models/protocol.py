@@ -107,8 +107,11 @@ class DiffusionModel(Protocol):
         """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
         ...
 
-    def guide(self, v: Samples, v_uncond: Samples, scale: PerSample) -> Samples:
+    def guide(self, v: Samples, v_uncond: Samples, scale: PerSample, /) -> Samples:
         """Return the guided prediction `[B, *event]`: v_uncond + g (v - v_uncond) for most models.
+
+        Models that do just that set `guide = staticmethod(fluvial.core.guidance.classifier_free)`, so that the fused
+        kernels of an update can combine the halves themselves.
 
         Args:
             v, v_uncond: conditional and unconditional prediction.

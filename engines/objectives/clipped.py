@@ -26,7 +26,9 @@ class Clipped:
 
     clip_low: float = 1e-3
     clip_high: float = 1e-3
-    traits = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True)
+    traits = ObjectiveTraits(
+        trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, folds_guidance=True, takes_implementation=True
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf))
@@ -41,6 +43,6 @@ class Clipped:
         return policy_loss(
             step.transition, items.x, v, step.x_next, log_prob_old=step.log_prob_old, advantage=items.target_weight,
             clip_low=self.clip_low, clip_high=self.clip_high, v_ref=items.v_ref, kl_coef=config.kl_coef,
-            kl_weight=config.kl_weight, dt=step.dt, form=config.form, reduction=config.reduction,
-            implementation=config.implementation,
+            kl_weight=config.kl_weight, dt=step.dt, v_uncond=items.v_uncond, guidance=items.guidance, form=config.form,
+            reduction=config.reduction, implementation=config.implementation,
         )  # fmt: skip

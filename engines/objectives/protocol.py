@@ -127,6 +127,9 @@ class ObjectiveTraits:
         mean_over_kept: the loss is averaged over the items whose target weight is not 0; the others get no KL either.
         flows_only: the loss is defined for models that predict a velocity alone.
         takes_kl: the loss adds a KL to the reference (`LossConfig.kl_coef`); otherwise kl.coef > 0 is an error.
+        folds_guidance: the loss combines the halves of classifier-free guidance itself: where there is guidance, `v` is the
+            conditional prediction, and the items have `v_uncond` and `guidance`. Models with guidance of their own, and
+            the predictions of other policies, are guided before.
         takes_implementation: the loss calls a kernel (`LossConfig.implementation`); otherwise a choice is an error.
         offline: samples are given, and there is no rollout.
         recorded_form: form of the log-probabilities that the rollout records, if not `rollout.form`.
@@ -150,6 +153,7 @@ class ObjectiveTraits:
     mean_over_kept: bool = False
     flows_only: bool = False
     takes_kl: bool = False
+    folds_guidance: bool = False
     takes_implementation: bool = False
     offline: bool = False
     recorded_form: Form | None = None
@@ -162,6 +166,8 @@ class ObjectiveTraits:
 
     def __post_init__(self) -> None:
         check_fields(self, "traits")
+        if self.folds_guidance and self.trains_on != "steps":
+            raise ValueError(f"traits.folds_guidance is set, and trains_on is {self.trains_on}, expected steps")
 
 
 class Objective(Protocol):

@@ -45,6 +45,9 @@ class Items(NamedTuple):
     v_ema: Tensor | None = None
     noise: Tensor | None = None  # [P, K, *event], noise of the last K steps, where a reward's gradient flows through them
     context: Tensor | None = None  # what the other samples are to the loss, of an objective that gathers statistics
+    # The other half of guidance, for a loss that combines the halves itself (`ObjectiveTraits.folds_guidance`).
+    v_uncond: Tensor | None = None  # the policy's unconditional prediction
+    guidance: Tensor | None = None  # guidance scale
 
 
 class Share(NamedTuple):

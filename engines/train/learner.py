@@ -32,7 +32,7 @@ from fluvial.engines.train.prompt_statistics import History, PromptStatistics
 from fluvial.kernels import step_log_prob
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule
-from fluvial.models.guidance import Guided, guided_velocity
+from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
 
 
 class Learnt(NamedTuple):
@@ -330,7 +330,13 @@ class Learner:
     def _loss(self, batch: Items, cond: Cond) -> tuple[Tensor, Any]:
         """Return the loss of each item of a micro-batch, and diagnostics."""
         objective = self.config.objective
-        v = self._predict(self.engine.module, batch, cond)
+        inputs, options = self._inputs(batch, cond)
+        folds = objective.traits.folds_guidance and batch.v_ema is None and is_classifier_free(self.job.model)
+        if folds and isinstance(inputs[-1], Guided):
+            v, v_uncond = guidance_halves(self.job.model, self.engine.module, *inputs, **options)
+            batch = batch._replace(v_uncond=v_uncond, guidance=inputs[-1].scale)
+        else:
+            v = self._predict(self.engine.module, batch, cond)
         if batch.v_old is None and self.policies.old_is_the_policy:
             batch = batch._replace(v_old=v.detach())
         config = self.loss_config
@@ -368,20 +374,22 @@ class Learner:
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
         """Return the prediction at each item; both samples of a preference go through one forward pass."""
+        inputs, options = self._inputs(batch, cond)
+        v = guided_velocity(self.job.model, module, *inputs, **options)
+        return v if self.width == 1 else v.unflatten(0, (-1, self.width))
+
+    def _inputs(self, batch: Items, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
+        """Return the model's inputs (x, level, conditioning) for a micro-batch, and the options of its guidance."""
         guidance, width = self.config.rollout.guidance, self.width
         if guidance.update == "conditional" and isinstance(cond, Guided):
             cond = cond.cond
-        v = guided_velocity(
-            self.job.model,
-            module,
+        inputs = (
             batch.x if width == 1 else batch.x.flatten(0, 1),
             batch.level.repeat_interleave(width) if width > 1 else batch.level,
             optree.tree_map(lambda table: table[batch.sample.repeat_interleave(width)], cond),
-            timestep=None if batch.timestep is None else batch.timestep.repeat_interleave(width),
-            forwards=guidance.forwards,
-            gradient=guidance.gradient,
         )
-        return v if width == 1 else v.unflatten(0, (-1, width))
+        timestep = None if batch.timestep is None else batch.timestep.repeat_interleave(width)
+        return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
 
     def _predictions(self, module: nn.Module, flat: Items, cond: Cond, pad_to: int) -> Tensor:
         return predictions(

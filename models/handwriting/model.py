@@ -50,6 +50,7 @@ class Handwriting:
     """
 
     prediction: Prediction = "velocity"
+    guide = staticmethod(classifier_free)
     lora_targets = (
         "to_q",
         "to_k",
@@ -134,7 +135,3 @@ class Handwriting:
     def decode(self, latents: Tensor) -> Tensor:
         """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
         return ((latents.float() + 1) / 2).clamp(0, 1)
-
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return v_uncond + g (v - v_uncond)."""
-        return classifier_free(v, v_uncond, scale)

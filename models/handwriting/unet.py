@@ -53,6 +53,7 @@ class HandwritingUNet:
     """
 
     prediction: Prediction = "epsilon"
+    guide = staticmethod(classifier_free)
     lora_targets = (
         "to_q",
         "to_k",
@@ -129,10 +130,6 @@ class HandwritingUNet:
             encoder_hidden_states=cond.tokens,
             return_dict=False,
         )[0]
-
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return v_uncond + g (v - v_uncond)."""
-        return classifier_free(v, v_uncond, scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images in [0, 1]; the samples are pixels in [-1, 1]."""

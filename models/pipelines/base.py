@@ -51,6 +51,7 @@ class Pipeline(ABC):
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     lora_targets: ClassVar[tuple[str, ...]]
     prediction: Prediction = "velocity"
+    guide = staticmethod(classifier_free)
 
     def __init__(
         self,
@@ -166,10 +167,6 @@ class Pipeline(ABC):
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks, in the order they run."""
         return [block for name in self.block_lists for block in module.get_submodule(name).children()]
-
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return the guided prediction, v_uncond + g (v - v_uncond)."""
-        return classifier_free(v, v_uncond, scale)
 
     def check_prompt(self, prompt: str) -> None:
         """Raise a ValueError of one line if a prompt has more tokens than the encoder with the largest limit takes.

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
+from fluvial.core.guidance import classifier_free
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives import LossConfig, losses
-from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.objectives import LossConfig, clipped, losses
+from fluvial.engines.objectives.protocol import Objective, ObjectiveTraits
 from fluvial.engines.objectives.table import (
     Awm,
     Clipped,
@@ -26,6 +28,7 @@ from fluvial.engines.objectives.table import (
     Raft,
     Sft,
 )
+from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import (
     AdvantageConfig,
@@ -203,6 +206,46 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
             objective.loss(v, items, transition, config._replace(implementation="reference"))
         assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
         assert set(seen) == {"reference"}
+
+
+@dataclass(frozen=True)
+class PlainGuidance(tiny.Tiny):
+    """A model that combines the halves of guidance as the kernels do."""
+
+    guide = staticmethod(classifier_free)
+
+
+@pytest.mark.parametrize("forwards", ["one", "two"])
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forwards: Any, gradient: Any
+) -> None:
+    """The kernel gets both halves from a model with plain guidance, and the guided prediction from any other."""
+    rollout = RolloutConfig(**GROUPS, guidance=Guidance(4.0, forwards=forwards, gradient=gradient))
+    config, halves = tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1)), list[Any]()
+    kernel = clipped.policy_loss
+    monkeypatch.setattr(
+        clipped, "policy_loss", lambda *args, **options: [kernel(*args, **options), halves.append(options["v_uncond"])][0]
+    )
+    found = []
+    for model, folds in ((tiny.Tiny(), False), (PlainGuidance(), True)):
+        halves.clear()
+        run = tiny.Run(config, one, tiny.job(model=model))
+        run.rollout()
+        assert {half is not None for half in halves} == {folds}
+        assert not folds or {half.requires_grad for half in halves} == {gradient == "both"}
+        assert run.infos[0].grad_norm > 0
+        found.append((run.infos, run.weights()))
+    (infos, weights), (folded_infos, folded_weights) = found
+    assert infos == folded_infos
+    assert all(torch.equal(weights[name], folded_weights[name]) for name in weights)
+    assert folded_infos[0].max_abs["log_ratio"] == 0
+
+
+def test_only_recorded_steps_fold_guidance() -> None:
+    """A loss on pairs of samples gets the guided prediction of both."""
+    with pytest.raises(ValueError, match=r"traits.folds_guidance is set, and trains_on is noised, expected steps"):
+        ObjectiveTraits(trains_on="noised", folds_guidance=True)
 
 
 def spied(kernel: Any, seen: list[str]) -> Any:
