@@ -26,7 +26,8 @@ test-lesser-cpu: $(VENV)/installed-test
 		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m bits $(WORKERS) $(ARGS)
 
 test-gpu: $(VENV)/installed-test
-	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)
+	$(BIN)/python -P -m fluvial.bench gpu --parts nccl invariance --limit 0.8
+	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 timeout 380 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -41,7 +42,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -P -m fluvial.bench kernels --device cpu
 
 bench-gpu: $(VENV)/installed
-	$(BIN)/python -P -m fluvial.bench kernels --device cuda $(ARGS)
+	$(BIN)/python -P -m fluvial.bench gpu --parts update compile kernels $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, kernels, objectives, phases, traffic
+from fluvial.bench import aot, gpu, kernels, objectives, phases, traffic
 from fluvial.bench.peers import report as peers
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.report import run as update
@@ -19,6 +19,7 @@ USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
   objectives  every recipe on the built-in jobs: accuracy against time, samples and updates, with a plot
   kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
   traffic     bytes, launches and saved bytes of the hot path, counted
+  gpu         what a lent GPU should settle: kernels, updates, compilation, batch invariance and nccl, each with a time limit
   aot         compile every kernel for GPUs that need not be present: registers, spills and widths of accesses
 """
 
@@ -35,6 +36,7 @@ def main(args: list[str]) -> int:
         "objectives": (objectives.ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
+        "gpu": (gpu.GpuConfig, gpu.run),
         "aot": (aot.AotConfig, aot.run),
     }
     if args[0] not in benchmarks:

@@ -21,6 +21,7 @@ from fluvial.bench import harness
 from fluvial.bench.harness import Row
 from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
 from fluvial.core.checks import check_number
+from fluvial.kernels.fused.rows import launches
 
 MODES = ("forward", "backward", "both")
 
@@ -35,6 +36,7 @@ class KernelsConfig:
         shapes: names of latent shapes, all by default (on a CPU the small ones).
         operations: names of operations; by default all on a CPU, and on a GPU those that together take less than 8 minutes,
             most of it in torch.compile.
+        compiled: also time torch.compile of the reference, which takes most of the time.
         runs: timed runs of each.
         seconds: time limit; no further size starts after it, and the rows so far are kept.
         max_bytes: the most bytes of a forward pass; larger sizes are left out.
@@ -49,6 +51,7 @@ class KernelsConfig:
         if torch.cuda.is_available()
         else tuple(operation.name for operation in OPERATIONS)
     )
+    compiled: bool = True
     runs: int = 20
     seconds: float = 420.0
     max_bytes: int = 2**33
@@ -99,7 +102,7 @@ def measure(operation: Operation, config: KernelsConfig, *, until: float = math.
 
 def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig) -> Iterator[Row]:
     samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
-    work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(operation, mode, config.device)}
+    work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(mode, config)}
     # Half of a copy's bytes are read and half are written.
     source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=config.device)
     target = torch.empty_like(source)
@@ -115,10 +118,12 @@ def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, c
         yield replace(row, of_copy=row.rate / rows["copy"].rate, peak_bytes=_peak(work[name], config.device))
 
 
-def _providers(operation: Operation, mode: str, device: str) -> tuple[str, ...]:
-    if device == "cpu":
-        return ("reference", "compiled", "loop")
-    return ("reference", "compiled", "triton", "empty launch")
+def _providers(mode: str, config: KernelsConfig) -> tuple[str, ...]:
+    compiled = ("compiled",) if config.compiled else ()
+    if config.device == "cpu":
+        return ("reference", *compiled, "loop")
+    apart = ("triton, two launches",) if mode == "forward" else ()
+    return ("reference", *compiled, "triton", *apart, "empty launch")
 
 
 def _work(
@@ -131,6 +136,9 @@ def _work(
     differentiated = [samples[name].requires_grad_(mode != "forward") for name in operation.gradients]
 
     def forward() -> Tensor:
+        if provider == "triton, two launches":
+            with launches(2):
+                return operation.call("triton", samples, numbers)
         if provider != "loop":
             return operation.call(provider, samples, numbers)
         alone = [

@@ -19,13 +19,13 @@ from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop, Stored
 from fluvial.core.checks import check_number
 from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.rollout import Record, Trajectory, rollout
 from fluvial.core.transitions import flow_sde
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout import items
 from fluvial.engines.rollout.items import Items
-from fluvial.kernels import policy_loss
+from fluvial.kernels import policy_loss, step_log_prob
 from fluvial.models import Cond, LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting import Handwriting
@@ -184,6 +184,8 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
     scale = torch.full((case.samples,), SCALE, device=device)
     cond: Cond = Guided(given, negative, scale) if case.guidance else given
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
+    # The function of the update, so that the first ratio is 1 on a GPU, too.
+    record = Record(steps=range(case.steps), log_prob=lambda *args, **options: step_log_prob(*args, **options)[0])
     chunks = []
     with engine.inference() as module:
         for first in range(0, case.samples, case.micro_batch):
@@ -193,9 +195,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
                 return guided_velocity(MODEL, module, x, sigma, part, timestep=timesteps[step].expand(len(x))).float()
 
             x = draw(4, *size.event)[first : first + case.micro_batch]
-            chunks.append(
-                rollout(velocity, x, sigmas, transition=sampler, key=fold_in(root, 5 + first), record=range(case.steps))
-            )
+            chunks.append(rollout(velocity, x, sigmas, transition=sampler, key=fold_in(root, 5 + first), record=record))
     trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
     stored = Stored(

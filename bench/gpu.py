@@ -1,0 +1,377 @@
+"""What a GPU that is there for a short time should settle: parts with a time limit each, whose rows are written at once.
+
+    kernels      the fused kernels at three sizes of real models, in one launch and in two
+    update       FSDP2 updates of a transformer of SD3.5-medium's size, with LoRA and full, and the first ratio
+    compile      the same with compiled blocks: programs, recompilations, speed, and the first ratio
+    invariance   whether a sample's prediction depends on its batch, which operation is the first, and what avoiding it costs
+    nccl         the collectives of one rank
+
+Every part runs in a process of its own, so that one that fails or hangs does not stop the others.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.bench import harness, kernels
+from fluvial.bench.traffic import VIEWS
+from fluvial.bench.update.cases import MODEL, SIZES, Case, Size, build_engine, make_rollout, update_engine
+from fluvial.core.checks import check_number
+from fluvial.engines.fsdp.config import EngineConfig
+from fluvial.engines.fsdp.world import init_world
+from fluvial.models.handwriting.model import CodeCond
+
+Part = Literal["kernels", "update", "compile", "invariance", "nccl"]
+PARTS: tuple[Part, ...] = get_args(Part)
+# Seconds of each part on a GPU; `make bench-gpu` and `make test-gpu` take 8 minutes each.
+LIMITS: dict[Part, float] = {"nccl": 30, "invariance": 90, "update": 140, "compile": 120, "kernels": 90}
+KERNEL_SHAPES = ("SD3.5 512^2", "SD3.5 1024^2", "Qwen-Image 1024^2")
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """One number."""
+
+    part: str
+    what: str
+    setting: str
+    value: float
+    unit: str
+    note: str
+    device: str
+    torch: str
+    date: str
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Settle with a GPU what only a GPU can, part by part.
+
+    Args:
+        parts: parts to run, in this order.
+        device: cuda or cpu; cpu only checks that the parts run.
+        size: real (models of billions of parameters) or tiny.
+        limit: factor of the time limit of every part.
+        separate: run each part in a process of its own.
+        out: folder of gpu.csv and kernels.csv; rows are appended.
+    """
+
+    parts: tuple[Part, ...] = tuple(LIMITS)
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    size: Literal["real", "tiny"] = "real" if torch.cuda.is_available() else "tiny"
+    limit: float = 1.0
+    separate: bool = True
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        check_number("gpu", "limit", self.limit, low=0)
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device != here:
+            raise ValueError(f"gpu: device is {self.device}, and this machine has {here}: use {here}")
+
+    @property
+    def model(self) -> Size:
+        """The transformer of the parts that have one."""
+        return SIZES["sd3.5-medium 512^2" if self.size == "real" else "tiny"]
+
+    @property
+    def samples(self) -> int:
+        """Samples per rollout."""
+        return 8 if self.size == "real" else 4
+
+
+class Rows:
+    """Writes the numbers of a part as they are measured."""
+
+    def __init__(self, config: GpuConfig, part: Part) -> None:
+        self.config, self.part, self.written = config, part, list[GpuRow]()
+
+    def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
+        """Append a row to gpu.csv and print it."""
+        name = torch.cuda.get_device_name() if self.config.device == "cuda" else harness.cpu()
+        row = GpuRow(
+            self.part, what, setting, value, unit, note, name, torch.__version__, datetime.now(UTC).strftime("%Y-%m-%d")
+        )
+        harness.append(self.config.out / "gpu.csv", [row], GpuRow)
+        self.written.append(row)
+        print(f"{self.part}: {what}, {setting}: {value:.6g} {unit} {note}".rstrip(), flush=True)
+
+
+def run(config: GpuConfig) -> list[GpuRow]:
+    """Run the parts; one that fails or takes too long leaves a row that says so."""
+    rows = []
+    for part in config.parts:
+        found, seconds = Rows(config, part), LIMITS[part] * config.limit
+        began = time.perf_counter()
+        failure = separately(config, part, seconds) if config.separate else _here(config, part, found, seconds)
+        found.add("part", "all", time.perf_counter() - began, "s", failure or "done")
+        rows += found.written
+    return rows
+
+
+def separately(config: GpuConfig, part: Part, seconds: float) -> str:
+    """Run a part in a process of its own; return what went wrong, or an empty string."""
+    command = [
+        sys.executable, "-P", "-m", "fluvial.bench", "gpu", "--parts", part, "--device", config.device,
+        "--size", config.size, "--limit", str(config.limit), "--separate", "False", "--out", str(config.out),
+    ]  # fmt: skip
+    return bounded(command, seconds)
+
+
+def bounded(command: Sequence[str], seconds: float) -> str:
+    """Run a command for at most some seconds; return what went wrong in one line, or an empty string."""
+    try:
+        done = subprocess.run(command, timeout=seconds, stderr=subprocess.PIPE, text=True, check=False)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} s"
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"failed with code {done.returncode}: {said[-1][:300] if said else 'no message'}"
+
+
+def _here(config: GpuConfig, part: Part, rows: Rows, seconds: float) -> str:
+    try:
+        PARTS_BY_NAME[part](config, rows, time.perf_counter() + 0.9 * seconds)
+    except Exception as error:
+        if not config.separate and len(config.parts) == 1:
+            raise  # the process around this one reports it
+        return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ""
+
+
+def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Time the kernels at three sizes; their rows are in kernels.csv."""
+    real = config.size == "real"
+    timed = kernels.KernelsConfig(
+        device=config.device, out=config.out, runs=20 if real else 2, batches=(8,) if real else (1,),
+        shapes=KERNEL_SHAPES if real else ("handwriting",),
+        operations=("policy_loss with KL", "nft_loss", "sde_step") if real else ("velocity_error",),
+        compiled=False,
+    )  # fmt: skip
+    for operation in kernels.OPERATIONS:
+        if operation.name in timed.operations:
+            measured = []
+            for row in kernels.measure(operation, timed, until=until):
+                harness.append(config.out / "kernels.csv", [row])
+                measured.append(row)
+            for row in measured:
+                rows.add(f"{row.op}, {row.mode}", f"{row.provider}, {row.shape}", row.p50, "s")
+
+
+def of_update(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Time updates with LoRA and full, in two micro-batch sizes, of which one is the rollout's."""
+    for train in ("lora", "full"):
+        if time.perf_counter() < until:
+            _updates(config, rows, train, EngineConfig(compute="bfloat16"), until)
+
+
+def of_compile(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Time updates with and without compiled blocks, and count the programs."""
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        _updates(config, rows, "lora", EngineConfig(compute="bfloat16", compile=compiles), until)
+
+
+def _updates(config: GpuConfig, rows: Rows, train: Literal["lora", "full"], sharding: EngineConfig, until: float) -> None:
+    """Make rollouts and their updates, and write what they took."""
+    samples, setting = config.samples, f"{train}{', compiled' if sharding.compile else ''}"
+    case = Case(config.model, train, 2, True, samples, samples, checkpointing=train == "full")
+    if config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with init_world() as world:
+        engine = build_engine(case, world, sharding)
+        before = _programs()
+        for number, micro_batch in enumerate((samples, samples, samples // 2, samples // 2)):
+            if number and time.perf_counter() > until:
+                return
+            began = _now(config)
+            rollout = make_rollout(engine, case, world)
+            rolled = _now(config)
+            info = update_engine(engine, rollout, micro_batch=micro_batch)
+            ended = _now(config)
+            named = f"{setting}, update {number + 1}, {micro_batch} items per pass"
+            rows.add("rollout", named, rolled - began, "s")
+            rows.add("update", named, ended - rolled, "s")
+            rows.add("model FLOPs of an update", named, info.flops, "FLOP")
+            rows.add("first |log ratio|, 0 where rollout and update agree", named, info.max_abs["log_ratio"], "nats")
+            if sharding.compile:
+                rows.add("compiled programs", named, _programs() - before, "programs")
+                before = _programs()
+        if config.device == "cuda":
+            rows.add("peak memory", setting, torch.cuda.max_memory_allocated(), "bytes")
+
+
+def of_invariance(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Compare the predictions of samples in batches of several sizes, in bfloat16; say which operation differs first."""
+    size, device, most = config.model, torch.device(config.device), config.samples
+    module = size.build("full", device).to(torch.bfloat16).eval().requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(most, *shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    widths = size.settings["joint_attention_dim"], size.settings["pooled_projection_dim"]
+    x, cond, level = draw(*size.event), CodeCond(draw(size.tokens, widths[0]), draw(widths[1])), torch.full((most,), 0.5)
+    level = level.to(device)
+
+    @torch.no_grad()
+    def predict(batch: int) -> Tensor:
+        parts = [slice(first, first + batch) for first in range(0, most, batch)]
+        return torch.cat([_predict(module, x[part], level[part], cond, part) for part in parts])
+
+    for name, mode in MODES.items():
+        with mode():
+            whole, batch = predict(most), most
+            while batch >= 1 and time.perf_counter() < until:
+                found = predict(batch)
+                equal = (found == whole).flatten(1).all(1).float().mean().item()
+                rows.add("samples with the bits of the largest batch", f"{name}, {batch} per pass", equal, "fraction")
+                distance = (found.float() - whole.float()).abs().max().item()
+                rows.add("largest difference of a prediction", f"{name}, {batch} per pass", distance, "1")
+                rows.add("seconds of all samples", f"{name}, {batch} per pass", _median(config, predict, batch), "s")
+                batch //= 2
+            # One sample per pass is what no batch can change: its seconds above are the price of a batch-invariant mode.
+            for small in dict.fromkeys((most // 2, 1)):
+                place, operation = first_difference(
+                    lambda count: _predict(module, x[:count], level[:count], cond, slice(0, count)), small=small, large=most
+                )
+                named = f"{name}, {small} and {most} per pass"
+                rows.add("place of the first operation that depends on the batch", named, place, "of all", operation)
+
+
+def _predict(module: nn.Module, x: Tensor, level: Tensor, cond: CodeCond, part: slice) -> Tensor:
+    return MODEL.predict(module, x, level, optree.tree_map(lambda table: table[part], cond))
+
+
+class _Products:
+    """Matrix products without reductions in bfloat16, which split sums over the depth."""
+
+    def __enter__(self) -> None:
+        self.kept = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self.kept
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "default": nullcontext,
+    "full-precision reductions": _Products,
+    "plain attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Calls a function with the name and the results of every aten operation."""
+
+    def __init__(self, note: Callable[[str, list[Tensor]], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not str(func).removeprefix("aten.").startswith(VIEWS):
+            self.note(str(func), [t for t in optree.tree_leaves(result) if isinstance(t, Tensor)])
+        return result
+
+
+@torch.no_grad()
+def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int) -> tuple[int, str]:
+    """Return the place and the name of the first operation whose results for the first samples depend on the batch.
+
+    The results of an operation are those of the samples one after another. Views compute nothing and are left out. Returns
+    (0, "none") where all agree.
+
+    Args:
+        predict: function from a number of samples to their prediction.
+        small, large: numbers of samples to compare.
+    """
+    kept: list[tuple[str, list[Tensor]]] = []
+    with _Recorder(lambda name, tensors: kept.append((name, [t.clone() for t in tensors]))):
+        predict(small)
+    place, found = 0, list[tuple[int, str]]()
+
+    def compare(name: str, tensors: list[Tensor]) -> None:
+        nonlocal place
+        place += 1
+        if found or place > len(kept):
+            return
+        known, expected = kept[place - 1]
+        if known != name:
+            found.append((place, f"{known} became {name}"))
+            return
+        for mine, theirs in zip(tensors, expected, strict=True):
+            per_sample = mine.ndim > 0 and mine.shape[1:] == theirs.shape[1:] and len(mine) * small == len(theirs) * large
+            if per_sample and not torch.equal(mine[: len(theirs)], theirs):
+                found.append((place, f"{name} of {list(theirs.shape)}"))
+
+    with _Recorder(compare):
+        predict(large)
+    return found[0] if found else (0, "none")
+
+
+def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Run the collectives of an update on one rank, and compare their results with what they must be."""
+    elements = 2**26 if config.size == "real" else 2**10
+    with init_world() as world:
+        backend = "nccl" if config.device == "cuda" else "gloo"
+        source = torch.arange(elements, device=world.device, dtype=torch.float32)
+        target = torch.empty_like(source)
+        collectives: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(target.copy_(source)),
+            "all_gather": lambda: dist.all_gather_into_tensor(target, source),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
+        }
+        for name, collective in collectives.items():
+            target.zero_()
+            collective()
+            rows.add(f"{name} gives the numbers of one rank", backend, float(torch.equal(target, source)), "1 or 0")
+            times = []
+            for _ in range(5):
+                began = _now(config)
+                collective()
+                times.append(_now(config) - began)
+            rows.add(name, f"{backend}, {4 * elements} bytes", sorted(times)[2], "s")
+
+
+def _now(config: GpuConfig) -> float:
+    if config.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _median(config: GpuConfig, function: Callable[[int], Tensor], batch: int) -> float:
+    times = []
+    for _ in range(3):
+        began = _now(config)
+        function(batch)
+        times.append(_now(config) - began)
+    return sorted(times)[1]
+
+
+def _programs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+PARTS_BY_NAME: dict[Part, Callable[[GpuConfig, Rows, float], None]] = {
+    "kernels": of_kernels,
+    "update": of_update,
+    "compile": of_compile,
+    "invariance": of_invariance,
+    "nccl": of_nccl,
+}
