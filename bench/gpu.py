@@ -334,8 +334,8 @@ def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
         target = torch.empty_like(source)
         collectives: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(target.copy_(source)),
-            "all_gather": lambda: dist.all_gather_into_tensor(target, source),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
+            "all_gather": lambda: dist.all_gather([target], source),
+            "reduce_scatter": lambda: dist.reduce_scatter(target, [source]),
         }
         for name, collective in collectives.items():
             target.zero_()
