@@ -1,10 +1,9 @@
 """The fused kernels of one step, x_next ~ N(a x + b v, std^2 I), which all samplers and most operations share.
 
     residual_sums  one pass over x, v, x_next (and v_ref, v_uncond), for the sums of r^2, r = x_next - a x - b v, and of
-                   (v - v_ref)^2
-                   per sample. The last program of a row then adds up the row's sums, in order, and stores the results:
-                   log-prob and KL, or the policy loss and its diagnostics
-    finish         those results in a launch of its own, where `rows.LAUNCHES` is 2
+                   (v - v_ref)^2 per sample. With one launch, the last program of a row also does what finish does
+    finish         log-prob and KL, or the policy loss and its diagnostics, from those sums; where a row is one chunk,
+                   residual_sums does this itself
     gradients      one pass for all gradients of those results
 
 An operand that an operation does not have is None, and its branch is not compiled. Without x the residual is

@@ -163,8 +163,8 @@ def test_a_million_and_one(operation: Operation) -> None:
 def test_one_launch_has_the_bits_of_two(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever program of a row comes last, and it leaves the counters at zero for the next call."""
     samples, scalars = inputs(operation, 3, (9001,), torch.bfloat16), numbers(3)
-    with rows.launches(2):
-        apart = operation.call("triton", samples, scalars)
+    apart = operation.call("triton", samples, scalars)
+    monkeypatch.setattr(rows, "LAUNCHES", 1)
     together = operation.call("triton", samples, scalars)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
     assert rows._counters
