@@ -267,7 +267,8 @@ def _starts(
     assert sampling.prefix is not None
     prompt_of = dict(zip(requests.initial_ids, requests.prompts, strict=True))
     groups, width = list(prompt_of), -(-micro_batch // sampling.prefix.group)
-    device, found = sampling.schedule.timesteps.device, {}
+    device = sampling.schedule.timesteps.device
+    found: dict[int, Tensor] = {}
     for start in range(0, len(groups), width):
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
