@@ -2,7 +2,7 @@
 
 python -P -m fluvial.bench peers --clones FOLDER
 
-FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory.
+FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL.
 """
 
 import gc
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
@@ -30,6 +30,7 @@ from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_number
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.plan.memory import LiveStorages
 
 TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
 
@@ -55,6 +56,7 @@ def _of_module(module: str, name: str) -> Callable[[Path, Work], Peer]:
 PROJECTS: dict[str, Project] = {
     "flow_grpo": Project("flow_grpo", _of_module("flow_grpo", "FlowGrpo"), "conditional"),  # it detaches the other half
     "flow_factory": Project("Flow-Factory", _of_module("flow_factory", "FlowFactory"), "both"),
+    "unirl": Project("UniRL", _of_module("unirl", "UniRL"), "both"),
 }
 
 
@@ -64,7 +66,7 @@ class PeersConfig:
 
     Args:
         clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
-        peers: projects: flow_grpo, flow_factory.
+        peers: projects: flow_grpo, flow_factory, unirl.
         sizes: model sizes: tiny, small, medium.
         pairs: numbers of (sample, step) pairs per pass of fluvial's update. The projects' loops put the samples of one step
             through a pass.
@@ -114,6 +116,8 @@ class PeerRow:
     p80: float
     seconds: float  # CPU time of fluvial, median
     peer_seconds: float
+    peak_bytes: int  # largest sum of the tensors that one rollout or update makes: activations, gradients, samples
+    peer_peak_bytes: int
     log_prob_distance: float
     gradient_distance: float
     device: str
@@ -181,6 +185,14 @@ def time_pairs(runs: int, ours: Callable[[], object], theirs: Callable[[], objec
     return seconds
 
 
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the largest sum of bytes of the tensors that a call makes, beyond those that exist before it."""
+    there = [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)]
+    with LiveStorages(there) as memory:
+        call()
+    return memory.peak
+
+
 def measure(name: str, project: Project, folder: Path, size: str, config: PeersConfig) -> list[PeerRow]:
     """Return the rows of a project at a size.
 
@@ -200,8 +212,8 @@ def measure(name: str, project: Project, folder: Path, size: str, config: PeersC
         ]
         rows = []
         for what, pairs, own, other in cases:
-            seconds = time_pairs(config.runs, own, other)
-            rows.append(_row(name, clone.commit(folder), size, what, pairs, seconds, agreement, config))
+            seconds, peaks = time_pairs(config.runs, own, other), (peak_bytes(own), peak_bytes(other))
+            rows.append(_row(name, clone.commit(folder), size, what, pairs, seconds, peaks, agreement, config))
     gc.collect()  # hooks hold modules in reference cycles
     return rows
 
@@ -245,6 +257,8 @@ def show(rows: Sequence[PeerRow]) -> None:
         "p20",
         "p50",
         "p80",
+        "MB",
+        "theirs, MB",
         "log-probs apart",
         "gradients apart",
     ):
@@ -253,6 +267,7 @@ def show(rows: Sequence[PeerRow]) -> None:
         table.add_row(
             row.peer, row.size, row.what, str(row.pairs), str(row.peer_pairs),
             *(f"{ratio:.2f}" for ratio in (row.p20, row.p50, row.p80)),
+            f"{row.peak_bytes / 1e6:.1f}", f"{row.peer_peak_bytes / 1e6:.1f}",
             f"{row.log_prob_distance:.1g}", f"{row.gradient_distance:.1g}",
         )  # fmt: skip
     Console(width=max(Console().width, 140)).print(table, highlight=False)
@@ -260,7 +275,7 @@ def show(rows: Sequence[PeerRow]) -> None:
 
 def _row(
     name: str, commit: str, size: str, what: str, pairs: int, seconds: tuple[list[float], list[float]],
-    agreement: Agreement, config: PeersConfig,
+    peaks: tuple[int, int], agreement: Agreement, config: PeersConfig,
 ) -> PeerRow:  # fmt: skip
     own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
     p20, p50, p80 = (own / other).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
@@ -269,6 +284,7 @@ def _row(
         peer=name, commit=commit, fluvial=clone.commit(Path(__file__).resolve().parents[2]), size=size, what=what,
         samples=config.samples, steps=config.steps, pairs=pairs, peer_pairs=config.samples, runs=len(own),
         p20=p20, p50=p50, p80=p80, seconds=float(own.median()), peer_seconds=float(other.median()),
+        peak_bytes=peaks[0], peer_peak_bytes=peaks[1],
         log_prob_distance=agreement.log_prob, gradient_distance=agreement.gradient, device=harness.cpu(),
         threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"), **versions,

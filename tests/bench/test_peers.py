@@ -97,7 +97,11 @@ class StandIn:
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
     """Return a table of projects with the stand-in, whose clone is there."""
     (tmp_path / "clones" / "stand-in").mkdir(parents=True)
-    return {"flow_grpo": Project("stand-in", build, "both"), "flow_factory": Project("absent", build, "both")}
+    return {
+        "flow_grpo": Project("stand-in", build, "both"),
+        "flow_factory": Project("absent", build, "both"),
+        "unirl": Project("absent", build, "both"),
+    }
 
 
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
@@ -123,6 +127,8 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(tmp_path: Path, cap
         assert 0 < row.p20 <= row.p50 <= row.p80
         assert row.seconds > 0
         assert row.peer_seconds > 0
+        assert row.peak_bytes > 0
+        assert row.peer_peak_bytes > 0
         assert row.log_prob_distance < 1e-6
         assert 0 < row.gradient_distance < 1e-5
         assert all(text[name] for name in text)
@@ -174,10 +180,22 @@ def test_the_two_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
     """Of each round, and only then the percentiles."""
     seconds = ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0])
-    row = report._row("p", "c", "tiny", "update", 4, seconds, Agreement(1e-7, 0.0, 1e-6), PeersConfig(samples=2))
+    row = report._row("p", "c", "tiny", "update", 4, seconds, (5, 6), Agreement(1e-7, 0.0, 1e-6), PeersConfig(samples=2))
     assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
     assert [row.p20, row.p80] == pytest.approx([1.1, 2.6])
     assert (row.runs, row.pairs, row.peer_pairs) == (3, 4, 2)
+    assert (row.peak_bytes, row.peer_peak_bytes) == (5, 6)
+
+
+def test_the_peak_holds_what_a_call_makes() -> None:
+    """What existed before does not count, and what is freed in between counts once at a time."""
+    held = torch.ones(1000)
+
+    def call() -> None:
+        for _ in range(3):
+            assert (held * 2).sum() == 2000
+
+    assert 4000 <= report.peak_bytes(call) < 8000
 
 
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
@@ -191,9 +209,9 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
 
 def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the command line, too; it says which folders it expects."""
-    with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory"):
+    with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory, UniRL"):
         main(["peers", "--clones", str(tmp_path), "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("skipped") == 2
+    assert capsys.readouterr().out.count("skipped") == 3
 
 
 @pytest.mark.parametrize("wrong", [{"runs": 0}, {"pairs": ()}, {"pairs": (0,)}, {"peers": ("other",)}, {"sizes": ("huge",)}])

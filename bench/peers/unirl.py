@@ -1,0 +1,102 @@
+"""UniRL (Tencent-Hunyuan/UniRL): `SD3DiffusionStage.diffuse` and `TrainStack.train` with its FlowGRPO algorithm.
+
+Its own code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the optimizer
+step of its FSDP backend, without Ray. The backend's constructor, which reads configurations and wraps the module, is left
+out: one process needs no wrap, so UniRL is timed without the cost of FSDP2.
+"""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.bench.peers import clone
+from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
+from fluvial.bench.peers.work import Sampled, Stored, Work
+
+# Its files import them for processes, configurations and logging.
+UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
+
+
+class UniRL:
+    """UniRL's code on the work.
+
+    Args:
+        folder: clone of the project.
+        work: what is done.
+    """
+
+    def __init__(self, folder: Path, work: Work) -> None:
+        with clone.importable(folder, stand_ins=UNUSED):
+            load = importlib.import_module
+            diffusion, conditions = load("unirl.models.sd3.diffusion"), load("unirl.models.sd3.conditions")
+            flowgrpo, stack = load("unirl.algorithms.flowgrpo"), load("unirl.train.stack")
+            backend, kernels = load("unirl.train.backend.fsdp"), load("unirl.sde.kernels")
+            self.types, self.latent = load("unirl.types.rollout_resp"), load("unirl.types.segments.latent")
+            text, sampling = load("unirl.types.conditions.text"), load("unirl.types.sampling")
+        self.work, self.transformer = work, build_pipeline(work).transformer
+        parameters = [p for p in self.transformer.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
+        event = work.size.event
+        self.params = sampling.DiffusionSamplingParams(
+            num_inference_steps=work.steps, guidance_scale=work.scale, height=event[-2] * VAE_SCALE,
+            width=event[-1] * VAE_SCALE, eta=work.eta, sde_indices=list(range(work.steps)), seed=0,
+        )  # fmt: skip
+        self.stage = diffusion.SD3DiffusionStage(
+            model=SimpleNamespace(transformer=self.transformer, device=torch.device("cpu")),
+            step=diffusion.SD3DiffusionStep(), strategy=kernels.FlowSDEStrategy(), autocast_precision="fp32", trajectory_precision="fp32",
+            vae_scale_factor=VAE_SCALE, latent_channels=event[0],
+        )  # fmt: skip
+        self.sigmas: Tensor = work.scheduler().sigmas
+        self.typed = conditions.SD3Conditions(
+            text=text.TextEmbedCondition(embeds=work.cond.tokens, pooled=work.cond.pooled),
+            negative_text=text.TextEmbedCondition(embeds=work.uncond.tokens, pooled=work.uncond.pooled),
+        )
+        algorithm = flowgrpo.FlowGRPO(
+            params=self.params, stage=self.stage, clip_range=work.clip, conditions_cls=conditions.SD3Conditions
+        )
+        holder = backend.FSDPBackend.__new__(backend.FSDPBackend)
+        vars(holder).update(
+            model=self.transformer, optimizer=self.optimizer, scheduler=None, ema=None, _optimizer_step_count=0,
+            _defer_grad_sync=False, _grad_sync_enabled=True,
+        )  # fmt: skip
+        self.stack = stack.TrainStack(
+            fsdp_backend=holder, algorithm=algorithm, micro_batch_size=work.samples, max_grad_norm=work.max_grad_norm
+        )
+
+    def _segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
+        steps = self.work.steps
+        return self.latent.make_image_segment(
+            latents=torch.cat([x, x_next[:, -1:]], dim=1), sigmas=self.sigmas, indices=torch.arange(steps + 1),
+            sde_logp=log_prob, sde_indices=torch.arange(steps),
+        )  # fmt: skip
+
+    def rollout(self) -> Sampled:
+        """Return the latents and log-probabilities that its stage samples."""
+        initial = torch.randn(self.work.samples, *self.work.size.event)
+        made = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
+        return Sampled(made.latents, made.sde_logp)
+
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return what its stage's `replay` finds."""
+        with torch.no_grad():
+            found: Tensor = self.stage.replay(
+                self.typed, segment=self._segment(x, x_next, None), params=self.params
+            ).log_probs
+        return found
+
+    def update(self, stored: Stored) -> float:
+        """Take one optimizer step by its training loop."""
+        track = self.types.RolloutTrack(
+            sample_ids=self.work.prompts, conditions=self.typed.to_dict(), advantages=stored.advantage,
+            segment=self._segment(stored.x, stored.x_next, stored.log_prob),
+        )  # fmt: skip
+        slices = self.stack._optimizer_step_slices(self.work.samples)
+        return float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update."""
+        return first_moments(self.transformer, self.optimizer)
