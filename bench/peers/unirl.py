@@ -47,7 +47,8 @@ class UniRL:
         )  # fmt: skip
         self.stage = diffusion.SD3DiffusionStage(
             model=SimpleNamespace(transformer=self.transformer, device=torch.device("cpu")),
-            step=diffusion.SD3DiffusionStep(), strategy=kernels.FlowSDEStrategy(), autocast_precision="fp32", trajectory_precision="fp32",
+            step=diffusion.SD3DiffusionStep(), strategy=kernels.FlowSDEStrategy(),
+            autocast_precision="fp32", trajectory_precision="fp32",
             vae_scale_factor=VAE_SCALE, latent_channels=event[0],
         )  # fmt: skip
         self.sigmas: Tensor = work.scheduler().sigmas
