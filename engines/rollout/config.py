@@ -32,8 +32,9 @@ class RolloutConfig:
         sampler: Name of the sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps
             (Flow-CPS, 2509.05952), ddim (DDPO, 2305.13301, for models that predict epsilon), ode (no noise; DDIM with eta
             0 for models that predict epsilon), or a function of your own as module:name.
-        eta: Scale of the sampler's noise, without a unit; 0 with ode, else above 0.
-        solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
+        eta: Scale of the sampler's noise, without a unit; 0 with ode unless the solver is sa_solver, else above 0.
+        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867) or
+            sa_solver (SA-Solver, 2309.05019, which takes noise of scale eta at levels from 0.3 to 0.9, as in AWM's code).
         window: Number of contiguous stochastic steps, placed at random and trained on; the other steps are ODE steps
             (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802). None makes every step of the range stochastic.
         contiguous: Whether the stochastic steps of a window are contiguous. If not, they are drawn one by one from the range
@@ -78,20 +79,20 @@ class RolloutConfig:
         count = (1, 2**31)
         check_fields(self, prompts=count, group=count, steps=count, eta=(0, math.inf), fraction=(1e-6, 1))
         rule, name = self.rule, self.sampler_name
-        if self.is_deterministic and self.eta > 0:
+        if self.is_deterministic and self.eta > 0 and self.solver != "sa_solver":
             raise ValueError(f"rollout.eta is {self.eta:g}, and {name} takes no noise: use eta 0, or another sampler")
         if not self.is_deterministic and self.eta == 0:
             raise ValueError(
                 f"rollout.eta is 0, so every step of {name} is deterministic and has no density: use eta > 0, or sampler "
                 "ode for an objective that needs no density"
             )
-        if self.eta > rule.max_eta:
+        if self.eta > rule.max_eta and self.solver != "sa_solver":
             raise ValueError(f"rollout.eta is {self.eta}, expected at most {rule.max_eta:g} for {name}")
         if self.solver != "euler" and self.sampler != "ode":
             raise ValueError(
                 f"rollout.solver is {self.solver}, which solves the ODE, and rollout.sampler is {name}: use sampler ode"
             )
-        if self.shared_noise and self.is_deterministic and self.group > 1:
+        if self.shared_noise and self.is_deterministic and not self.eta and self.group > 1:
             raise ValueError(
                 f"rollout.shared_noise is set, and {name} takes no noise, so all samples of a group would be the same: use "
                 "another sampler"

@@ -6,7 +6,7 @@ the number of ranks nor on the rank that makes it.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from fluvial.engines.data.records import negatives
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import concatenate
-from fluvial.engines.rollout.solvers import Solver, solve
+from fluvial.engines.rollout.solvers import Solver, sa_schedule, solve
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.window import Steps
 from fluvial.kernels import Implementation, sde_step
@@ -145,6 +145,7 @@ class Sampling:
         schedule: noise levels, and timesteps on the model's device.
         guidance: guidance of every step.
         solver: solver of the deterministic steps; anything but euler takes no stochastic steps.
+        eta: noise of a solver that adds some.
         stochastic: the steps that take noise; None makes every step deterministic and records none.
         autocast: let the model compute in bfloat16 under torch's autocast.
         prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
@@ -154,6 +155,7 @@ class Sampling:
     schedule: Schedule
     guidance: Guidance = NO_GUIDANCE
     solver: Solver = "euler"
+    eta: float = 0.0
     stochastic: StochasticSteps | None = None
     autocast: bool = False
     prefix: SharedPrefix | None = None
@@ -231,6 +233,8 @@ def generate(
     device, prediction = sampling.schedule.timesteps.device, model.prediction
     prompts, ids, key = requests.prompts, requests.ids, requests.key
     first_ids = requests.initial_ids
+    if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
+        sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
     starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else {}
     for start in range(0, len(ids), micro_batch):
         rows = slice(start, start + micro_batch)
@@ -250,7 +254,11 @@ def generate(
                 keys, rest = fold_in(own, Stream.STEPS), range(sampling.shared_steps, len(sampling.schedule.timesteps))
                 trajectory = _walk(velocity, x, keys, sampling, prediction, steps=rest, window=window)
             else:
-                trajectory = unrecorded(solve(sampling.solver, velocity, x, sampling.schedule, prediction=prediction))
+                found = solve(
+                    sampling.solver, velocity, x, sampling.schedule, prediction=prediction, eta=sampling.eta,
+                    keys=fold_in(own, Stream.STEPS),
+                )  # fmt: skip
+                trajectory = unrecorded(found)
             images = model.decode(trajectory.final)
         yield Chunk(prompts[rows], cond, trajectory, images)
 

@@ -2,15 +2,17 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.types import Samples
 from fluvial.models import Prediction, Schedule
 
-Solver = Literal["euler", "dpmpp_2m"]
+Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver"]
+NOISY = 0.3, 0.9  # levels between which AWM's SA-Solver adds noise
 
 
 def solve(
@@ -20,37 +22,48 @@ def solve(
     schedule: Schedule,
     *,
     prediction: Prediction,
+    eta: float = 0.0,
+    keys: Key | None = None,
 ) -> Samples:
     """Return samples `[B, *event]`, the solution of the ODE from noise over a model's own schedule.
 
     dpmpp_2m is DPM-Solver++ 2M (arXiv 2211.01095), the second-order multistep method of DiffusionNFT (2509.16117).
-    It evaluates the model once per step, like Euler's method.
+    unipc is UniPC of order 2 (2302.04867), which Wan is served with, and sa_solver is SA-Solver with predictor and corrector
+    of order 2 (2309.05019), which adds noise. All evaluate the model once per step, like Euler's method.
 
     Args:
-        solver: dpmpp_2m; Euler's steps are taken by `core.rollout.rollout`.
+        solver: dpmpp_2m, unipc or sa_solver; Euler's steps are taken by `core.rollout.rollout`.
         velocity: prediction of the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
-        schedule: T+1 levels and T timesteps.
+        schedule: T+1 levels and T timesteps; that of `sa_schedule` for sa_solver.
         prediction: velocity, whose levels are sigma, or epsilon, whose levels are alpha_bar.
+        eta: noise tau of sa_solver at levels from 0.3 to 0.9.
+        keys: key of each sample's noise, `[B]`; with eta only.
 
     Raises:
-        ValueError: the solver is unknown.
+        ValueError: the solver is unknown, or is defined for flows and the model is none.
     """
-    from diffusers import DPMSolverMultistepScheduler
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
-    if solver != "dpmpp_2m":
-        raise ValueError(f"solve: solver is {solver!r}, expected 'dpmpp_2m'")
+    if solver not in ("dpmpp_2m", "unipc", "sa_solver"):
+        raise ValueError(f"solve: solver is {solver!r}, expected 'dpmpp_2m', 'unipc' or 'sa_solver'")
+    if solver == "sa_solver":
+        if prediction != "velocity":
+            raise ValueError("solve: solver is 'sa_solver', which is for models that predict a velocity: use 'dpmpp_2m'")
+        return _sa_solver(velocity, x, schedule, eta, keys)
     flow = prediction == "velocity"
     levels = schedule.levels.to(torch.float32)
     # diffusers scales a variance-preserving path so that the signal is 1.
     sigmas = levels if flow else torch.sqrt((1 - levels) / levels)
     steps = len(levels) - 1
-    scheduler = DPMSolverMultistepScheduler(
-        algorithm_type="dpmsolver++",
-        solver_order=2,
-        prediction_type="flow_prediction" if flow else "epsilon",
-        use_flow_sigmas=flow,
-    )
+    options: dict[str, Any] = {
+        "solver_order": 2, "prediction_type": "flow_prediction" if flow else "epsilon", "use_flow_sigmas": flow
+    }  # fmt: skip
+    if solver == "unipc":
+        scheduler = UniPCMultistepScheduler(final_sigmas_type="zero" if flow else "sigma_min", **options)
+        sigmas = torch.cat([sigmas[:1].clamp(max=1 - 1e-6), sigmas[1:]]) if flow else sigmas  # as diffusers does
+    else:
+        scheduler = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **options)
     with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
         warnings.simplefilter("ignore", DeprecationWarning)
         scheduler.set_timesteps(steps)
@@ -62,3 +75,55 @@ def solve(
         v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
         x = scheduler.step(v, scheduler.timesteps[step], x, return_dict=False)[0]
     return x
+
+
+def sa_schedule(schedule: Schedule) -> Schedule:
+    """Return the schedule that AWM's SA-Solver samples with: it starts at 0.999, and its last level is half the one before.
+
+    SA-Solver steps in log((1 - sigma) / sigma), which is infinite at 1 and at 0.
+    """
+    levels = schedule.levels.clone()
+    levels[0] = levels[0].clamp(max=1 - 1e-3)
+    if len(levels) > 3:
+        levels[-2] = levels[-3] / 2
+    scale = (levels[:-1] / schedule.levels[:-1]).to(schedule.timesteps)
+    return Schedule(levels, schedule.timesteps * scale)
+
+
+def _sa_solver(
+    velocity: Callable[[Tensor, Tensor, int], Tensor], x: Samples, schedule: Schedule, eta: float, keys: Key | None
+) -> Samples:
+    """Return samples of SA-Solver in the mode PEC, with diffusers' coefficients and noise of our own keys.
+
+    As in the published code, the first step is not corrected, and the last one returns the clean estimate.
+    """
+    from diffusers import SASolverScheduler
+
+    levels = schedule.levels.to(torch.float32)
+    steps = len(levels) - 1
+    scheduler: Any = SASolverScheduler(
+        predictor_order=2, corrector_order=2, prediction_type="flow_prediction", use_flow_sigmas=True
+    )
+    scheduler.sigmas, scheduler.model_outputs, scheduler._step_index = levels.to(x.dtype), [None, None], 0
+    taus = [eta if NOISY[0] <= level <= NOISY[1] else 0.0 for level in levels.tolist()]
+    per_sample = levels.to(device=x.device, dtype=x.dtype)
+    last, noise = x, torch.zeros_like(x)
+    for step in range(steps):
+        v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
+        clean = scheduler.convert_model_output(v, sample=x)
+        if step == steps - 1:
+            return clean
+        if step > 1:
+            x = scheduler.stochastic_adams_moulton_update(
+                this_model_output=clean, last_sample=last, last_noise=noise, this_sample=x, order=2, tau=taus[step]
+            )
+        scheduler.model_outputs = [scheduler.model_outputs[1], clean]
+        if taus[step + 1]:
+            assert keys is not None
+            noise = normal(fold_in(keys, step), tuple(x.shape), dtype=x.dtype)
+        last = x
+        x = scheduler.stochastic_adams_bashforth_update(
+            model_output=clean, sample=x, noise=noise, order=min(2, step + 1), tau=taus[step + 1]
+        )
+        scheduler._step_index += 1
+    raise AssertionError("a schedule has at least one step")

@@ -72,7 +72,8 @@ class EvaluationConfig:
         steps: Number of steps of the schedule; None is that of the rollout.
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
-        solver: Solver of the ODE: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095).
+        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867, which Wan
+            is served with) or sa_solver (SA-Solver, 2309.05019, without noise).
         average: Evaluate and export the moving average of the weights, if there is one, instead of the weights.
     """
 
@@ -232,6 +233,11 @@ class TrainConfig:
     def evaluation_steps(self) -> int:
         """Number of steps of the schedule in evaluations."""
         return self.evaluation.steps or self.rollout.steps
+
+    @property
+    def evaluation_solver(self) -> Solver:
+        """Solver of the ODE in evaluations."""
+        return self.evaluation.solver
 
     @property
     def evaluation_guidance(self) -> Guidance:

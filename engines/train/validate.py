@@ -47,6 +47,11 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"rollout.sampler is {rollout.sampler_name}, which is for models that predict {rollout.rule.prediction}, and "
             f"{config.model} predicts {prediction}: use {' or '.join(fitting)}"
         )
+    if prediction == "epsilon" and "sa_solver" in (rollout.solver, config.evaluation_solver):
+        raise ValueError(
+            f"rollout.solver or evaluation.solver is sa_solver, which is for flows, and {config.model} predicts epsilon: "
+            "use dpmpp_2m"
+        )
     if prediction == "epsilon" and config.objective.traits.flows_only:
         raise ValueError(
             f"objective {name_of(config.objective)} is defined for flows, and {config.model} predicts epsilon: use another "

@@ -27,7 +27,7 @@ class Deviation(NamedTuple):
 def _sampler(config: TrainConfig, run: PublishedRun) -> str:
     rollout = config.rollout
     if rollout.sampler_name == "ode":
-        return "dpm2_ode" if rollout.solver == "dpmpp_2m" else "euler_ode"
+        return {"dpmpp_2m": "dpm2_ode", "euler": "euler_ode"}.get(rollout.solver, rollout.solver)
     return "ddim_eta" if rollout.sampler_name == "ddim" else rollout.sampler_name
 
 

@@ -73,6 +73,7 @@ EXTRAS: dict[str, Matches] = {
     "ema_kl_decay": _kl_decay,
     "kl_weight": _says("Uniform"),
     "advantage_rescale_max": lambda config, value: config.advantage.rescale == value,
+    "sa_solver_orders": lambda config, value: config.rollout.solver == "sa_solver" and value == [2, 2],
     "stat_buffer_size": lambda config, value: config.advantage.history == value,
     "stat_min_count": lambda config, value: config.advantage.history_min == value,
     "iters_per_group": lambda config, value: config.rollout.moves.every == value,

@@ -16,6 +16,7 @@ from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Crd, D3po,
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
+from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
@@ -38,7 +39,7 @@ OBJECTIVES: dict[str, str] = {
     "TempFlow-GRPO": "tempflow", "D3PO": "d3po", "AlignProp": "alignprop",
 }  # fmt: skip
 SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
-SOLVERS: dict[str, Literal["euler", "dpmpp_2m"]] = {"dpm2_ode": "dpmpp_2m"}
+SOLVERS: dict[str, Solver] = {"dpm2_ode": "dpmpp_2m", "sa_solver": "sa_solver"}
 OPEN_ROLLOUTS = 1000  # of a run that was stopped by hand, or whose length is not stated
 
 
@@ -224,7 +225,9 @@ def _rollout(run: PublishedRun) -> RolloutConfig:
     if sampler is None and trains_on_steps:
         sampler = "flow_sde"
     if sampler is None or not trains_on_steps:
-        return RolloutConfig(**common, sampler="ode", eta=0.0, solver=SOLVERS.get(s.get("sampler", ""), "euler"))
+        solver = SOLVERS.get(s.get("sampler", ""), "euler")
+        eta = s.get("noise_level", 0.0) if solver == "sa_solver" else 0.0
+        return RolloutConfig(**common, sampler="ode", eta=eta, solver=solver)
     config = RolloutConfig(
         **common,
         sampler=sampler,

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.random import key, normal
+from fluvial.core.random import fold_in, key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.engines.rollout.generate import deterministic_step
-from fluvial.engines.rollout.solvers import solve
+from fluvial.engines.rollout.solvers import sa_schedule, solve
 from fluvial.models import Prediction, Schedule
 
 MEAN, DEVIATION = 1.5, 0.4  # of the clean samples, each element alone
@@ -133,3 +134,60 @@ def test_another_solver() -> None:
     """There is one; Euler's steps are a rollout's."""
     with pytest.raises(ValueError, match="solver is 'euler', expected 'dpmpp_2m'"):
         solve("euler", exact("velocity"), torch.ones(1, 2), schedule(2, "velocity"), prediction="velocity")
+
+
+class Seen:
+    """The exact velocity, and the points that it was asked for."""
+
+    def __init__(self) -> None:
+        self.x: list[Tensor] = []
+
+    def __call__(self, x: Tensor, level: Tensor, step: int) -> Tensor:
+        self.x.append(x)
+        return exact("velocity")(x, level, step)
+
+
+@pytest.mark.parametrize("solver", ["unipc", "sa_solver"])
+def test_other_solvers_of_higher_order(solver: Any) -> None:
+    """Twice the steps leave a quarter of the error, or less; the last step of SA-Solver, of order 1, is left out."""
+    errors = []
+    for steps in (20, 40, 80):
+        grid = schedule(steps, "velocity")
+        x = normal(key(0), (64, 3), dtype=torch.float64)
+        if solver == "unipc":
+            found, known = solve(solver, exact("velocity"), x, grid, prediction="velocity"), goal(x, grid.levels, "velocity")
+        else:
+            seen = Seen()
+            solve(solver, seen, x, grid, prediction="velocity")
+            found, known = seen.x[-1], goal(x, grid.levels[:-1], "velocity")
+        errors.append(float((found - known).square().mean().sqrt()))
+    for coarse, fine in pairwise(errors):
+        assert math.log2(coarse / fine) > 1.7, errors
+
+
+def test_noise_of_sa_solver_keeps_the_distribution() -> None:
+    """With noise, samples end with the mean and the deviation of the data; their noise is that of their keys."""
+    levels = shifted(60, 3.0)
+    grid = sa_schedule(Schedule(levels, 1000 * levels[:-1]))
+    keys = fold_in(key(1), torch.arange(4000))
+    x = normal(fold_in(key(2), torch.arange(4000)), (4000, 2), dtype=torch.float64)
+    run = {"prediction": "velocity", "eta": 0.8}
+    found = solve("sa_solver", exact("velocity"), x, grid, keys=keys, **run)  # type: ignore[arg-type]
+    assert float(found.mean()) == pytest.approx(MEAN, abs=0.02)
+    assert float(found.std()) == pytest.approx(DEVIATION, rel=0.05)
+    still = solve("sa_solver", exact("velocity"), x, grid, prediction="velocity")
+    assert (found - still).abs().mean() > 0.05
+    part = solve("sa_solver", exact("velocity"), x[7:9], grid, keys=fold_in(key(1), torch.arange(7, 9)), **run)  # type: ignore[arg-type]
+    torch.testing.assert_close(part, found[7:9])
+
+
+def test_the_levels_of_sa_solver() -> None:
+    """AWM's: 0.999 first, and half the level before it last; the timesteps follow."""
+    levels = shifted(14, 3.0)
+    grid = sa_schedule(Schedule(levels, 1000 * levels[:-1]))
+    assert float(grid.levels[0]) == pytest.approx(0.999)
+    assert float(grid.levels[-2]) == pytest.approx(float(levels[-3]) / 2)
+    assert torch.equal(grid.levels[1:-2], levels[1:-2])
+    torch.testing.assert_close(grid.timesteps, 1000 * grid.levels[:-1])
+    with pytest.raises(ValueError, match="for models that predict a velocity"):
+        solve("sa_solver", exact("epsilon"), torch.zeros(1, 3), grid, prediction="epsilon")

@@ -269,3 +269,18 @@ def test_advantages_of_several_rewards_are_summed() -> None:
     found = advantages(rewards, torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1]), config)
     expected = torch.tensor([-1.5, 1.5, -1.5, 1.5], dtype=torch.float64) / 2**0.5
     torch.testing.assert_close(found, expected)
+
+
+def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
+    """Its noise is that of `rollout.eta`, so that samples from the same noise differ; Euler's method has none."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler="ode", eta=0.4, solver="sa_solver", shared_noise=True)
+    with Trainer(tiny.config(tmp_path, objective=Awm(), rollout=rollout), tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        trainer.update()
+    final = samples[0].trajectory.final
+    assert torch.isfinite(final).all()
+    assert len(final.flatten(1).unique(dim=0)) == 8
+    with pytest.raises(ValueError, match=r"rollout.shared_noise is set"):
+        replace(rollout, eta=0.0)
+    with pytest.raises(ValueError, match=r"rollout.eta is 0.4, and ode takes no noise"):
+        replace(rollout, solver="unipc", shared_noise=False)
