@@ -19,16 +19,38 @@ def linear(T: int) -> Grid:
 def shifted(T: int, shift: float) -> Grid:
     """Return the linear schedule shifted towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206).
 
-    It is not the schedule that diffusers' SD3 pipeline samples with: FlowMatchEulerDiscreteScheduler shifts the ends of its
-    range first, spaces its timesteps evenly between them, and shifts the result again. Use `from_scheduler` for that one.
+    It is not the schedule that diffusers' SD3 pipeline samples with, which is `shifted_twice`.
 
     Args:
         T: number of steps.
         shift: > 0; 1 is `linear`.
     """
     check_number("shifted", "shift", shift, low=1e-9)
-    s = _unshifted(T)
-    return (shift * s / (1 + (shift - 1) * s)).to(torch.float32)
+    return _shift(_unshifted(T), shift).to(torch.float32)
+
+
+def shifted_twice(T: int, shift: float, *, train_timesteps: int = 1000) -> Grid:
+    """Return the schedule that diffusers' SD3 pipeline samples with: T levels from 1, and then 0.
+
+        s_min = f(1 / train_timesteps),  s_i = f(1 + (s_min - 1) i / (T - 1)),  f(s) = shift s / (1 + (shift - 1) s)
+
+    The least level of training is shifted itself before the levels are spaced and shifted again, so that the last step is
+    longer than that of `shifted`.
+
+    Args:
+        T: number of steps, >= 2.
+        shift: > 0; SD3 and SD3.5 have 3.
+        train_timesteps: number of timesteps that the model was trained with.
+
+    Source: FlowMatchEulerDiscreteScheduler.set_timesteps of diffusers.
+    """
+    check_number("shifted_twice", "shift", shift, low=1e-9)
+    check_number("shifted_twice", "train_timesteps", train_timesteps, low=2)
+    if T < 2:
+        raise ValueError(f"shifted_twice: T is {T}, expected at least 2")
+    least = float(_shift(torch.tensor(1 / train_timesteps, dtype=torch.float64), shift))
+    levels = _shift(torch.linspace(1, least, T, dtype=torch.float64), shift)
+    return torch.cat([levels, levels.new_zeros(1)]).to(torch.float32)
 
 
 def dynamic_shift(
@@ -40,6 +62,7 @@ def dynamic_shift(
     base_shift: float = 0.5,
     max_shift: float = 1.15,
     kind: Literal["exponential", "linear"] = "exponential",
+    shift_terminal: float | None = None,
 ) -> Grid:
     """Return the linear schedule shifted by the number of image tokens, as FLUX and Qwen-Image do.
 
@@ -51,12 +74,22 @@ def dynamic_shift(
         seq_len: image tokens per sample.
         base_seq_len, max_seq_len, base_shift, max_shift: two points of the line for mu.
         kind: see above.
+        shift_terminal: level that the last step starts from: all levels s become 1 - (1 - s) (1 - shift_terminal) / (1 -
+            s_last). Qwen-Image's scheduler has 0.02; None stretches nothing, as for FLUX.
 
-    Source: FlowMatchEulerDiscreteScheduler.time_shift of diffusers; the defaults are diffusers'.
+    Source: FlowMatchEulerDiscreteScheduler of diffusers (time_shift, stretch_shift_to_terminal), and its defaults.
     """
     check_choice("dynamic_shift", "kind", kind, ("exponential", "linear"))
     mu = base_shift + (seq_len - base_seq_len) * (max_shift - base_shift) / (max_seq_len - base_seq_len)
-    return shifted(T, math.exp(mu) if kind == "exponential" else mu)
+    shift = math.exp(mu) if kind == "exponential" else mu
+    if shift_terminal is None:
+        return shifted(T, shift)
+    check_number("dynamic_shift", "shift_terminal", shift_terminal, low=1e-9, high=1 - 1e-9)
+    if T < 2:
+        raise ValueError(f"dynamic_shift: T is {T}, expected at least 2 with shift_terminal")
+    levels = _shift(_unshifted(T), shift)[:-1]
+    stretched = 1 - (1 - levels) * (1 - shift_terminal) / (1 - levels[-1])
+    return torch.cat([stretched, stretched.new_zeros(1)]).to(torch.float32)
 
 
 def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # importing diffusers takes a second
@@ -174,6 +207,10 @@ def _checked_range(function: str, T: int, size: int, lo: int, hi: int | None) ->
     if not 1 <= size <= hi - lo:
         raise ValueError(f"{function}: size is {size}, expected 1 to {hi - lo} (steps {lo} to {hi})")
     return lo, hi
+
+
+def _shift(s: Tensor, shift: float) -> Tensor:
+    return shift * s / (1 + (shift - 1) * s)
 
 
 def _unshifted(T: int) -> Tensor:

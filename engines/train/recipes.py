@@ -153,8 +153,8 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
     """AWM (arXiv 2509.25050): a policy gradient whose log-probability is the matching error of samples with noise on them.
 
     The settings of large models are those of the published run awm/sd3.5-medium/geneval, with its second KL term to a moving
-    average of the policy, and sampled with the ODE where that run takes SA-Solver. On handwriting it trains on 4 levels per
-    sample, without a KL.
+    average of the policy, and SA-Solver. On handwriting it samples with Euler's steps and trains on 4 levels per sample,
+    without a KL.
     """
     return _published(
         "awm/sd3.5-medium/geneval",

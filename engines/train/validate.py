@@ -62,6 +62,11 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"evaluation.steps or evaluation.guidance is not the rollout's, and {config.model} has no adapter and knows "
             "only the steps and the guidance of the rollout: leave them as they are"
         )
+    if recorded and "sa_solver" in (rollout.solver, config.evaluation_solver):
+        raise ValueError(
+            f"rollout.solver or evaluation.solver is sa_solver, which visits levels of its own, and {config.model} has no "
+            "adapter and knows only those of its schedule: use dpmpp_2m"
+        )
     if (prediction == "epsilon" or recorded) and config.noising.levels not in ("schedule", "stratified"):
         raise ValueError(
             f"noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: use "

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from fluvial.core.random import fold_in, key
-from fluvial.core.sigmas import check_sigmas, dynamic_shift, from_scheduler, linear, sde_window, shifted
+from fluvial.core.sigmas import check_sigmas, dynamic_shift, from_scheduler, linear, sde_window, shifted, shifted_twice
 
 steps = st.integers(1, 60)
 shifts = st.floats(0.1, 10)
@@ -161,3 +161,33 @@ def test_an_impossible_window(T: int, size: int, lo: int, hi: int | None, messag
 def test_a_window_needs_a_key_on_the_host() -> None:
     with pytest.raises(TypeError, match="expected one key on the host"):
         sde_window(fold_in(key(0), torch.arange(2)), 4, 2)
+
+
+@given(T=st.integers(2, 60), shift=shifts)
+def test_the_shift_of_sd3_is_diffusers(T: int, shift: float) -> None:
+    """FlowMatchEulerDiscreteScheduler's, which shifts twice; `shifted` is another schedule."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(T)
+    assert is_schedule(shifted_twice(T, shift), T)
+    assert_close(shifted_twice(T, shift), scheduler.sigmas, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(shifted_twice(T, shift), shifted(T, shift), atol=1e-4)
+
+
+@given(T=st.integers(2, 60), seq_len=st.integers(256, 8192), terminal=st.floats(0.005, 0.2))
+def test_a_terminal_level_is_diffusers(T: int, seq_len: int, terminal: float) -> None:
+    """As Qwen-Image's scheduler stretches its levels."""
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=terminal)
+    mu = 0.5 + (seq_len - 256) * (1.15 - 0.5) / (4096 - 256)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / T, T).tolist(), mu=mu)
+    found = dynamic_shift(T, seq_len, shift_terminal=terminal)
+    assert is_schedule(found, T)
+    assert_close(found, scheduler.sigmas, rtol=1e-5, atol=1e-6)
+    assert float(found[-2]) == pytest.approx(terminal, rel=1e-5)
+
+
+def test_schedules_of_one_step_have_no_ends_to_space() -> None:
+    """Two levels are the least that can be shifted twice, or stretched."""
+    with pytest.raises(ValueError, match="T is 1, expected at least 2"):
+        shifted_twice(1, 3.0)
+    with pytest.raises(ValueError, match="T is 1, expected at least 2"):
+        dynamic_shift(1, 1024, shift_terminal=0.02)

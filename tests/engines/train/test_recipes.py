@@ -57,6 +57,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "awm": ODE | {
         "objective.weighting": "ghuber", "objective.clip_low": 1.0, "rollout.steps": 14, "rollout.prompts": 72,
         "kl.coef": 1e-3, "kl.ema_coef": 1.0, "kl.ema_cap": 0.3, "kl.ema_rise": 0.001,
+        "rollout.eta": 0.4, "rollout.solver": "sa_solver", "noising.levels": "stratified", "noising.each": 6,
     },
     "dpo": ODE | {"objective.beta": 2000.0},
     "dgpo": ODE | {
