@@ -133,8 +133,8 @@ class RolloutSource:
                 implementation=config.implementation,
             )
         return Sampling(
-            self.job.shape, self.schedule, rollout.guidance, rollout.solver, rollout.eta if rollout.is_deterministic else 0.0,
-            stochastic, autocast=rollout.autocast,
+            self.job.shape, self.schedule, rollout.guidance, rollout.solver,
+            rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
             prefix=self._prefix(stochastic) if rollout.share_prefix else None,
         )  # fmt: skip
 
