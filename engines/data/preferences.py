@@ -183,7 +183,8 @@ def preference_records(
             line.
     """
     is_set = path.is_dir() and any((path / name).is_file() for name in (STATE, "dataset_dict.json"))
-    file = path / PREFERENCES if path.is_dir() and not is_set else path
+    is_folder = path.is_dir() or not (path.exists() or path.suffix)
+    file = path / PREFERENCES if is_folder and not is_set else path
     folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
     found: list[PreferenceRecord] = []
     for row in rows(file, "preferences"):

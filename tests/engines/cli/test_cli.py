@@ -52,7 +52,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --prompts {tmp}/letters.txt", "letters.txt, line 2: prompt '12a4' is not a code of 4 digits"),
     ("train handwriting --prompts {tmp}/short.txt", "short.txt, line 1: prompt '427'"),
     ("train handwriting --prompts {tmp}/unicode.txt", "unicode.txt, line 1"),
-    ("train handwriting --prompts {tmp}", "cannot be read: Is a directory"),
+    ("train handwriting --prompts {tmp}", "is a folder without state.json, expected a file"),
     ("train handwriting --out {tmp}/held", "held already holds a run"),
     ("train handwriting --out {tmp}/new --resume", "new holds no run to resume"),
     ("train handwriting --out {tmp}/held --resume", "config.json is not the record of a run"),
