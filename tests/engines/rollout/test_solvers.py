@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler
+from diffusers import DPMSolverMultistepScheduler, SASolverScheduler
 from torch import Tensor
 
 from fluvial.core import gaussian
@@ -191,3 +191,23 @@ def test_the_levels_of_sa_solver() -> None:
     torch.testing.assert_close(grid.timesteps, 1000 * grid.levels[:-1])
     with pytest.raises(ValueError, match="for models that predict a velocity"):
         solve("sa_solver", exact("epsilon"), torch.zeros(1, 3), grid, prediction="epsilon")
+
+
+def test_sa_solver_is_diffusers_scheduler() -> None:
+    """Without noise: its own steps, the first of them not corrected, up to the clean estimate of the last."""
+    levels = shifted(10, 3.0)
+    grid = sa_schedule(Schedule(levels, 1000 * levels[:-1]))
+    scheduler: Any = SASolverScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, tau_func=lambda t: 0)
+    with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scheduler.set_timesteps(10)
+    scheduler.sigmas, scheduler.timesteps = grid.levels.double(), torch.arange(10)
+    scheduler.set_begin_index(0)
+    found = x = normal(key(0), (4, 3), dtype=torch.float64)
+    for step in range(9):
+        if step == 1:
+            scheduler.last_sample = None
+        v = exact("velocity")(found, grid.levels[step].expand(4), step)
+        found = scheduler.step(v, scheduler.timesteps[step], found, return_dict=False)[0]
+    clean = found - grid.levels[9] * exact("velocity")(found, grid.levels[9].expand(4), 9)
+    torch.testing.assert_close(solve("sa_solver", exact("velocity"), x, grid, prediction="velocity"), clean)
