@@ -42,6 +42,8 @@ def rows(path: Path, what: str) -> Iterator[Row]:
         yield from _data_set(path, label)
         return
     read = _FORMATS.get(path.suffix.lower())
+    if read is None and not path.exists():
+        raise UsageError(f"{label} cannot be read: No such file or directory")
     if read is None:
         raise UsageError(
             f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .csv, .parquet, or a folder that datasets "

@@ -88,7 +88,7 @@ class QwenImage(Pipeline):
         )[0]
         return _unpacked(v, height)
 
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor | float) -> Tensor:
         """Return the guided velocity, v_uncond + g (v - v_uncond), each token rescaled to the norm of v's token."""
         guided = _packed(classifier_free(v, v_uncond, scale))
         length = torch.linalg.vector_norm(_packed(v).to(guided.dtype), dim=-1, keepdim=True)
