@@ -20,7 +20,7 @@ def test_a_fused_operation_moves_what_must_move(operation: operations.Operation)
     """Each operand once forward and once backward, in one launch per pass or two, and nothing of that size is saved."""
     backward = 1 if operation.gradients else 0
     for launches in (1, 2):
-        with rows.launches(launches):  # type: ignore[arg-type]
+        with rows.launches(launches):
             fused = traffic.count(operation, "fused")
         assert fused.moved_bytes == pytest.approx(fused.must_move_bytes, rel=0.001)
         assert fused.launches == launches + backward

@@ -90,12 +90,13 @@ def test_a_rollout_that_draws_and_scores_at_once_is_the_same(by_key: bool) -> No
         calls.append(options)
         return kernels.sde_step(*args, **options)
 
+    settings: tuple[dict[str, Any], ...] = ({}, {"draw": draw, "by_key": by_key})
     found = [
         rollout(
             lambda x, level, step: torch.sin(3 * x) - level[:, None, None], x, levels, key=key(7), window=[0, 1, 3],
             transition=bind("flow_sde", 0.7, levels), record=Record(steps=[0, 3], velocity=True, **options),
         )
-        for options in ({}, {"draw": draw, "by_key": by_key})
+        for options in settings
     ]  # fmt: skip
     for left, right in zip(*found, strict=True):
         assert left is right is None or torch.equal(left, right)

@@ -92,7 +92,10 @@ def advantages(scene: Scene, *, default_ddof: int = 1, default_eps: float = 1e-4
         out[mine] = (reward[mine] - reward[mine].mean()) / (max(scale, eps) if eps == 1e-6 else scale + eps)
     clip, most = s.get("advantage_clip"), scene.extra("advantage_rescale_max")
     out = out if clip is None else out.clamp(-clip, clip)
-    return out if most is None else out / clip * most
+    if most is None:
+        return out
+    assert clip is not None
+    return out / clip * most
 
 
 def gaussian(scene: Scene) -> tuple[Tensor, Tensor, Tensor]:

@@ -105,9 +105,9 @@ class Tiny:
         """Return grey images."""
         return (latents.float() / 2 + 0.5).clamp(0, 1)
 
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
+    def guide(self, v: Tensor, v_uncond: Tensor, guidance: Tensor | float, /) -> Tensor:
         """Apply classifier-free guidance."""
-        return classifier_free(v, v_uncond, scale)
+        return classifier_free(v, v_uncond, guidance)
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -54,7 +54,7 @@ def factors() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def diffusers(folder: Path) -> Path:
-    named = {}
+    named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         named |= {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
     header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
@@ -63,7 +63,7 @@ def diffusers(folder: Path) -> Path:
 
 
 def peft(folder: Path) -> Path:
-    named = {}
+    named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         named |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
     save_file(named, folder / "adapter_model.safetensors")
@@ -72,7 +72,7 @@ def peft(folder: Path) -> Path:
 
 
 def kohya(folder: Path) -> Path:
-    named = {}
+    named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         flat = f"lora_unet_{layer.replace('.', '_')}"
         named |= {f"{flat}.lora_down.weight": a, f"{flat}.lora_up.weight": b, f"{flat}.alpha": torch.tensor(ALPHA)}
@@ -82,7 +82,7 @@ def kohya(folder: Path) -> Path:
 
 def comfy(folder: Path) -> Path:
     """Write the same with dots, A as a convolution of one pixel, and scales multiplied into B."""
-    named = {}
+    named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         name = f"diffusion_model.{layer}"
         named |= {f"{name}.lora_down.weight": a[..., None, None], f"{name}.lora_up.weight": b * ALPHA / RANK}
@@ -113,7 +113,8 @@ def test_the_same_adapter_by_any_keys(tmp_path: Path, write: Callable[[Path], Pa
 
 def test_layers_of_different_ranks_and_scales(tmp_path: Path) -> None:
     """Smaller factors are filled up with zeros, and scales multiplied into B: the products stay the same."""
-    named, products = {}, {}
+    named: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
     for number, (layer, (a, b)) in enumerate(factors().items()):
         rank, alpha = 1 + number % 2, 1.0 + number
         flat = f"lora_transformer_{layer.replace('.', '_')}"
@@ -153,7 +154,7 @@ def test_a_converter_is_asked_where_keys_match_nothing(tmp_path: Path) -> None:
 
 
 def _plain() -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         found |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
     return found

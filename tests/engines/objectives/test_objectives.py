@@ -224,9 +224,12 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
     rollout = RolloutConfig(**GROUPS, guidance=Guidance(4.0, forwards=forwards, gradient=gradient))
     config, halves = tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1)), list[Any]()
     kernel = clipped.policy_loss
-    monkeypatch.setattr(
-        clipped, "policy_loss", lambda *args, **options: [kernel(*args, **options), halves.append(options["v_uncond"])][0]
-    )
+
+    def spied_loss(*args: Any, **options: Any) -> Any:
+        halves.append(options["v_uncond"])
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(clipped, "policy_loss", spied_loss)
     found = []
     for model, folds in ((tiny.Tiny(), False), (PlainGuidance(), True)):
         halves.clear()

@@ -177,11 +177,11 @@ def scene(
     scale = config.lora.alpha / config.lora.rank
     before = {part: start[part].double() for part in factors}
     # Within one rollout no follower moves: the old policy and the moving average are what the policy was before it.
-    velocities = [velocity_of(weights, scale, prompts, run) for weights in (factors, before, {}, before)]
+    policy, old, reference = (velocity_of(weights, scale, prompts, run) for weights in (factors, before, {}))
     return Scene(
         run.settings, reward, torch.arange(batch) // SIZE, sample, x, level, each(items.x_next),
         None if items.level_next is None else items.level_next.double(), each(items.x0), each(items.target),
-        float(spied.trainer.schedule.levels[1]), *velocities, spied.trainer.schedule.levels.double(),
+        float(spied.trainer.schedule.levels[1]), policy, old, reference, old, spied.trainer.schedule.levels.double(),
         None if items.noise is None else items.noise.double(),
     )  # fmt: skip
 
