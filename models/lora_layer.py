@@ -51,7 +51,7 @@ def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tens
     active = layer._active_adapter
     if layer._disable_adapters or layer.merged_adapters or len(active) != 1 or isinstance(active, str):
         return None
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)):
         return None
     if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
         return None

@@ -148,7 +148,7 @@ def test_what_does_not_fit_the_model(
     [
         (Sft(), "data", "sft learns from data, and this job has none"),
         (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
-        (Dpo(preferences=GIVEN), "preferences", "preferences given cannot be read: No such file"),
+        (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
         (
             Distill(teacher=TEACHER, match="velocity_mse"),
             "load",
