@@ -34,12 +34,38 @@ def _light(kind: Any) -> type:
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
             factors = None if args or kwargs else _factors(self, x)
+            if factors is None and not (args or kwargs) and _is_bare(self, x):
+                base = self._modules["base_layer"]
+                return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
             if factors is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
             return adapted_linear(x, *factors)
 
     return LightLinear
+
+
+def _is_bare(layer: Any, x: Tensor) -> bool:
+    """Return whether the frozen layer alone computes, its adapters disabled, as the light pass computes its part.
+
+    A policy and its reference then round alike: torch's own linear multiplies an input that is part of a larger tensor and
+    adds the bias in a second rounding.
+    """
+    if not layer._disable_adapters or layer.merged_adapters or _is_watched(x):
+        return False
+    base = layer._modules["base_layer"]
+    tensors = [tensor for tensor in (x, base.weight, base.bias) if tensor is not None]
+    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == x.dtype for tensor in tensors)
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Return whether a compiler, autocast or a transform of torch.func takes part, which see PEFT's own code."""
+    return (
+        torch.compiler.is_compiling()
+        or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type))
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.maybe_current_level() is not None
+    )
 
 
 def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
@@ -51,9 +77,7 @@ def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tens
     active = layer._active_adapter
     if layer._disable_adapters or layer.merged_adapters or len(active) != 1 or isinstance(active, str):
         return None
-    if torch.compiler.is_compiling() or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)):
-        return None
-    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+    if _is_watched(x):
         return None
     name, base = active[0], layer._modules["base_layer"]
     modules = layer._modules["lora_A"]._modules, layer._modules["lora_B"]._modules
@@ -97,10 +121,15 @@ def _forward(
     `reuse`: add to the layer's output in place. Selective checkpointing keeps that output, so training does not.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    out = _linear(rows, weight, bias)
     inner = rows.mm(a.t()) * scale
     out = out.addmm_(inner, b.t()) if reuse else torch.addmm(out, inner, b.t())
     return out.view(*x.shape[:-1], out.shape[-1]), rows, inner
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return rows W^T + bias of a matrix, in one rounding."""
+    return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
 class _Adapted(torch.autograd.Function):

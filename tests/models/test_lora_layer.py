@@ -108,3 +108,17 @@ def test_what_needs_no_gradient_gets_none() -> None:
     ours(torch.randn(3, 6)).sum().backward()
     assert ours.lora_A["default"].weight.grad is None
     assert given(ours.lora_B["default"].weight.grad).any()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_of_zeros_has_the_bits_of_the_layer_without_it(dtype: torch.dtype) -> None:
+    """A policy begins exactly as its reference, for an input that is part of a larger tensor, too."""
+    layer = layers(2.0)[1].to(dtype)
+    nn.init.zeros_(layer.lora_B["default"].weight)
+    layer.base_layer.requires_grad_(False)
+    for x in (torch.randn(3, 9, 6), torch.randn(3, 9, 6)[:, 2:7], torch.randn(9, 6)):
+        adapted = layer(x.to(dtype))
+        layer._disable_adapters = True
+        assert torch.equal(layer(x.to(dtype)), adapted)
+        layer._disable_adapters = False
