@@ -61,12 +61,20 @@ class FlopCounter(TorchDispatchMode):
             return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
         out = func(*args, **kwargs)
         flops = int(formula(*args, **kwargs, out_val=out))
-        # A backward pass records no gradients: what runs in it with gradients on is a recomputed forward pass.
-        if self._where.is_bw and torch.is_grad_enabled():
+        if self._where.is_bw and _in_forward():
             self.recomputed += flops
         else:
             self.model += flops
         return out
+
+
+def _in_forward() -> bool:
+    """Return whether a backward pass is computing a part of the forward pass again.
+
+    A backward pass itself records no gradients and saves no tensors. The forward pass of an `autograd.Function` records none
+    either, but checkpointing's hooks for saved tensors are in place around it.
+    """
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @cache
