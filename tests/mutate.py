@@ -97,8 +97,8 @@ FAULTS = (
         "tests/core/test_random.py::test_known_answers_of_integers",
     ),
     Fault(
-        "every step of a rollout draws the same noise", "core/rollout.py",
-        "data = torch.tensor(part, device", "data = torch.tensor([0] * len(part), device",
+        "every step of a rollout draws the same noise", "core/random.py",
+        "data = torch.tensor(steps, device", "data = torch.tensor([0] * len(steps), device",
         "tests/core/test_rollout.py::test_noise_differs_between_steps_and_samples",
     ),
     Fault(
