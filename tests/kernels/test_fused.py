@@ -154,9 +154,11 @@ def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
 
 
 @every_loss
-def test_a_million_and_one(operation: Operation) -> None:
-    """A row of many chunks."""
-    check(operation, inputs(operation, 1, (2**20 + 1,), torch.bfloat16), numbers(1))
+def test_a_row_of_many_chunks(operation: Operation) -> None:
+    """A million and one elements; in the interpreter one operation per way of adding up, and 65,537 for the others."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    size = 2**16 if interpreted and operation.name not in ("policy_loss with KL", "nft_loss") else 2**20
+    check(operation, inputs(operation, 1, (size + 1,), torch.bfloat16), numbers(1))
 
 
 @every
