@@ -46,7 +46,7 @@ class Launched:
     def reaches(self, update: int) -> None:
         """Wait until an update is recorded."""
         metrics = self.out / "metrics.jsonl"
-        self._wait(lambda: metrics.exists() and f'"update": {update}' in metrics.read_text(), 180)
+        self._wait(lambda: metrics.exists() and f'{{"update": {update}, ' in metrics.read_text(), 180)
 
     def complains(self, rank: int, *, within: float) -> None:
         """Wait until a rank has its line on stderr."""

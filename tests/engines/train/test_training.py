@@ -486,7 +486,7 @@ def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended too early"
         metrics = out / "metrics.jsonl"
-        if metrics.exists() and f'"update": {update}' in metrics.read_text():
+        if metrics.exists() and f'{{"update": {update}, ' in metrics.read_text():
             return
         time.sleep(0.02)
     pytest.fail("the run is too slow")
