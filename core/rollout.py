@@ -142,7 +142,7 @@ def rollout(
     record = as_record(record)
     steps = range(len(sigmas) - 1) if steps is None else steps
     own = _checked_own(window, record, len(x)) if isinstance(window, Tensor) else None
-    shared = (steps if window is None else window) if own is None else sorted(set(own.flatten().tolist()))
+    shared = (steps if window is None else window) if own is None else own.unique().tolist()  # lies on the host
     plan = plan_steps(sigmas, transition, window=shared, deterministic=deterministic, record=record)
     check_part("rollout", steps, len(sigmas) - 1, window=plan.window, record=plan.record)
     batch, compute = x.shape[0], compute_dtype("rollout", x=x, sigmas=sigmas)
@@ -221,7 +221,7 @@ def _own_coefficients(
             "have different numbers of recorded steps: leave these steps out of every window"
         )
     found = list(coefficients)
-    for step in sorted(set(own.flatten().tolist())):
+    for step in plan.window:
         holds = (own == step).any(dim=1).to(levels.device)
         other = deterministic(levels[step].expand(len(own)), levels[step + 1].expand(len(own)))
         found[step] = Transition(*(torch.where(holds, a, b) for a, b in zip(coefficients[step], other, strict=True)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.tables import STATE, Row, is_table, read_text, rows
 from fluvial.engines.errors import UsageError
@@ -33,18 +34,10 @@ def read_images(
         UsageError: there are no images, an image has no caption or a caption no image, or a caption is not a prompt or is
             held out; the message names the file.
     """
-    found, apart = [], frozenset(heldout)
-    for where, prompt in _located(path, path.stem if source is None else source):
-        try:
-            check(prompt)
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}") from error
-        if prompt in apart:
-            raise UsageError(f"{where}: {str(prompt)!r} is held out for evaluation, never trained on")
-        found.append(prompt)
+    found = checked(_located(path, path.stem if source is None else source), check=check, heldout=heldout)
     if not found:
         raise UsageError(f"data {path} holds no images, expected some with captions")
-    return tuple(found)
+    return found
 
 
 def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Prompts from files, one or several with weights, and their split into prompts to train on and to evaluate on."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +63,26 @@ def read_prompts(
         UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
             file, line and column.
     """
-    apart, found = frozenset(heldout), []
-    for where, prompt in _located(path, path.stem if source is None else source):
+    found = checked(_located(path, path.stem if source is None else source), check=check, heldout=heldout)
+    if not found:
+        raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
+    return found
+
+
+def checked(
+    located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Sequence[str]
+) -> tuple[Prompt, ...]:
+    """Return prompts that a model can be trained on.
+
+    Args:
+        located: place of each prompt, which begins each message, and the prompt.
+        check, heldout: arguments of `read_prompts`.
+
+    Raises:
+        UsageError: a prompt, or its negative prompt, is not one of the model, or it is held out.
+    """
+    found, apart = [], frozenset(heldout)
+    for where, prompt in located:
         for text in (prompt, *(() if prompt.negative is None else (prompt.negative,))):
             try:
                 check(text)
@@ -73,8 +91,6 @@ def read_prompts(
         if prompt in apart:
             raise UsageError(f"{where}: {str(prompt)!r} is held out for evaluation, never trained on")
         found.append(prompt)
-    if not found:
-        raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
     return tuple(found)
 
 
