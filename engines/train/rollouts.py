@@ -26,8 +26,8 @@ from fluvial.engines.rollout.generate import (
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.window import windows
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.diagnostics import thumbnails
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
 from fluvial.models import Schedule
 

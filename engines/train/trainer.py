@@ -18,7 +18,6 @@ from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.report import images
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.run import restart, run_folder
@@ -28,10 +27,11 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.diagnostics import Probe, diversity
 from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
+from fluvial.engines.train.loop import Loop
+from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
 
@@ -257,127 +257,10 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             folder = RunFolder(config.out, as_record(config), update=trainer.engine.updates) if world.is_main else None
             try:
                 with RunProgress(trainer.console, total=config.updates, done=trainer.engine.updates) as progress:
-                    return _Loop(trainer, folder, progress).run()
+                    return Loop(trainer, folder, progress).run()
             finally:
                 if folder:
                     folder.close()
-
-
-class _Loop:
-    """The loop of a run: updates, with evaluations, records and checkpoints between them.
-
-    Args:
-        trainer: trainer of the run.
-        folder: run folder, on the main rank.
-        progress: progress bar.
-    """
-
-    def __init__(self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress) -> None:
-        self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
-
-    def run(self) -> dict[str, Any]:
-        """Train until the last update or a request to stop, and return the summary (empty if stopped)."""
-        trainer, config = self.trainer, self.config
-        self._check()
-        trainer.probe = self._probe()
-        if trainer.progress.before is None:
-            evaluation = self._evaluate("before", config.final_samples)
-            trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
-            self.progress.say(metrics.evaluation_line("before training", evaluation))
-        for record in trainer:
-            if self.folder:
-                self.folder.log(record)
-            self.progress.advance(metrics.shown(record), record["seconds"], updates=config.updates_per_rollout)
-            done = trainer.engine.updates
-            if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
-                evaluation = self._evaluate(f"update {done:04d}", config.eval_samples)
-                self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
-            if trainer.stopping or self._due(config.checkpoint_every) or done == config.updates:
-                trainer.save()
-        if trainer.stopping:
-            trainer.saver.wait(trainer.progress)
-            self.progress.say(
-                f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
-                f"go on with --resume --out {config.out}"
-            )
-            return {}
-        summary = self._finish()
-        trainer.saver.wait(trainer.progress)
-        return summary
-
-    def _check(self) -> None:
-        """Try whether the job's model can be trained at all, if the job says how.
-
-        Raises:
-            UsageError: it cannot.
-        """
-        check = self.trainer.job.check
-        if check is None:
-            return
-        with self.trainer.engine.inference() as module, self.trainer.world.agreed():
-            try:
-                self.progress.say(check(module))
-            except ValueError as error:
-                raise UsageError(f"model {self.config.model}: {error}") from error
-
-    def _due(self, every: int) -> bool:
-        """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
-        done = self.trainer.engine.updates
-        return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
-
-    def _evaluate(self, name: str, samples: int) -> Evaluation:
-        result = self.trainer.evaluate(samples)
-        if self.folder:
-            numbers = {"score": result.score, "exact": result.exact, "drift": result.velocity_drift}
-            self.folder.log({"update": self.trainer.engine.updates, **numbers, **result.split})
-            title = metrics.evaluation_title(name, result)
-            self.folder.samples(name, result.images, result.prompts, result.images_score, title=title)
-        return result
-
-    def _probe(self) -> Probe:
-        """Return the probe of the model that training began with: taken now, or read where the run is resumed."""
-        trainer, path = self.trainer, self.config.out / "probe.safetensors"
-        with trainer.world.agreed():
-            known = Probe.load(path, trainer.world.device) if trainer.progress.before is not None else None
-        if known is not None:
-            return known
-        with trainer.engine.inference(average=True) as module:
-            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.micro_batch)
-        if trainer.world.is_main:
-            probe.save(path)
-        return probe
-
-    def _finish(self) -> dict[str, Any]:
-        """Evaluate, export, draw, and return the summary."""
-        trainer, config, out = self.trainer, self.config, self.config.out
-        after = self._evaluate("after", config.final_samples)
-        trainer.export(out)
-        counted = trainer.progress
-        assert counted.before is not None
-        summary = {
-            **metrics.evaluation_summary(counted.before, after),
-            **metrics.speed_summary(counted.seconds, counted.samples),
-            "first_pass_max_abs_log_ratio": counted.max_log_ratio,
-            "updates": trainer.engine.updates,
-            "skipped_steps": trainer.engine.skipped,
-            "ranks": trainer.world.size,
-            "seed": config.seed,
-            "versions": metrics.versions(),
-        }
-        sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
-        if self.folder:
-            run_folder.write_json(out / "summary.json", summary)
-            self.folder.curves()
-            images.join(out / "samples" / "before-after.png", sheets)
-        if trainer.console:
-            self.progress.say("")
-            trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
-            self.progress.say(
-                f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of "
-                f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
-            )
-            self.progress.say(f"images: {out / 'samples' / 'before-after.png'} and {out / 'curves.png'}")
-        return summary
 
 
 def _opened_world(config: TrainConfig, stack: ExitStack) -> World:

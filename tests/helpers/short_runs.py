@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.report import plots
-from fluvial.engines.train import diagnostics
+from fluvial.engines.train.monitoring import diagnostics
 
 charts = plots.curves  # for the tests that look at them
 

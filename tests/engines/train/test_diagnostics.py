@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import on_device
-from fluvial.engines.train import diagnostics
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.diagnostics import Probe, diversity, thumbnails
+from fluvial.engines.train.monitoring import diagnostics
+from fluvial.engines.train.monitoring.diagnostics import Probe, diversity, thumbnails
 from fluvial.models import Schedule
 
 CPU = torch.device("cpu")

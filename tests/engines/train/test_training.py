@@ -33,8 +33,8 @@ from fluvial.engines.report import plots
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
-from fluvial.engines.train.diagnostics import Probe
 from fluvial.engines.train.evaluate import evaluate
+from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.trainer import train
 
 
