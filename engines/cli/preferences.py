@@ -151,11 +151,14 @@ def _write(
     from fluvial.engines.rewards.runner import score
     from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
     from fluvial.engines.rollout.streams import Stream
+    from fluvial.engines.rollout.text import TextLengths
     from fluvial.engines.train import job as jobs
 
     weighted = select(job.rewards, config.rewards)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sampling = Sampling(job.shape, on_device(job.model.schedule(config.steps, job.shape), device), guidance)
+    schedule = on_device(job.model.schedule(config.steps, job.shape), device)
+    tokens = TextLengths(job.model).of(guidance.texts(job.model, asked))
+    sampling = Sampling(job.shape, schedule, guidance, text_tokens=tokens)
     module, root, group = (
         jobs.build(job).to(device).eval(),
         fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES),

@@ -15,6 +15,7 @@ from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import images
 from fluvial.engines.rewards.runner import score
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.models import DiffusionModel
@@ -176,7 +177,8 @@ def _draw(
     model: DiffusionModel, module: nn.Module, prompts: list[str], shape: tuple[int, ...], steps: int, seed: int,
     micro_batch: int, guidance: Guidance,
 ) -> Tensor:  # fmt: skip
-    sampling = Sampling(shape, on_device(model.schedule(steps, shape), _device()), guidance)
+    tokens = TextLengths(model).of(guidance.texts(model, prompts))
+    sampling = Sampling(shape, on_device(model.schedule(steps, shape), _device()), guidance, text_tokens=tokens)
     chunks = generate(model, module, Requests(prompts, range(len(prompts)), key(seed)), sampling, micro_batch=micro_batch)
     return torch.cat([chunk.images.cpu() for chunk in chunks])
 

@@ -6,12 +6,12 @@ and what its loss means come in as a pytree and a function.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from optree import PyTree
+from optree import PyTree, tree_leaves
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ class Engine:
         self.average = ema.init(self._local()) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
-        self.flops: dict[int, int] = {}  # of the model, by size of the micro-batch
+        self.flops: dict[Hashable, int] = {}  # of the model, by the shapes of a micro-batch
         self._warned = False  # of an eps above the gradients
 
     def update(
@@ -127,6 +127,7 @@ class Engine:
         count: float | None = None,
         micro_batch: int | None = None,
         pad_to: int | None = None,
+        inputs: PyTree[Tensor] = (),
     ) -> UpdateInfo:
         """Take one optimizer step on sum(weight * loss_fn(items)) / count, where the sum is over the items of all ranks.
 
@@ -143,6 +144,7 @@ class Engine:
             pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
                 weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
                 the ranks finds it.
+            inputs: tensors `[B, ...]` besides the items that `loss_fn` reads rows of, whose shapes decide its FLOPs.
 
         Raises:
             ValueError: items, weights or losses have the wrong shape.
@@ -157,7 +159,7 @@ class Engine:
         count, pad_to = held if count is None else count, held if pad_to is None else pad_to
         micro_batch = micro_batch or pad_to
         weight = torch.ones(held, device=device) if weight is None else weight
-        n = math.ceil(pad_to / micro_batch)
+        n, shapes = math.ceil(pad_to / micro_batch), (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs))))
         real = torch.zeros(n * micro_batch, device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
@@ -166,7 +168,7 @@ class Engine:
             for i, (batch, factor) in enumerate(batches):
                 counted = real[i * micro_batch : (i + 1) * micro_batch]
                 self._set_last(i == n - 1)
-                with self._counted(micro_batch):
+                with self._counted(shapes):
                     result = loss_fn(batch)
                     loss, info = result if isinstance(result, tuple) else (result, ())
                     if loss.shape != (micro_batch,):
@@ -193,18 +195,18 @@ class Engine:
         # The one read-back of the update.
         table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
         result_info = self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
-        return result_info._replace(flops=n * self.flops[micro_batch])
+        return result_info._replace(flops=n * self.flops[shapes])
 
     @contextmanager
-    def _counted(self, micro_batch: int) -> Iterator[None]:
-        """Count the FLOPs of the first micro-batch of each size; the others have the same."""
-        if micro_batch in self.flops:
+    def _counted(self, shapes: Hashable) -> Iterator[None]:
+        """Count the FLOPs of the first micro-batch of each shape; the others have the same."""
+        if shapes in self.flops:
             yield
             return
         # A compiled block is counted as it was written, because no counter sees what the compiler makes of it.
         with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.sharding.compile else "default"):
             yield
-        self.flops[micro_batch] = counter.model
+        self.flops[shapes] = counter.model
 
     def _step(self, names: tuple[str, ...], *, ranks: list[list[float]], grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and combine the ranks' numbers."""

@@ -31,6 +31,7 @@ from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
+from fluvial.models.padding import trimmed
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,30 @@ class Guidance:
                 "gradient both"
             )
 
-    def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
+    def encode(self, model: DiffusionModel, prompts: Sequence[str], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
 
         A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
         already.
+
+        Args:
+            model: the model.
+            prompts: prompt of each sample.
+            tokens: length that prompts are padded to; by default the model's own.
         """
-        cond = model.encode(prompts)
-        if self.scale == 1 or is_recorded(model):
+        cond = trimmed(model, model.encode(prompts), tokens)
+        if not self.is_guided(model):
             return cond
-        unconditional = model.encode(negatives(prompts, self.negative))
+        unconditional = trimmed(model, model.encode(negatives(prompts, self.negative)), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
+
+    def texts(self, model: DiffusionModel, prompts: Sequence[str]) -> list[str]:
+        """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each."""
+        return [*prompts, *(negatives(prompts, self.negative) if self.is_guided(model) else ())]
+
+    def is_guided(self, model: DiffusionModel) -> bool:
+        """Return whether samples of a model are given the conditioning of a negative prompt."""
+        return self.scale != 1 and not is_recorded(model)
 
 
 NO_GUIDANCE = Guidance()
@@ -149,6 +163,7 @@ class Sampling:
         stochastic: the steps that take noise; None makes every step deterministic and records none.
         autocast: let the model compute in bfloat16 under torch's autocast.
         prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
+        text_tokens: length that prompts are padded to; by default the model's own.
     """
 
     shape: tuple[int, ...]
@@ -159,6 +174,7 @@ class Sampling:
     stochastic: StochasticSteps | None = None
     autocast: bool = False
     prefix: SharedPrefix | None = None
+    text_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -241,7 +257,7 @@ def generate(
         own = fold_in(key, torch.tensor(list(ids[rows]), device=device))
         first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
         # As in an update, where the conditioning is gathered by row: the same layout gives the same bits.
-        cond = fresh_copy(sampling.guidance.encode(model, prompts[rows]), device)
+        cond = fresh_copy(sampling.guidance.encode(model, prompts[rows], sampling.text_tokens), device)
         velocity = _velocity(model, module, cond, sampling)
         with torch.no_grad():
             if starts:
@@ -280,7 +296,8 @@ def _starts(
     for start in range(0, len(groups), width):
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
-        cond = fresh_copy(sampling.guidance.encode(model, [prompt_of[group] for group in filled]), device)
+        texts = [prompt_of[group] for group in filled]
+        cond = fresh_copy(sampling.guidance.encode(model, texts, sampling.text_tokens), device)
         own = fold_in(requests.key, torch.tensor(filled, device=device))
         with torch.no_grad():
             x = normal(fold_in(own, Stream.INITIAL), (width, *sampling.shape))

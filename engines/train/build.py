@@ -19,6 +19,7 @@ from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
@@ -95,8 +96,11 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         on_device(job.model.schedule(steps, job.shape), world.device)
         for steps in (config.rollout.steps, config.evaluation_steps)
     )
-    learner = Learner(config, job, world, engine, policies, schedule, rewards)
-    source = RolloutSource(config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler)
+    texts = TextLengths(job.model, world)
+    learner = Learner(config, job, world, engine, policies, schedule, texts, rewards)
+    source = RolloutSource(
+        config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler, texts=texts
+    )
     return Parts(job, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 

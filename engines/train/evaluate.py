@@ -13,6 +13,7 @@ from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
 
@@ -65,7 +66,9 @@ def evaluate(
     places = (uniform(fold_in(root, Stream.EVALUATION_PROMPTS), (samples,)) * len(job.heldout)).long().tolist()
     prompts = [job.heldout[places[i]] for i in ids]
     requests = Requests(prompts, ids, fold_in(root, Stream.EVALUATION_SAMPLES))
-    chunks = generate(job.model, module, requests, Sampling(job.shape, schedule, guidance, solver), micro_batch=micro_batch)
+    tokens = TextLengths(job.model, world).of(guidance.texts(job.model, prompts))
+    sampling = Sampling(job.shape, schedule, guidance, solver, text_tokens=tokens)
+    chunks = generate(job.model, module, requests, sampling, micro_batch=micro_batch)
     images = torch.cat([chunk.images.cpu() for chunk in chunks])
     scores = []
     for name, evaluator in job.evaluators.items():

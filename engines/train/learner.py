@@ -25,6 +25,7 @@ from fluvial.engines.rollout.generate import SampleBatch
 from fluvial.engines.rollout.items import Items, Share, flatten, given, rebalance, select
 from fluvial.engines.rollout.noising import noised, preferred
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies, predictions
@@ -64,6 +65,7 @@ class Learner:
         engine: engine of the policy.
         policies: the policies that the objective compares with.
         schedule: the model's schedule, its timesteps on the device.
+        texts: lengths that prompts are padded to.
         rewards: rewards with their weights, for objectives that follow their gradients.
 
     Raises:
@@ -72,10 +74,10 @@ class Learner:
 
     def __init__(
         self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedule: Schedule,
-        rewards: Mapping[str, tuple[Reward, float]] | None = None,
+        texts: TextLengths, rewards: Mapping[str, tuple[Reward, float]] | None = None,
     ) -> None:  # fmt: skip
         self.config, self.job, self.world, self.engine, self.policies = config, job, world, engine, policies
-        self.schedule, self.rewards = schedule, rewards or {}
+        self.schedule, self.texts, self.rewards = schedule, texts, rewards or {}
         self.prompts: tuple[str, ...] = ()  # of this rank's samples, for rewards that are called again
         self.sampler = config.rollout.bound_sampler(schedule.levels, job.model.prediction)
         self.loss_config = LossConfig(
@@ -163,9 +165,8 @@ class Learner:
         share = Share(self.world.data_rank * slots, slots, real)
         rows = [(share.first + slot) % len(chosen) for slot in range(slots)]
         device, prompts = self.world.device, [chosen[row].prompt for row in rows]
-        cond = optree.tree_map(
-            lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, prompts)
-        )
+        encoded = self.texts.encode(self.config.rollout.guidance, prompts)
+        cond = optree.tree_map(lambda tensor: tensor.to(device), encoded)
         ones = share.rows(torch.ones(real)).to(device)
         win, lose = (
             self._noised(
@@ -281,6 +282,7 @@ class Learner:
             count=max(count, 1),
             micro_batch=self.micro_batch,
             pad_to=longest,
+            inputs=cond,
         )
 
     def _gathered(self, work: Work, adds: Tensor) -> Items:

@@ -15,6 +15,7 @@ from fluvial.engines.data.labels import split
 from fluvial.engines.fsdp import flops
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.report.progress import table
+from fluvial.engines.rollout.text import Padding
 from fluvial.engines.train.evaluate import Evaluation
 from fluvial.engines.train.learner import Learnt
 
@@ -40,8 +41,13 @@ def reward_record(rewards: Tensor, weights: Tensor, names: list[str], prompts: S
     return {**record, **split(total[:, None], each, ["reward"])}
 
 
-def learnt_record(learnt: Learnt) -> dict[str, Any]:
-    """Return the record of a rollout's updates; where there are several, most numbers are those of the last."""
+def learnt_record(learnt: Learnt, padding: Padding | None = None) -> dict[str, Any]:
+    """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
+
+    Args:
+        learnt: what the updates did.
+        padding: padding of the rollout's prompts, where it is trimmed.
+    """
     first, last = learnt.updates[0], learnt.updates[-1]
     record: dict[str, Any] = {
         "loss": last.loss,
@@ -55,6 +61,8 @@ def learnt_record(learnt: Learnt) -> dict[str, Any]:
     if learnt.correction is not None:
         names = learnt.correction._fields
         record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+    if padding is not None:
+        record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
     return record
 
 

@@ -24,6 +24,7 @@ from fluvial.engines.rollout.generate import (
     slots,
 )
 from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.rollout.window import windows
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
@@ -43,6 +44,7 @@ class RolloutSource:
         policies: policy that makes the rollouts, where it is not the engine's.
         schedule: schedule with its timesteps on the device.
         sampler: sampler of the stochastic steps.
+        texts: lengths that prompts are padded to.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class RolloutSource:
         policies: Policies,
         schedule: Schedule,
         sampler: Sampler,
+        texts: TextLengths,
     ) -> None:
         self.config, self.job, self.world = config, job, world
         self.engine, self.policies, self.schedule, self.sampler = engine, policies, schedule, sampler
+        self.texts = texts
         self._order: PromptOrder | None = None
 
     def prompts(self, root: Key) -> list[str]:
@@ -75,9 +79,10 @@ class RolloutSource:
         rollout = self.config.rollout
         ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
         prompts = [asked[i // rollout.group] for i in ids]
-        key = fold_in(root, Stream.SAMPLES)
+        key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
+        tokens = self.texts.of(guidance.texts(self.job.model, prompts))
         if not self.config.makes_samples:
-            return self._data(ids, prompts, key)
+            return self._data(ids, prompts, key, tokens)
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
@@ -85,9 +90,8 @@ class RolloutSource:
         initial_ids = [i // rollout.group for i in ids] if alike else None
         requests, parts = Requests(prompts, ids, key, initial_ids), []
         with self.policies.behaviour(self.engine) as module:
-            for chunk in generate(
-                self.job.model, module, requests, self._sampling(root), micro_batch=self.config.micro_batch
-            ):
+            sampling = self._sampling(root, tokens)
+            for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.micro_batch):
                 rewards.submit(chunk.images, chunk.prompts)  # the images themselves are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
@@ -109,8 +113,8 @@ class RolloutSource:
             self._order = PromptOrder(of, order_key(seed), self.job.source_weights)
         return self._order.places(done // config.updates_per_rollout * count, count)
 
-    def _sampling(self, root: Key) -> Sampling:
-        """Return how the samples of a rollout are made, with its windows of stochastic steps."""
+    def _sampling(self, root: Key, tokens: int | None) -> Sampling:
+        """Return how the samples of a rollout are made, with its windows of stochastic steps and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, self.engine.updates // config.updates_per_rollout
         if on_steps or not rollout.is_deterministic:
@@ -135,7 +139,7 @@ class RolloutSource:
         return Sampling(
             self.job.shape, self.schedule, rollout.guidance, rollout.solver,
             rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
-            prefix=self._prefix(stochastic) if rollout.share_prefix else None,
+            prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens,
         )  # fmt: skip
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
@@ -145,7 +149,7 @@ class RolloutSource:
         same = rollout.window_draw == "rollout"
         return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
 
-    def _data(self, ids: list[int], prompts: list[str], key: Key) -> SampleBatch:
+    def _data(self, ids: list[int], prompts: list[str], key: Key, tokens: int | None) -> SampleBatch:
         """Return clean samples of the job's data."""
         assert self.job.data is not None
         size, device, parts = self.config.micro_batch, self.world.device, []
@@ -154,7 +158,7 @@ class RolloutSource:
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
             x0: Tensor = self.job.data(fold_in(key, ids[start]), part).to(device)
             cond = optree.tree_map(
-                lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part)
+                lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )
             parts.append(SampleBatch(part, cond, unrecorded(x0), None))
         return joined(parts)

@@ -26,8 +26,8 @@ class QwenCond(NamedTuple):
 class QwenImage(Pipeline):
     """The model protocol over a QwenImagePipeline (arXiv 2508.02324).
 
-    A prompt is padded to `text_tokens` and the padding is masked. The pipeline pads to the longest prompt of the batch, so
-    images agree up to rounding.
+    A prompt is padded to `text_tokens` and the padding is masked, so that it can be cut off (`models.padding`). The pipeline
+    pads to the longest prompt of the batch, so images agree up to rounding.
     """
 
     pipeline = "QwenImagePipeline"
@@ -72,6 +72,14 @@ class QwenImage(Pipeline):
     def cond(self, texts: Mapping[str, Tensor]) -> QwenCond:
         """Return the conditioning."""
         return QwenCond(**texts)
+
+    def prompt_tokens(self, cond: QwenCond) -> Tensor:
+        """Return the number of tokens of each prompt, `[B]`."""
+        return cond.mask.sum(1)
+
+    def trimmed(self, cond: QwenCond, tokens: int) -> QwenCond:
+        """Return the conditioning with the first tokens of each prompt."""
+        return QwenCond(cond.tokens[:, :tokens], cond.mask[:, :tokens])
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: QwenCond, *, timestep: Tensor | None = None

@@ -72,6 +72,14 @@ class ZImage(Pipeline):
         """Return the conditioning."""
         return ZImageCond(**texts)
 
+    def prompt_tokens(self, cond: ZImageCond) -> Tensor:
+        """Return the number of tokens of each prompt, `[B]`."""
+        return cond.lengths
+
+    def trimmed(self, cond: ZImageCond, tokens: int) -> ZImageCond:
+        """Return the conditioning with the first tokens of each prompt; the network is never given the others."""
+        return ZImageCond(cond.tokens[:, :tokens], cond.lengths)
+
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ZImageCond, *, timestep: Tensor | None = None
     ) -> Tensor:

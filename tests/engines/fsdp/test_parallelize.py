@@ -81,7 +81,7 @@ def test_blocks_that_are_alike_share_one_compiled_region(one: World) -> None:
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
     assert compiled.flops == eager.flops
-    assert compiled.flops[2] > 0
+    assert all(flops > 0 for flops in compiled.flops.values())
     checkpointed = engine(one, compile=True, checkpointing="block", comm="reshard")
     for name, gradient in gradients(checkpointed).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,65 @@
+"""The number of tokens that the prompts of a rollout are padded to, the same for rollout and update, and on all ranks.
+
+One length per rollout keeps the promise of the first ratio: a micro-batch of the update may hold other samples than one of
+the rollout, and a prediction has the same bits only if its prompt is padded to the same length.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.models import Cond, DiffusionModel
+from fluvial.models.padding import padded_length, trims_padding
+
+
+class Padding(NamedTuple):
+    """Padding of the prompts of a rollout, over all ranks."""
+
+    tokens: int  # length that every prompt is padded to
+    waste: float  # fraction of these tokens that are padding
+    saved: float  # fraction of the tokens of the model's own padding that are not computed
+
+
+class TextLengths:
+    """Finds the length that prompts are padded to, for a model that masks padding.
+
+    Args:
+        model: the model; for one without the members of `TrimsPadding` nothing is trimmed.
+        world: process group that the samples are spread over; None where this process makes all of them.
+    """
+
+    def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
+        self.model, self.world = model, world
+        self.padding: Padding | None = None  # of the last prompts; None where nothing is trimmed
+        self._known: dict[str, int] = {}
+
+    def of(self, prompts: Sequence[str]) -> int | None:
+        """Return the length that these prompts are padded to, None for the model's own; every rank must take part.
+
+        Args:
+            prompts: prompt of each sample of this rank, with the negative prompts of guidance.
+        """
+        model: Any = self.model
+        if not trims_padding(model):
+            return None
+        own = [self._tokens(prompt) for prompt in prompts]
+        sums = torch.tensor([[max(own, default=0), sum(own), len(own)]])
+        everyone = sums if self.world is None else self.world.gather(sums.to(self.world.device)).cpu()
+        longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
+        tokens = padded_length(longest, limit=model.text_tokens)
+        self.padding = Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
+        return tokens
+
+    def encode(self, guidance: Guidance, prompts: Sequence[str]) -> Cond:
+        """Return the conditioning of this rank's samples, padded to the length of all of them; every rank must take part."""
+        return guidance.encode(self.model, prompts, self.of(guidance.texts(self.model, prompts)))
+
+    def _tokens(self, prompt: str) -> int:
+        """Return the number of tokens of a prompt, which is encoded when it is first asked for."""
+        model: Any = self.model
+        if prompt not in self._known:
+            self._known[str(prompt)] = int(model.prompt_tokens(model.encode([prompt]))[0])
+        return self._known[prompt]

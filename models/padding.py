@@ -1,0 +1,55 @@
+"""Padding of prompts, cut off where a network masks it: a short prompt then costs no more than it must."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fluvial.models.guidance import Guided
+from fluvial.models.protocol import Cond
+
+MULTIPLE = 32  # tokens; lengths are rounded up to it, so that shapes repeat
+
+
+class TrimsPadding(Protocol):
+    """The members of a model whose network masks padding, so that cutting it off leaves the prediction unchanged.
+
+    They are optional. A model whose network attends to padding tokens has none of them.
+    """
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of tokens that `encode` pads a prompt to."""
+        ...
+
+    def prompt_tokens(self, cond: Cond) -> Tensor:
+        """Return the number of tokens of each prompt, without padding, `[B]`."""
+        ...
+
+    def trimmed(self, cond: Cond, tokens: int) -> Cond:
+        """Return the conditioning with the first `tokens` tokens of each prompt."""
+        ...
+
+
+def trims_padding(model: Any) -> bool:
+    """Return whether a model has the members of `TrimsPadding`."""
+    return all(callable(getattr(model, name, None)) for name in ("prompt_tokens", "trimmed")) and hasattr(model, "text_tokens")
+
+
+def padded_length(longest: int, *, limit: int) -> int:
+    """Return the length that prompts are padded to: the longest one, rounded up to a multiple of 32, at most `limit`."""
+    return min(-(-max(longest, 1) // MULTIPLE) * MULTIPLE, limit)
+
+
+def trimmed(model: Any, cond: Cond, tokens: int | None) -> Cond:
+    """Return conditioning, with or without guidance, cut to a number of tokens; None leaves it as it is.
+
+    Args:
+        model: model with the members of `TrimsPadding`, where a number is given.
+        cond: conditioning as `encode` returns it, or `Guided`.
+        tokens: number of tokens that no prompt exceeds.
+    """
+    if tokens is None:
+        return cond
+    if isinstance(cond, Guided):
+        return cond._replace(cond=model.trimmed(cond.cond, tokens), uncond=model.trimmed(cond.uncond, tokens))
+    return model.trimmed(cond, tokens)
