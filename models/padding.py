@@ -32,7 +32,7 @@ class TrimsPadding(Protocol):
 
 def trims_padding(model: Any) -> bool:
     """Return whether a model has the members of `TrimsPadding`."""
-    return all(callable(getattr(model, name, None)) for name in ("prompt_tokens", "trimmed")) and hasattr(model, "text_tokens")
+    return all(hasattr(model, name) for name in ("text_tokens", "prompt_tokens", "trimmed"))
 
 
 def padded_length(longest: int, *, limit: int) -> int:

@@ -159,7 +159,10 @@ class Engine:
         count, pad_to = held if count is None else count, held if pad_to is None else pad_to
         micro_batch = micro_batch or pad_to
         weight = torch.ones(held, device=device) if weight is None else weight
-        n, shapes = math.ceil(pad_to / micro_batch), (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs))))
+        n, shapes = (
+            math.ceil(pad_to / micro_batch),
+            (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))),
+        )
         real = torch.zeros(n * micro_batch, device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)

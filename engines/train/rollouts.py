@@ -114,7 +114,7 @@ class RolloutSource:
         return self._order.places(done // config.updates_per_rollout * count, count)
 
     def _sampling(self, root: Key, tokens: int | None) -> Sampling:
-        """Return how the samples of a rollout are made, with its windows of stochastic steps and the length of its prompts."""
+        """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, self.engine.updates // config.updates_per_rollout
         if on_steps or not rollout.is_deterministic:
