@@ -28,7 +28,7 @@ from fluvial.core.gaussian import kl, log_prob
 from fluvial.core.policy import clipped_surrogate
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Trajectory
-from fluvial.core.transitions import Transition, cps, dance_sde, ddim, flow_sde, ode
+from fluvial.core.transitions import Transition, cps, dance_sde, ddim, flow_sde, ode, wan_sde
 
 __all__ = [
     "Key",
@@ -64,4 +64,5 @@ __all__ = [
     "sigmas",
     "step",
     "transitions",
+    "wan_sde",
 ]

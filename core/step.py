@@ -18,8 +18,8 @@ from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
 
-KLWeight = Literal["rate", "exact"]
-KL_WEIGHTS: tuple[KLWeight, ...] = ("rate", "exact")
+KLWeight = Literal["rate", "exact", "mse"]
+KL_WEIGHTS: tuple[KLWeight, ...] = ("rate", "exact", "mse")
 
 
 def step_log_prob(
@@ -118,7 +118,8 @@ def policy_loss(
 ) -> tuple[PerSample, PolicyInfo]:
     """Return the clipped surrogate of stored pairs plus the KL to the reference policy's step, `[B]`, and diagnostics.
 
-        loss = clipped_surrogate(log_prob, log_prob_old, advantage) + kl_coef w KL,  w = |dt| (rate) or 1 (exact)
+        loss = clipped_surrogate(log_prob, log_prob_old, advantage) + kl_coef w KL,
+        w = |dt| (rate), 1 (exact) or 2 std^2 (mse)
 
     Args:
         transition, x, v, x_next, v_ref, v_uncond, guidance, form, reduction: as in `step_log_prob`.
@@ -127,14 +128,15 @@ def policy_loss(
         kl_coef: weight of the KL, >= 0.
         kl_weight: "exact" adds the KL itself. "rate" adds |dt| times the KL, which is what Flow-GRPO (arXiv 2505.05470)
             publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
-            dance_sde and ddim is "exact".
+            dance_sde and ddim is "exact". "mse" adds the squared distance of the two means, which is 2 std^2 times the KL
+            (Flow-CPS's code for SD3).
         dt: sigma_next - sigma of each pair, `[B]`, 0-d or float; needed for "rate".
 
     Raises:
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
     """
     v = guided("policy_loss", v, v_uncond, guidance)
-    scale = kl_scale(v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
+    scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None:
@@ -142,14 +144,18 @@ def policy_loss(
     return loss + kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
 
 
-def kl_scale(v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None) -> Tensor | float:
-    """Check the options of a KL term and return the factor of the exact KL in the loss: |dt| or 1."""
+def kl_scale(
+    transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None
+) -> Tensor | float:
+    """Check the options of a KL term and return the factor of the exact KL in the loss: |dt|, 1 or 2 std^2."""
     check_number("policy_loss", "kl_coef", kl_coef, low=0)
     check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
     if kl_coef > 0 and v_ref is None:
         raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference policy's velocity")
     if kl_weight == "exact" or v_ref is None or kl_coef == 0:
         return 1.0
+    if kl_weight == "mse":
+        return 2 * transition.std**2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
     if not isinstance(dt, Tensor):

@@ -20,10 +20,12 @@ from torch import Tensor
 from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype
 from fluvial.core.types import Grid, Scalar
 
-SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
+SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 # Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
-MAX_ETA: dict[str, float] = {"flow_sde": math.inf, "dance_sde": math.inf, "cps": 1.0, "ddim": 1.0, "ode": 0.0}
+MAX_ETA: dict[str, float] = {
+    "flow_sde": math.inf, "dance_sde": math.inf, "cps": 1.0, "ddim": 1.0, "ode": 0.0, "wan_sde": math.inf
+}  # fmt: skip
 
 
 class Transition(NamedTuple):
@@ -55,7 +57,7 @@ def bind(sampler: str | Callable[..., Transition], eta: float, levels: Grid) -> 
         sampler: one of `SAMPLERS`, or a callable that follows the `Sampler` protocol.
         eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`. A custom sampler has its own
             hyper-parameters bound already, and eta is not passed to it.
-        levels: T+1 levels of the schedule, `[T+1]`. flow_sde takes the second one as its `sigma_max`.
+        levels: T+1 levels of the schedule, `[T+1]`. flow_sde and wan_sde take the second one as their `sigma_max`.
 
     Raises:
         ValueError: no sampler has that name, eta is out of its range, or a custom sampler returns coefficients of a wrong
@@ -66,8 +68,8 @@ def bind(sampler: str | Callable[..., Transition], eta: float, levels: Grid) -> 
     if not isinstance(sampler, str):
         return _check_custom(sampler, levels)
     check_eta("bind", sampler, eta)
-    if sampler == "flow_sde":
-        return partial(flow_sde, eta=eta, sigma_max=levels[1])
+    if sampler in ("flow_sde", "wan_sde"):
+        return partial({"flow_sde": flow_sde, "wan_sde": wan_sde}[sampler], eta=eta, sigma_max=levels[1])
     if sampler == "ode":
         return ode
     return partial({"dance_sde": dance_sde, "cps": cps, "ddim": ddim}[sampler], eta=eta)
@@ -131,6 +133,23 @@ def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
     sigma, sigma_next = _scalars("dance_sde", sigma=sigma, sigma_next=sigma_next)
     check_number("dance_sde", "eta", eta, low=0)
     return _reverse_sde(sigma, sigma_next, rate=torch.full_like(sigma, eta))
+
+
+def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar) -> Transition:
+    """Return the Euler-Maruyama step of Flow-GRPO's SDE for Wan: Flow-SDE's with the rate eta sigma_max sigma.
+
+        a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt),  r = eta sigma_max sigma
+
+    Args:
+        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
+        eta: scale of the noise rate, >= 0; 0 is the ODE, and the published code has 1.
+        sigma_max: the schedule's second value.
+
+    Source: the code of Flow-GRPO (arXiv 2505.05470) for Wan 2.1, whose rate falls from sigma_max to the last level, 0.
+    """
+    sigma, sigma_next, sigma_max = _scalars("wan_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
+    check_number("wan_sde", "eta", eta, low=0)
+    return _reverse_sde(sigma, sigma_next, rate=eta * sigma_max * sigma)
 
 
 def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:

@@ -203,7 +203,7 @@ def policy_loss(
     for which, tensor in pairs.items():
         if tensor.shape != v.shape[:1]:
             raise ValueError(f"{name}: {which} has shape {list(tensor.shape)}, expected [{v.shape[0]}]")
-    kl_scale = step.kl_scale(v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
+    kl_scale = step.kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     check_same_device(name, v=v, **pairs, **({"dt": kl_scale} if isinstance(kl_scale, Tensor) else {}))
     numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     chosen = resolve(name, implementation, list(samples.values()), numbers)

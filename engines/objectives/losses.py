@@ -12,6 +12,7 @@ from fluvial.core import gaussian
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
+from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Transition
 from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import Implementation, step_log_prob, velocity_error
@@ -29,17 +30,25 @@ class KLConfig:
         ema_rise: Growth of d per update.
         weight: Weight of the KL of a recorded step: exact (the KL of the two Gaussian steps, as the code of Flow-CPS,
             DanceGRPO and DDPO has it), rate (times |dt|, as Flow-GRPO's code has it, whose std is a rate) or auto (rate for
-            flow_sde, exact for the other samplers). For samples with noise on them the term is mean |v - v_ref|^2.
+            flow_sde, exact for the other samplers), or mse (the squared distance of the means of the two steps, without the
+            division by 2 std^2, as in Flow-CPS's code for SD3). For samples with noise on them the term is mean
+            |v - v_ref|^2.
+        guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's (CRD's
+            reference has guidance, and its policy none).
     """
 
     coef: float = 0.0
-    weight: Literal["auto", "rate", "exact"] = "auto"
+    weight: Literal["auto", "rate", "exact", "mse"] = "auto"
+    guidance: float | None = None
     ema_coef: float = 0.0
     ema_cap: float = 0.3
     ema_rise: float = 0.001
 
     def __post_init__(self) -> None:
-        check_fields(self, "kl", coef=(0, math.inf), ema_coef=(0, math.inf), ema_cap=(0, 0.999999), ema_rise=(0, 1))
+        check_fields(
+            self, "kl", coef=(0, math.inf), ema_coef=(0, math.inf), ema_cap=(0, 0.999999), ema_rise=(0, 1),
+            guidance=(0, math.inf),
+        )  # fmt: skip
 
     @property
     def is_on(self) -> bool:
@@ -50,7 +59,7 @@ class KLConfig:
         """Return the share d of the moving average that stays after a number of rollouts and updates."""
         return min(self.ema_cap, self.ema_rise * updates)
 
-    def weight_of(self, sampler: str) -> Literal["rate", "exact"]:
+    def weight_of(self, sampler: str) -> KLWeight:
         """Return the weight of the KL of a sampler's steps."""
         if self.weight != "auto":
             return self.weight
@@ -63,7 +72,7 @@ class LossConfig(NamedTuple):
     form: Form = "density"  # form of the log-probabilities
     reduction: Reduction = "mean"  # their reduction over the event
     kl_coef: float = 0.0  # weight of the KL to the reference; v_ref is there if it is above 0
-    kl_weight: Literal["rate", "exact"] = "rate"
+    kl_weight: KLWeight = "rate"
     implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
     kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy; v_ema is there if it is above 0
     reward: Callable[[Tensor, Items], Tensor] | None = None  # (v, items) -> reward [P] with gradient, for such objectives
@@ -105,8 +114,14 @@ def add_step_kl(
     """Return a surrogate loss with the KL to the reference's step added, and its diagnostics with that KL."""
     if kl is None:
         return loss, info
-    scale = step.dt.abs() if config.kl_weight == "rate" else 1.0
-    return loss + config.kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
+    return loss + config.kl_coef * _kl_factor(step, config) * kl, info._replace(kl_ref=kl.detach())
+
+
+def _kl_factor(step: Step, config: LossConfig) -> Tensor | float:
+    """Return the factor of the exact KL of recorded steps in the loss, as in `core.step.policy_loss`."""
+    if config.kl_weight == "rate":
+        return step.dt.abs()
+    return 2 * step.transition.std**2 if config.kl_weight == "mse" else 1.0
 
 
 def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -127,5 +142,5 @@ def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Ten
     if items.x_next is None:
         return loss + config.kl_ema_coef * velocity_error(v, items.v_ema, implementation=config.implementation)
     step = recorded_step(items, items.transition)
-    scale = step.dt.abs() if config.kl_weight == "rate" else 1.0
-    return loss + config.kl_ema_coef * scale * gaussian.kl(step.transition, v, items.v_ema, reduction=config.reduction)
+    kl = gaussian.kl(step.transition, v, items.v_ema, reduction=config.reduction)
+    return loss + config.kl_ema_coef * _kl_factor(step, config) * kl

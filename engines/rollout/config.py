@@ -28,10 +28,13 @@ class RolloutConfig:
             of their steps tells them apart.
         share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
             the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
+        branches: Number of samples that differ in the noise of a single window, and are compared with each other
+            (TempFlow-GRPO, arXiv 2508.04324): a group consists of trunks, each with an initial noise of its own and
+            `branches` samples at every place of the window. None compares a sample with all others of its group.
         steps: Number of steps of the schedule, in training and in evaluation.
         sampler: Name of the sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps
-            (Flow-CPS, 2509.05952), ddim (DDPO, 2305.13301, for models that predict epsilon), ode (no noise; DDIM with eta
-            0 for models that predict epsilon), or a function of your own as module:name.
+            (Flow-CPS, 2509.05952), ddim (DDPO, 2305.13301, for models that predict epsilon), wan_sde (Flow-GRPO for Wan,
+            with eta 1), ode (no noise; DDIM with eta 0 for models that predict epsilon), or a function as module:name.
         eta: Scale of the sampler's noise, without a unit; 0 with ode unless the solver is sa_solver, else above 0.
         solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867) or
             sa_solver (SA-Solver, 2309.05019, which takes noise of scale eta at levels from 0.3 to 0.9, as in AWM's code).
@@ -40,7 +43,8 @@ class RolloutConfig:
         contiguous: Whether the stochastic steps of a window are contiguous. If not, they are drawn one by one from the range
             of the window (Flow-Factory, UniRL).
         window_draw: How often the place of the window is drawn: per rollout (the same for all samples), call (for the
-            `micro_batch` samples that are generated together, as in Flow-GRPO-Fast's code) or sample (verl-omni).
+            `micro_batch` samples that are generated together, as in Flow-GRPO-Fast's code), sample
+            (verl-omni) or run (once per group, and kept for the whole run; an older Flow-GRPO-Fast draws it once per GPU).
         moves: How the window moves as training goes on, instead of being placed at random.
         window_low: Index of the first step that the window may cover.
         window_high: Index after the last step that the window may cover; None is the end of the schedule.
@@ -58,6 +62,7 @@ class RolloutConfig:
     group: int = 16
     shared_noise: bool = False
     share_prefix: bool = False
+    branches: int | None = None
     steps: int = 10
     sampler: Any = "flow_sde"  # a name, a function or a SamplerRule: see `rollout.samplers`
     eta: float = 0.8
@@ -77,7 +82,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         count = (1, 2**31)
-        check_fields(self, prompts=count, group=count, steps=count, eta=(0, math.inf), fraction=(1e-6, 1))
+        check_fields(
+            self, prompts=count, group=count, branches=(2, 2**31), steps=count, eta=(0, math.inf), fraction=(1e-6, 1)
+        )
         rule, name = self.rule, self.sampler_name
         if self.is_deterministic and self.eta > 0 and self.solver != "sa_solver":
             raise ValueError(f"rollout.eta is {self.eta:g}, and {name} takes no noise: use eta 0, or another sampler")
@@ -109,6 +116,7 @@ class RolloutConfig:
                 f"rollout.window: a window of {self.window_size} steps does not fit steps {low} to {high} of {self.steps}: "
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
+        self._check_branches()
 
     def _check_draw(self) -> None:
         """Raise ValueError where the window's draw or its moves do nothing."""
@@ -123,6 +131,27 @@ class RolloutConfig:
         if moves and (self.window_draw != "rollout" or not self.contiguous):
             raise ValueError(
                 "rollout.moves is set, so that the window is not drawn: leave rollout.window_draw and contiguous as they are"
+            )
+
+    def _check_branches(self) -> None:
+        """Raise ValueError unless a group is divided into trunks of branches at every place of the window."""
+        if self.branches is None:
+            return
+        if self.window is None or self.is_deterministic:
+            raise ValueError(
+                "rollout.branches is set, and samples have no window in which they differ: set rollout.window, and a "
+                "sampler that takes noise"
+            )
+        drawn = self.window_draw != "rollout" or not self.contiguous or self.moves.every > 0
+        if drawn or self.shared_noise or self.share_prefix:
+            raise ValueError(
+                "rollout.branches is set, which places the windows and shares the initial noise of a trunk: leave "
+                "rollout.window_draw, contiguous, moves, shared_noise and share_prefix as they are"
+            )
+        if self.group % self.trunk:
+            raise ValueError(
+                f"rollout.group is {self.group}, expected a multiple of {self.trunk}: rollout.branches = {self.branches} "
+                f"samples at each of the {self.trunk // self.branches} places of the window"
             )
 
     def _check_prefix(self) -> None:
@@ -172,6 +201,24 @@ class RolloutConfig:
     def may_be_last_alone(self) -> bool:
         """Whether a window may be the last step of the schedule and nothing else."""
         return self.window_size == 1 and self.window_range[1] == self.steps
+
+    @property
+    def trunk(self) -> int:
+        """Number of consecutive samples that start from the same noise, where any do."""
+        if self.branches is None:
+            return self.group
+        low, high = self.window_range
+        return self.branches * (high - low - self.window_size + 1)
+
+    @property
+    def compared(self) -> int:
+        """Number of consecutive samples that are compared with each other."""
+        return self.branches or self.group
+
+    @property
+    def windows_differ(self) -> bool:
+        """Whether the samples of a rollout may have different windows."""
+        return self.window_draw != "rollout" or self.branches is not None
 
     @property
     def batch(self) -> int:

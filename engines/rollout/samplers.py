@@ -49,6 +49,7 @@ SAMPLERS: dict[str, SamplerRule] = {
     "cps": _built_in("cps", last_step_is_deterministic=True),
     "ddim": _built_in("ddim", last_step_is_deterministic=True, prediction="epsilon"),
     "ode": _built_in("ode", last_step_is_deterministic=True, prediction=None),
+    "wan_sde": _built_in("wan_sde", std_is_a_rate=True),
 }
 
 

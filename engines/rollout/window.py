@@ -11,7 +11,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.random import Key, fold_in
 from fluvial.core.sigmas import moving_window, sde_steps, sde_window
 
-WindowDraw = Literal["rollout", "call", "sample"]
+WindowDraw = Literal["rollout", "call", "sample", "run"]
 # The steps of a window: one set for all samples, or `[B, S]`, a row per sample.
 Steps = Collection[int] | Tensor
 
@@ -57,17 +57,22 @@ def windows(
     draw: WindowDraw = "rollout",
     contiguous: bool = True,
     moves: WindowMoves | None = None,
+    group: int = 1,
+    branches: int | None = None,
 ) -> Callable[[Sequence[int]], Steps]:
     """Return the window of the samples that are generated together, as a function of their ids.
 
     Args:
-        key: key of the rollout's windows.
+        key: key of the rollout's windows; with draw "run" that of the run's.
         done: number of rollouts made so far.
         steps: number of steps of the schedule.
         size, low, high: number of steps of the window, and the range that it may cover.
-        draw: what one draw is for: all samples of the rollout, those generated together, or each sample.
+        draw: what one draw is for: all samples of the rollout, those generated together, each sample, or the groups at one
+            index in all rollouts of the run.
         contiguous: whether the steps are contiguous.
         moves: how the window moves; None, or `every` 0, draws it.
+        group: number of samples per group; with draw "run" only.
+        branches: number of consecutive samples at each place of the range, one place after the other; None draws the place.
     """
     if moves is not None and moves.every:
         moved = moving_window(
@@ -79,9 +84,13 @@ def windows(
     def drawn(key: Key) -> Collection[int]:
         return (sde_window if contiguous else sde_steps)(key, steps, size, low, high)
 
+    if branches is not None:
+        starts = range(low, high - size + 1)
+        return lambda ids: torch.tensor([starts[i // branches % len(starts)] for i in ids])[:, None] + torch.arange(size)
     if draw == "rollout":
         same = drawn(key)
         return lambda ids: same
     if draw == "call":
         return lambda ids: torch.tensor([list(drawn(fold_in(key, ids[0])))] * len(ids))
-    return lambda ids: torch.tensor([list(drawn(fold_in(key, i))) for i in ids])
+    of = group if draw == "run" else 1
+    return lambda ids: torch.tensor([list(drawn(fold_in(key, i // of))) for i in ids])

@@ -247,8 +247,9 @@ class TrainConfig:
 
     @property
     def is_guided(self) -> bool:
-        """Whether rollouts or evaluations need the conditioning of the negative prompt."""
-        return self.rollout.guidance.scale != 1 or self.evaluation_guidance.scale != 1
+        """Whether rollouts, evaluations or the reference need the conditioning of the negative prompt."""
+        scales = self.rollout.guidance.scale, self.evaluation_guidance.scale, self.kl.guidance
+        return any(scale not in (None, 1) for scale in scales)
 
     @property
     def takes_ratios(self) -> bool:

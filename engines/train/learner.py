@@ -115,7 +115,7 @@ class Learner:
         """
         config, objective, batch = self.config, self.config.objective, self.config.rollout.batch
         traits = objective.traits
-        group, reward = torch.arange(batch) // config.rollout.group, rewards @ weights
+        group, reward = torch.arange(batch) // config.rollout.compared, rewards @ weights
         if traits.trains_on == "preferences":
             return self._best_and_worst(samples, reward, group, key)
         if self.statistics is None:
@@ -271,7 +271,9 @@ class Learner:
             work = work._replace(items=self._gathered(work, adds))
         flat, cond, longest = self._levelled(work, adds)
         # Predictions that were gathered already are not computed again.
-        flat = self.policies.compare(flat, self.engine, lambda module: self._predictions(module, flat, cond, longest))
+        flat = self.policies.compare(
+            flat, cond, self.engine, lambda module, cond: self._predictions(module, flat, cond, longest)
+        )
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
@@ -292,18 +294,18 @@ class Learner:
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
 
-        def predicted(module: nn.Module) -> Tensor:
-            return self._predictions(module, flat, work.cond, len(flat.level))
+        def predicted(module: nn.Module, cond: Cond) -> Tensor:
+            return self._predictions(module, flat, cond, len(flat.level))
 
         with self.engine.inference() as module:
-            v = predicted(module)
-        seen = self.policies.compare(flat, self.engine, predicted)
+            v = predicted(module, work.cond)
+        seen = self.policies.compare(flat, work.cond, self.engine, predicted)
         if seen.v_old is None and self.policies.old_is_the_policy:
             seen = seen._replace(v_old=v)
         with located(objective, "statistic"):
             own = objective.statistic(v, seen).unflatten(0, (-1, share.slots)).T.contiguous()
         everyone = self.world.gather_data(own)[: share.batch].cpu()
-        group, target = torch.arange(share.batch) // self.config.rollout.group, given(work.target_weight)
+        group, target = torch.arange(share.batch) // self.config.rollout.compared, given(work.target_weight)
         with located(objective, "gathered"):
             context = objective.gathered(everyone, target, group, adds != 0)
         return seen._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,8 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import Items
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.models import Cond
+from fluvial.models.guidance import Guided
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.protocol import Weights
 
@@ -56,6 +60,9 @@ class Policies:
             traits.trains_on != "steps" and "old" in traits.compares_with and "old" not in self.followers
         )
         self.start = None if config.lora.weights is None else START
+        self.model = job.model
+        scale = config.kl.guidance  # of the reference, where it has guidance of its own
+        self.guidance = None if scale is None else replace(config.rollout.guidance, scale=scale)
         self._reference: ShardedModule | None = None
         self._teacher: ShardedModule | None = None
         if self.needs_reference and config.train == "full":
@@ -97,26 +104,42 @@ class Policies:
             else:
                 blend_adapter(engine.module, "default", name, decay)
 
-    def compare(self, items: Items, engine: Engine, predict: Callable[[nn.Module], Tensor]) -> Items:
+    def compare(self, items: Items, cond: Cond, engine: Engine, predict: Callable[[nn.Module, Cond], Tensor]) -> Items:
         """Return items with the predictions of the other policies; every rank must take part.
 
         Args:
             items: items of an update.
+            cond: their conditioning.
             engine: engine of the policy that is trained.
-            predict: function that returns a network's prediction at each item.
+            predict: function that returns a network's prediction at each item, under a conditioning.
         """
         for name, field in PREDICTIONS.items():
             if name in self.followers and getattr(items, field) is None:
                 with self._of(engine, name) as module:
-                    found: dict[str, Any] = {field: predict(module)}
+                    found: dict[str, Any] = {field: predict(module, self._referring_to(cond) if name == "ref" else cond)}
                 items = items._replace(**found)
         if self.needs_reference and items.v_ref is None:
             with self._referring(engine) as module:
-                items = items._replace(v_ref=predict(module))
+                items = items._replace(v_ref=predict(module, self._referring_to(cond)))
         if self._teacher is not None and items.v_teacher is None:
             with self._teacher.inference() as module:
-                items = items._replace(v_teacher=predict(module))
+                items = items._replace(v_teacher=predict(module, cond))
         return items
+
+    def _referring_to(self, cond: Cond) -> Cond:
+        """Return the conditioning of the reference, whose guidance may be another than the policy's."""
+        if self.guidance is None:
+            return cond
+        plain = cond.cond if isinstance(cond, Guided) else cond
+        if self.guidance.scale == 1:
+            return plain
+        first = optree.tree_leaves(plain)[0]
+        if isinstance(cond, Guided):
+            negative = cond.uncond
+        else:
+            one = self.model.encode([self.guidance.negative])
+            negative = optree.tree_map(lambda row: row.to(first.device).expand(len(first), *row.shape[1:]), one)
+        return Guided(plain, negative, torch.full((len(first),), self.guidance.scale, device=first.device))
 
     @contextmanager
     def _referring(self, engine: Engine) -> Iterator[nn.Module]:

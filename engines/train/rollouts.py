@@ -86,8 +86,8 @@ class RolloutSource:
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
-        alike = rollout.shared_noise or rollout.share_prefix
-        initial_ids = [i // rollout.group for i in ids] if alike else None
+        alike = rollout.shared_noise or rollout.share_prefix or rollout.branches is not None
+        initial_ids = [i // rollout.trunk for i in ids] if alike else None
         requests, parts = Requests(prompts, ids, key, initial_ids), []
         with self.policies.behaviour(self.engine) as module:
             sampling = self._sampling(root, tokens)
@@ -117,11 +117,12 @@ class RolloutSource:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, self.engine.updates // config.updates_per_rollout
+        first = fold_in(key(config.seed), 0)  # key of the first rollout
         if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
                 self.sampler,
                 windows(
-                    fold_in(root, Stream.WINDOW),
+                    fold_in(first if rollout.window_draw == "run" else root, Stream.WINDOW),
                     done,
                     rollout.steps,
                     rollout.window_size,
@@ -129,6 +130,8 @@ class RolloutSource:
                     draw=rollout.window_draw,
                     contiguous=rollout.contiguous,
                     moves=rollout.moves,
+                    group=rollout.group,
+                    branches=rollout.branches,
                 ),
                 record=on_steps,
                 form=config.recorded_form,

@@ -62,6 +62,11 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"evaluation.steps or evaluation.guidance is not the rollout's, and {config.model} has no adapter and knows "
             "only the steps and the guidance of the rollout: leave them as they are"
         )
+    if recorded and config.kl.guidance is not None:
+        raise ValueError(
+            f"kl.guidance is {config.kl.guidance:g}, and {config.model} has no adapter, so that its guidance is that of the "
+            "pipeline: leave it"
+        )
     if recorded and "sa_solver" in (rollout.solver, config.evaluation_solver):
         raise ValueError(
             f"rollout.solver or evaluation.solver is sa_solver, which visits levels of its own, and {config.model} has no "
@@ -146,14 +151,15 @@ def _recorded_steps(config: RunSettings) -> Iterator[str]:
             f"just that step: use a longer rollout.window, rollout.window_high <= {rollout.steps - 1} or form unscaled"
         )
     holds_end = deterministic_end and config.recorded_form != "unscaled" and rollout.window_range[1] == rollout.steps
-    if rollout.window_draw != "rollout" and holds_end:
+    if rollout.windows_differ and holds_end:
         yield (
-            f"rollout.window_draw is {rollout.window_draw}, and the last step of {rollout.sampler_name} has no "
+            f"rollout.window_draw or branches is set, and the last step of {rollout.sampler_name} has no "
             "log-probability, so that samples would differ in their number of recorded steps: use rollout.window_high <= "
             f"{rollout.steps - 1} or form unscaled"
         )
+    all_recorded = rollout.pick == "random" or rollout.trained_of(rollout.window_size) == rollout.window_size
     trains_on_end = deterministic_end and config.recorded_form == "unscaled" and rollout.window_range[1] == rollout.steps
-    if config.takes_ratios and config.kl.is_on and trains_on_end:
+    if config.takes_ratios and config.kl.is_on and trains_on_end and all_recorded:
         yield (
             f"the last step of {rollout.sampler_name} is deterministic and has no KL, and form unscaled trains on it: "
             f"use kl.coef 0, rollout.window_high <= {rollout.steps - 1} or another form"
@@ -229,6 +235,13 @@ def _kl(config: RunSettings) -> Iterator[str]:
         yield f"kl.weight is {config.kl.weight}, and kl.coef is 0, so that there is no KL: use kl.coef > 0"
     elif config.kl.weight != "auto" and not config.takes_ratios:
         yield f"kl.weight is {config.kl.weight}, and the KL term of {name} is mean |v - v_ref|^2: leave it as it is"
+    if config.kl.guidance is not None and config.kl.coef == 0 and "ref" not in traits.compares_with:
+        yield f"kl.guidance is {config.kl.guidance:g}, and {name} compares with no reference: use kl.coef > 0, or leave it"
+    if config.kl.guidance is not None and config.rollout.guidance.update == "conditional":
+        yield (
+            f"kl.guidance is {config.kl.guidance:g}, and rollout.guidance.update is conditional, so that neither policy nor "
+            "reference is guided: leave kl.guidance"
+        )
     if config.kl.ema_coef > 0 and not traits.takes_kl:
         yield f"kl.ema_coef is {config.kl.ema_coef:g}, and the loss of {name} adds no KL: use kl.ema_coef 0"
     if config.kl.coef > 0 and not traits.takes_kl and "ref" not in traits.compares_with:

@@ -51,6 +51,13 @@ def test_the_exact_kl_does_not_depend_on_dt(loss: Any) -> None:
     assert torch.equal(terms[0], terms[2])
 
 
+@pytest.mark.parametrize("loss", [step.policy_loss, kernels.policy_loss], ids=["core", "kernels"])
+def test_the_mse_is_the_distance_of_the_means(loss: Any) -> None:
+    """Without the division by 2 std^2, as Flow-CPS's code has it."""
+    distance = ((gaussian.mean(STEP, X, V) - gaussian.mean(STEP, X, V_REF)) ** 2).flatten(1).mean(1)
+    assert_close(kl_term(loss, None, "mse"), 0.5 * distance, rtol=1e-12, atol=1e-14)
+
+
 def test_swapping_sample_and_velocity_changes_the_result() -> None:
     """The order (transition, x, v, x_next) means something: both orders pass every check of shapes."""
     right, _ = step.step_log_prob(STEP, X, V, X_NEXT)

@@ -268,6 +268,7 @@ DIRECT: dict[str, Any] = {
     "cps": partial(transitions.cps, eta=0.7),
     "ddim": partial(transitions.ddim, eta=0.7),
     "ode": transitions.ode,
+    "wan_sde": partial(transitions.wan_sde, eta=0.7, sigma_max=LEVELS[1]),
 }
 
 

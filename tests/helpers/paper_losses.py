@@ -103,8 +103,10 @@ def gaussian(scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
     s, now, then = scene.settings, scene.level, scene.level_next
     assert then is not None
     eta, dt = s.get("noise_level", 0.7), then - now
-    if s["sampler"] in ("flow_sde", "dance_sde"):
+    if s["sampler"] in ("flow_sde", "dance_sde", "wan_sde"):
         rate = torch.full_like(now, eta)
+        if s["sampler"] == "wan_sde":  # sigma_min + (sigma_max - sigma_min) sigma, from the second level to the last, 0
+            rate = scene.second * now
         if s["sampler"] == "flow_sde":  # a sqrt(sigma / (1 - sigma)), with the second level in place of sigma = 1
             rate = eta * (now / (1 - torch.where(now > 1 - 1e-6, scene.second, now))).sqrt()
         # dx = (v + rate^2 / (2 sigma) (x + (1 - sigma) v)) dt + rate dw
@@ -141,6 +143,9 @@ def grpo(scene: Scene) -> Tensor:
     s, v, advantage = scene.settings, scene.at(scene.policy), advantages(scene)[scene.sample]
     ratio = (log_prob(scene, v) - log_prob(scene, scene.at(scene.old))).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(*clip(scene)) * advantage)
+    if s.get("kl_kind") == "mean_mse":  # Flow-CPS's code for SD3 does not divide by the variance
+        _, b, _ = gaussian(scene)
+        loss = loss + s["kl_coef"] * mean((spread(b, v) * (v - scene.at(scene.reference))) ** 2)
     if s.get("kl_kind") == "mean_gaussian" and s.get("kl_coef"):
         _, b, std = gaussian(scene)
         assert scene.level_next is not None
@@ -151,14 +156,14 @@ def grpo(scene: Scene) -> Tensor:
 
 
 def tempflow(scene: Scene) -> Tensor:
-    """TempFlow-GRPO: Flow-GRPO's surrogate times 1.73 std, with the exact KL of the steps."""
+    """TempFlow-GRPO: Flow-GRPO's surrogate times 1.73 std (2.25 for SD3), with the exact KL of the steps."""
     v, advantage = scene.at(scene.policy), advantages(scene)[scene.sample]
     _, b, std = gaussian(scene)
     ratio = (log_prob(scene, v) - log_prob(scene, scene.at(scene.old))).exp()
-    weighted = 1.73 * std * advantage
+    weighted = (2.25 if "2.25" in scene.settings["loss_weighting"] else 1.73) * std * advantage
     loss = -torch.minimum(ratio * weighted, ratio.clamp(*clip(scene)) * weighted)
     kl = mean((spread(b, v) * (v - scene.at(scene.reference))) ** 2) / (2 * std**2)
-    return (loss + scene.settings["kl_coef"] * kl).mean()
+    return kept(scene, loss + scene.settings["kl_coef"] * kl, advantage)
 
 
 def d3po(scene: Scene) -> Tensor:

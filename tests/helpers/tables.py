@@ -57,6 +57,11 @@ def reference_dance_sde(sigma: float, sigma_next: float, eta: float) -> tuple[fl
     return 1 + eta**2 * dt / (2 * sigma), (1 + eta**2 * (1 - sigma) / (2 * sigma)) * dt, eta * math.sqrt(-dt)
 
 
+def reference_wan_sde(sigma: float, sigma_next: float, eta: float) -> tuple[float, float, float]:
+    dt, r = sigma_next - sigma, eta * SIGMA_MAX * sigma
+    return 1 + r**2 * dt / (2 * sigma), (1 + r**2 * (1 - sigma) / (2 * sigma)) * dt, r * math.sqrt(-dt)
+
+
 def reference_cps(sigma: float, sigma_next: float, eta: float) -> tuple[float, float, float]:
     std = sigma_next * math.sin(eta * math.pi / 2)
     q = math.sqrt(sigma_next**2 - std**2)
@@ -153,6 +158,18 @@ SAMPLERS = (
         name="dance_sde",
         bind=lambda eta: partial(transitions.dance_sde, eta=eta),
         reference=reference_dance_sde,
+        levels=_noise_levels,
+        grid=_noise_grid,
+        stochastic=True,
+        path=_linear_path,
+        output=_VELOCITY,
+        keeps_variance=False,
+        ode_step=_euler,
+    ),
+    SamplerRow(
+        name="wan_sde",
+        bind=lambda eta: partial(transitions.wan_sde, eta=eta, sigma_max=SIGMA_MAX),
+        reference=reference_wan_sde,
         levels=_noise_levels,
         grid=_noise_grid,
         stochastic=True,

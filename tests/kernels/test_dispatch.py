@@ -39,7 +39,7 @@ def test_a_log_prob_is_core_gaussians(implementation: Any, form: Any, reduction:
     torch.testing.assert_close(guidance.classifier_free(V, V_REF, 3.0), V_REF + 3 * (V - V_REF))
 
 
-@pytest.mark.parametrize(("kl_weight", "factor"), [("rate", DT.abs()), ("exact", torch.ones(3))])
+@pytest.mark.parametrize(("kl_weight", "factor"), [("rate", DT.abs()), ("exact", torch.ones(3)), ("mse", 2 * STEP.std**2)])
 def test_a_policy_loss_is_its_parts(kl_weight: Any, factor: Tensor) -> None:
     loss, info = kernels.policy_loss(
         STEP, X, V, X_NEXT, **STORED, **CLIP, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=DT

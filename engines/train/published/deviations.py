@@ -6,7 +6,13 @@ from typing import Any, Literal, NamedTuple
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.published.extras import samples_from_another, unmatched
 from fluvial.engines.train.published.runs import PublishedRun
-from fluvial.engines.train.published.texts import averages_reference, averages_rollouts, level_draw, window_draw
+from fluvial.engines.train.published.texts import (
+    averaged_every,
+    averages_reference,
+    averages_rollouts,
+    level_draw,
+    window_draw,
+)
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
@@ -38,8 +44,16 @@ def _ends_without_noise(config: TrainConfig) -> bool:
     return config.rollout.rule.last_step_is_deterministic and config.rollout.form != "unscaled"
 
 
+def _places(config: TrainConfig) -> int:
+    """Return the number of places of the window that branches take in turn, or 1; the published counts are per place."""
+    rollout = config.rollout
+    return 1 if rollout.branches is None else rollout.trunk // rollout.branches
+
+
 def _trained_steps(config: TrainConfig, run: PublishedRun) -> int:
     rollout = config.rollout
+    if rollout.branches is not None:
+        return _places(config)
     recorded = rollout.window_size
     if _ends_without_noise(config) and rollout.window is None and rollout.window_range[1] == rollout.steps:
         recorded -= 1
@@ -48,6 +62,8 @@ def _trained_steps(config: TrainConfig, run: PublishedRun) -> int:
 
 def _selection(config: TrainConfig, run: PublishedRun) -> str:
     rollout, trained = config.rollout, _trained_steps(config, run)
+    if rollout.branches is not None:
+        return "first"
     if rollout.window is not None:
         return "window" if rollout.contiguous else "random"
     if rollout.fraction < 1:
@@ -64,7 +80,8 @@ def _noise_level(config: TrainConfig, run: PublishedRun) -> float:
 def _window(config: TrainConfig, run: PublishedRun) -> int | str:
     if config.rollout.is_deterministic:
         return 0
-    return "all" if config.rollout.window is None else config.rollout.window
+    everywhere = config.rollout.window is None or config.rollout.branches is not None
+    return "all" if everywhere else config.rollout.window
 
 
 def _range(config: TrainConfig, run: PublishedRun) -> list[int]:
@@ -188,11 +205,11 @@ OURS: dict[str, Ours] = {
     "trained_steps_selection": _selection,
     "timestep_fraction": _fraction,
     "last_step_trained": _last_step,
-    "shared_initial_noise": lambda config, run: config.rollout.shared_noise,
+    "shared_initial_noise": lambda config, run: config.rollout.shared_noise or config.rollout.branches is not None,
     "prompts_per_rollout": lambda config, run: config.rollout.prompts,
-    "samples_per_prompt": lambda config, run: config.rollout.group,
-    "samples_per_rollout": lambda config, run: config.rollout.batch,
-    "samples_per_update": lambda config, run: config.rollout.batch / config.minibatches,
+    "samples_per_prompt": lambda config, run: config.rollout.group / _places(config),
+    "samples_per_rollout": lambda config, run: config.rollout.batch / _places(config),
+    "samples_per_update": lambda config, run: config.rollout.batch / _places(config) / config.minibatches,
     "updates_per_rollout": lambda config, run: config.minibatches,
     "inner_epochs": lambda config, run: config.epochs,
     "micro_batch_per_gpu": lambda config, run: config.micro_batch,
@@ -215,7 +232,7 @@ OURS: dict[str, Ours] = {
     "lr_warmup_steps": lambda config, run: config.optimizer.warmup,
     "ema_enabled": _ema_enabled,
     "ema_decay": _ema_decay,
-    "ema_interval": lambda config, run: config.optimizer.ema_interval,
+    "ema_interval": lambda config, run: config.optimizer.ema_interval / averaged_every(run),
     "ema_ramp": _ema_ramp,
     "finetune": lambda config, run: config.train,
     "lora_rank": lambda config, run: config.lora.rank,
@@ -297,9 +314,9 @@ MISSING: dict[str, Missing] = {
     ),
     "kl_kind": _unless(
         "kl_kind",
-        lambda value: value in ("none", "mean_gaussian", "velocity_mse", "mask by per-step KL"),
+        lambda value: value in ("none", "mean_gaussian", "mean_mse", "velocity_mse", "mask by per-step KL"),
         "method",
-        "fluvial has the KL of the Gaussian steps and the squared distance of the predictions",
+        "fluvial has the KL of the Gaussian steps, the distance of their means and that of the predictions",
     ),
     "lr_schedule": _unless(
         "lr_schedule",
@@ -329,7 +346,7 @@ MISSING: dict[str, Missing] = {
     "loss_weighting": _unless(
         "loss_weighting",
         lambda value: value.startswith(
-            ("adaptive: divided by the mean absolute error", "divided by dt", "ghuber power 0.25", "1.73*std")
+            ("adaptive: divided by the mean absolute error", "divided by dt", "ghuber power 0.25", "1.73*std", "2.25*std")
         ),
         "method",
         "fluvial has no such weight",

@@ -37,7 +37,9 @@ def samples_from_another(config: TrainConfig) -> bool:
 
 
 def _ema_schedule(config: TrainConfig, text: str) -> bool:
-    """Return whether the average's decay has the described form: both rise linearly, the old policy's after a delay."""
+    """Return whether the decay has the described form: that of the weights' average is constant, the others rise."""
+    if config.optimizer.ema_decay:
+        return text == "constant" and not config.optimizer.ema_warmup
     return text == ("piecewise_linear" if samples_from_another(config) else "linear")
 
 
@@ -94,7 +96,11 @@ EXTRAS: dict[str, Matches] = {
     "train_num_steps": lambda config, value: config.rollout.window == value,
     "clip_kl": _says(False),
     "use_ema_ref": _says(False),
-    "kl_cfg": _says(1.0),
+    "kl_cfg": lambda config, value: value == (config.kl.guidance or 1.0),
+    # Of a prompt's images as many as fill whole calls are made, 2 of 9 for 24 (an older Flow-GRPO-Fast).
+    "images_per_branch": lambda config, value: config.rollout.group % value == 0,
+    "num_image_per_prompt": lambda config, value: 0 <= value - config.rollout.group < config.micro_batch,
+    "kl_ratio": _says(0.01),  # of DPOK, whose script shares the file; that of D3PO does not read it
     "weight_temp": _says(-1.0),
 }
 # Read by `resolve` from text, or what the objective does by its definition.

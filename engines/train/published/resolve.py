@@ -1,45 +1,31 @@
 """Published runs as configurations of fluvial: each setting matched, or listed with the reason why it is not."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from fluvial.core.transitions import MAX_ETA
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Crd, D3po, Dgpo, Dpo, Dppo, Guard, Nft, TempFlow
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.rollout.solvers import Solver
-from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
+from fluvial.engines.train.published.objectives import OBJECTIVES, objective_of
 from fluvial.engines.train.published.runs import PublishedRun
+from fluvial.engines.train.published.sampling import rollout_of, scale_of
 from fluvial.engines.train.published.texts import (
+    averaged_every,
     averages_reference,
     averages_rollouts,
     fraction_of_steps,
     level_draw,
     noisy_steps,
-    window_draw,
 )
 from fluvial.models import LoraConfig
 
-OBJECTIVES: dict[str, str] = {
-    "Flow-GRPO": "clipped", "Flow-GRPO-Fast": "clipped", "Flow-CPS (GRPO)": "clipped", "DanceGRPO": "clipped",
-    "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
-    "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo", "DGPO": "dgpo",
-    "CRD": "crd", "DanceGRPO (by name)": "clipped", "Flow-GRPO-Fast (branching)": "clipped",
-    "TempFlow-GRPO": "tempflow", "D3PO": "d3po", "AlignProp": "alignprop",
-}  # fmt: skip
-SAMPLERS = {"flow_sde": "flow_sde", "dance_sde": "dance_sde", "cps": "cps", "ddim_eta": "ddim"}
-SOLVERS: dict[str, Solver] = {"dpm2_ode": "dpmpp_2m", "sa_solver": "sa_solver"}
 OPEN_ROLLOUTS = 1000  # of a run that was stopped by hand, or whose length is not stated
 
 
@@ -89,7 +75,7 @@ def _same(ours: Any, published: Any) -> bool:
 
 def _config(run: PublishedRun) -> TrainConfig:
     s = run.settings
-    objective, rollout = _objective(run), _rollout(run)
+    objective, rollout = objective_of(run), rollout_of(run)
     on_steps = objective.traits.trains_on == "steps"
     per_rollout = max(s.get("updates_per_rollout", 1), 1)
     if pairs := s.get("loss_extra", {}).get("pairs_per_update"):
@@ -125,163 +111,6 @@ def _config(run: PublishedRun) -> TrainConfig:
     )
 
 
-def _objective(run: PublishedRun) -> Objective:
-    s, extra = run.settings, run.settings.get("loss_extra", {})
-    clip = {
-        field: s[name] for field, name in (("clip_low", "ratio_clip_low"), ("clip_high", "ratio_clip_high")) if name in s
-    }
-    beta = extra.get("dpo_beta", extra.get("beta"))
-    builders: Mapping[str, Callable[[], Objective]] = {
-        "clipped": lambda: Clipped(**clip),
-        "guard": lambda: Guard(clip=s["ratio_clip_low"]) if "ratio_clip_low" in s else Guard(),
-        "dppo": lambda: Dppo(kl_threshold=extra.get("kl_mask_threshold", Dppo.kl_threshold)),
-        "nft": lambda: _nft(s, extra),
-        "awm": lambda: Awm(**clip, power=extra.get("ghuber_power", Awm.power)),
-        "dpo": lambda: Dpo(
-            beta=Dpo.beta if beta is None else float(beta),
-            preferences=None if "online" in run.algorithm else Path("preferences"),
-        ),
-        "dgpo": lambda: Dgpo(**clip, beta=float(extra["dpo_beta"]), old_samples_from=extra["switch_ema_ref"]),
-        "crd": lambda: _crd(s, extra),
-        "alignprop": lambda: _alignprop(run),
-        "tempflow": lambda: TempFlow(**clip),
-        "d3po": lambda: D3po(beta=extra["d3po_beta"], eps=extra["eps"]),
-    }
-    return builders[OBJECTIVES[run.algorithm]]()
-
-
-def _alignprop(run: PublishedRun) -> AlignProp:
-    """Return the objective; the loss of the HPS run is 1 minus the score, and both truncate as the shared base file says."""
-    extra, steps = run.settings["loss_extra"], run.settings["train_sampling_steps"]
-    found = re.fullmatch(r"gaussian, mean (\d+), std (\d+)", extra.get("truncation", "gaussian, mean 42, std 5"))
-    assert found is not None
-    return AlignProp(
-        last=steps - int(found[1]), spread=float(found[2]), target=float(extra.get("aesthetic_target", 1)),
-        scale=extra["loss_coeff"],
-    )  # fmt: skip
-
-
-def _crd(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Crd:
-    """Return the objective; the decays are texts start-value-rise-cap."""
-    decays: dict[str, Any] = {}
-    for name in ("old", "sampling"):
-        delay, value, rise, cap = extra[f"{name}_model_decay"].split("-")
-        decays |= {f"{name}_delay": int(delay), f"{name}_value": float(value)}
-        decays |= {f"{name}_rise": float(rise), f"{name}_cap": float(cap)}
-    return Crd(
-        beta=extra["crd_beta"], adv_clip=s["advantage_clip"], match=extra["crd_loss_type"], adaptive=extra["adaptive_logp"],
-        adaptive_kl=extra["reward_adaptive_kl"], **decays,
-    )  # fmt: skip
-
-
-def _nft(s: Mapping[str, Any], extra: Mapping[str, Any]) -> Nft:
-    """Return the objective with the decay of the old policy that the run's text describes."""
-    values: dict[str, Any] = {
-        "beta": extra.get("nft_beta", extra.get("nft_mix_beta", 1.0)),
-        "weight_min": extra.get("adaptive_weight_floor", 1e-5), "adv_clip": s.get("advantage_clip", 5.0),
-    }  # fmt: skip
-    if "ramp_rate" in extra:
-        return Nft(**values, old="linear", old_rise=extra["ramp_rate"], old_cap=s["ema_decay"])
-    if sloped := re.match(r"([\d.]+) per step up to ([\d.]+)", str(s.get("ema_ramp", ""))):
-        return Nft(**values, old="linear", old_rise=float(sloped[1]), old_cap=float(sloped[2]))
-    text = str(extra.get("old_policy_decay", "min(0.001*step, 0.5)"))
-    if linear := re.fullmatch(r"min\(([\d.]+)\*step, ([\d.]+)\)", text):
-        return Nft(**values, old="linear", old_rise=float(linear[1]), old_cap=float(linear[2]), old_unit="updates")
-    if delayed := re.match(r"0 until step (\d+), then ([\d.]+)\*\(step-\d+\), cap ([\d.]+)", text):
-        return Nft(
-            **values, old="delayed", old_delay=int(delayed[1]), old_rise=float(delayed[2]), old_cap=float(delayed[3]),
-            old_unit="updates",
-        )  # fmt: skip
-    if flat := re.match(r"flat (\d+), rate ([\d.]+), cap ([\d.]+)", text):
-        return Nft(
-            **values, old="delayed", old_delay=int(flat[1]), old_rise=float(flat[2]), old_cap=float(flat[3]),
-            old_every=2 if "every 2 rollouts" in text else 1,
-        )  # fmt: skip
-    return Nft(**values)
-
-
-def _rollout(run: PublishedRun) -> RolloutConfig:
-    s = run.settings
-    if run.algorithm == "TempFlow-GRPO":
-        return _branching(s)
-    steps, group = s.get("train_sampling_steps", 10), s.get("samples_per_prompt", 16)
-    if run.algorithm == "D3PO":
-        group = 2  # two samples per prompt, from the same noise
-    pairs, least = s.get("loss_extra", {}).get("pairs_per_batch"), 2
-    if "stat_buffer_size" in s.get("loss_extra", {}) or run.algorithm == "AlignProp":
-        # Statistics per prompt over past rollouts take the place of a group's; AlignProp compares no samples.
-        group, least = 1, 1
-    samples = s.get("samples_per_rollout", s.get("samples_per_update", 1) if run.algorithm == "AlignProp" else group)
-    prompts = s.get("prompts_per_rollout") or pairs or max(samples // group, 1)
-    without = not s.get("cfg_in_training_forward", True)
-    conditional = _scale(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"
-    guidance = Guidance(
-        scale=_scale(s), gradient="conditional" if without and not conditional else "both",
-        update="conditional" if conditional else "guided",
-    )  # fmt: skip
-    common: dict[str, Any] = {"prompts": prompts, "group": max(group, least), "steps": steps, "guidance": guidance}
-    sampler = SAMPLERS.get(s.get("sampler", ""))
-    trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po", "alignprop")
-    if sampler is None and trains_on_steps:
-        sampler = "flow_sde"
-    if sampler is None or not trains_on_steps:
-        solver = SOLVERS.get(s.get("sampler", ""), "euler")
-        eta = s.get("noise_level", 0.0) if solver == "sa_solver" else 0.0
-        return RolloutConfig(**common, sampler="ode", eta=eta, solver=solver)
-    config = RolloutConfig(
-        **common,
-        sampler=sampler,
-        eta=_eta(s.get("noise_level") or 0.7, sampler),
-        shared_noise=s.get("shared_initial_noise", run.algorithm == "D3PO"),
-        form="unscaled" if sampler == "cps" else "density",
-    )
-    return _steps(config, s)
-
-
-def _eta(published: float, sampler: str) -> float:
-    """Return eta; above 1, the step of Flow-CPS is that of 2 - eta."""
-    if sampler == "cps" and published > 1:
-        return round(2 - published, 9)
-    return min(published, MAX_ETA[sampler])
-
-
-def _branching(s: Mapping[str, Any]) -> RolloutConfig:
-    """Return the rollout of TempFlow-GRPO: 6 branches of each initial noise, which differ in the noise of a single step.
-
-    That step is the next one in each rollout, where the source branches at every step of one.
-    """
-    return RolloutConfig(
-        prompts=s.get("samples_per_rollout", 1152) // 6, group=6, steps=s["train_sampling_steps"], shared_noise=True,
-        eta=s.get("noise_level", 0.7), window=1, window_high=s["trained_steps_per_sample"], moves=WindowMoves(every=1),
-        guidance=Guidance(scale=_scale(s)),
-    )  # fmt: skip
-
-
-def _steps(config: RolloutConfig, s: Mapping[str, Any]) -> RolloutConfig:
-    """Return the rollout with its stochastic and its trained steps."""
-    size, (low, high) = s.get("sde_window_size", "all"), s.get("sde_window_range", (0, config.steps))
-    if isinstance(size, int) and size > 0:
-        drawn = {"window_low": low, "window_high": high, **(window_draw(s.get("sde_window_draw", "none")) or {})}
-        return replace(config, window=size, **{**drawn, "window_high": min(drawn["window_high"], config.steps)})
-    trained, fraction = s.get("trained_steps_per_sample"), s.get("timestep_fraction", 1.0)
-    if s.get("trained_steps_selection") == "all_but_last" or config.sampler == "dance_sde":
-        # The last step is left out and the clean estimate decoded, which is an ODE step to the end.
-        config = replace(config, window_high=config.steps - 1)
-    recorded = config.window_range[1] - config.window_low
-    if trained is None or trained >= recorded:
-        return config
-    pick: Literal["first", "random"] = "random" if s.get("trained_steps_selection") == "random" else "first"
-    exact = replace(config, fraction=fraction, pick=pick) if fraction < 1 else config
-    if fraction < 1 and exact.trained_of(recorded) == trained:
-        return exact
-    return replace(config, fraction=trained / recorded, pick=pick)
-
-
-def _scale(s: Mapping[str, Any]) -> float:
-    """Return the scale of classifier-free guidance; 1 where there is none, or the network takes the scale as an input."""
-    return float(s.get("train_guidance_scale", 1.0)) if s.get("guidance_kind") in ("cfg", "true_cfg_renorm") else 1.0
-
-
 def _interval(s: Mapping[str, Any], name: str) -> int:
     value = s.get(name, 0)
     return value if isinstance(value, int) else 0
@@ -290,10 +119,16 @@ def _interval(s: Mapping[str, Any], name: str) -> int:
 def _kl(run: PublishedRun) -> KLConfig:
     """Return the KL terms; a second one is to a moving average of the policy (AWM)."""
     s, extra = run.settings, run.settings.get("loss_extra", {})
-    coef = float(s.get("kl_coef", 0.0)) if s.get("kl_kind", "none") in ("mean_gaussian", "velocity_mse") else 0.0
+    kind = s.get("kl_kind", "none")
+    coef = float(s.get("kl_coef", 0.0)) if kind in ("mean_gaussian", "mean_mse", "velocity_mse") else 0.0
     found = re.fullmatch(r"min\(([\d.]+), ([\d.]+)\*step\)", str(extra.get("ema_kl_decay", "")))
     if run.algorithm == "TempFlow-GRPO":  # divides by the whole step's std
         return KLConfig(coef=s.get("kl_coef", 0.0), weight="exact")
+    if kind == "mean_mse":
+        return KLConfig(coef=coef, weight="mse")
+    of_update = 1.0 if OBJECTIVES[run.algorithm] == "dgpo" else scale_of(s)
+    if extra.get("kl_cfg", of_update) != of_update:
+        return KLConfig(coef=coef, guidance=extra["kl_cfg"])
     if averages_reference(run):
         cap = s["ema_decay"]
         return KLConfig(coef=coef, ema_coef=extra["ema_kl_beta"], ema_cap=cap, ema_rise=cap / extra["warmup_steps"])
@@ -340,6 +175,7 @@ def _optimizer(run: PublishedRun) -> OptimizerConfig:
         "betas": (s.get("adam_beta1", 0.9), s.get("adam_beta2", 0.999)), "eps": s.get("adam_eps", 1e-8)
     }  # fmt: skip
     decay = s.get("ema_decay", 0.0) if s.get("ema_enabled") and not elsewhere else 0.0
+    is_constant = s.get("ema_ramp") == "none" or s.get("loss_extra", {}).get("ema_decay_schedule") == "constant"
     return OptimizerConfig(
         name="adafactor" if adafactor else "adamw",
         lr=s.get("learning_rate", 1e-4),
@@ -347,8 +183,8 @@ def _optimizer(run: PublishedRun) -> OptimizerConfig:
         warmup=s.get("lr_warmup_steps", 0),
         max_grad_norm=s.get("max_grad_norm", 1.0),
         ema_decay=decay,
-        ema_interval=s.get("ema_interval", 1) if decay else 1,
-        ema_warmup=not (decay and s.get("ema_ramp") == "none"),
+        ema_interval=s.get("ema_interval", 1) * averaged_every(run) if decay else 1,
+        ema_warmup=not (decay and is_constant),
         **({} if adafactor else adam),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.published.runs import PublishedRun
 
-# Draws that amount to one per rollout, to all steps, or to the same steps in every call.
+# Draws that amount to one per rollout, to all steps, each in turn or not, or to the same steps in every call.
 PER_ROLLOUT = (
     "none",
     "range equals",
@@ -15,6 +15,7 @@ PER_ROLLOUT = (
     "random.seed(0)",
     "fixed",
     "window size 0: all steps but",
+    "each step in turn",
 )
 
 
@@ -22,6 +23,8 @@ def window_draw(text: str) -> dict[str, Any] | None:
     """Return the settings of `RolloutConfig` for a draw of the stochastic steps; None if fluvial has no such draw."""
     if "once per pipeline call" in text:
         return {"window_draw": "call"}
+    if ("once in" in text and "per rank" in text) or "constant per rank" in text:
+        return {"window_draw": "run"}
     if "per request" in text:
         return {"window_draw": "sample"}
     if moved := re.match(r"progressive: start moves by (\d+) every (\d+) iterations(, with roll-back)?", text):
@@ -53,6 +56,12 @@ def level_draw(text: str) -> dict[str, Any] | None:
     if sliced := re.match(r"slice: the first (\d+) levels", text):
         return {"highest": int(sliced[1])}
     return {} if text.startswith(("random", "all ")) else None
+
+
+def averaged_every(run: PublishedRun) -> int:
+    """Return how many updates the unit of the average's interval has: a rollout's, where it is stepped per epoch, else 1."""
+    per_epoch = any(line.startswith("EMA is stepped per epoch") for line in run.unusual)
+    return max(run.settings.get("updates_per_rollout", 1), 1) if per_epoch else 1
 
 
 def averages_rollouts(run: PublishedRun) -> bool:

@@ -189,7 +189,9 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
     assert (run.infos[0].items, run.updates[0].over) == (kept * tiny.STEPS, kept * tiny.STEPS)
 
 
-@pytest.mark.parametrize(("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact")])
+@pytest.mark.parametrize(
+    ("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact"), ("wan_sde", "exact")]
+)
 def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
     rollout = replace(STEPS, sampler=sampler, window=2, window_high=tiny.STEPS - 1)

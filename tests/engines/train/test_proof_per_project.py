@@ -22,7 +22,8 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, RolloutConfig, TrainConfig
-from fluvial.engines.train.published.resolve import OBJECTIVES, resolve
+from fluvial.engines.train.published.objectives import OBJECTIVES
+from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import PublishedRun, find, published_runs
 from fluvial.models import LoraConfig
 
@@ -51,6 +52,9 @@ PROVED: dict[str, Loss] = {
     "d3po/sd1.5/compressibility": paper_losses.d3po,
     "alignprop/sd1.5/aesthetic": paper_losses.alignprop,
     "flow_factory/sd3.5-medium/crd-ocr": paper_losses.crd,
+    "flow_cps/sd3.5-medium/geneval": paper_losses.grpo,
+    "flow_grpo/wan2.1-t2v-1.3b/ocr": paper_losses.grpo,
+    "tempflow_grpo/sd3.5-medium/geneval": paper_losses.tempflow,
 }
 GROUPS, SIZE, RANK = 2, 4, 4
 MOST_STEPS = {"ddpo": 10, "d3po": 10}  # of 50 and of 20
@@ -110,7 +114,7 @@ def trained(spied: Spied, run: PublishedRun) -> int:
     if run.project == "alignprop":
         return 1  # a path of several steps
     if run.project == "tempflow_grpo":
-        return 1  # 9 rollouts of one branching step each
+        return 1  # of the 9 branching steps of its trunk
     s, steps = run.settings, run.settings.get("train_sampling_steps")  # without another number, D3PO trains on all
     number: int = s.get("trained_steps_per_sample", s.get("noise_levels_per_sample", steps))
     noised = "noise_levels_per_sample" in s
@@ -147,10 +151,13 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     if isinstance(config.objective, Dpo):  # with pairs of its rollout in place of a folder of pairs
         ode = RolloutConfig(steps=config.rollout.steps, sampler="ode", eta=0.0)
         config = replace(config, objective=replace(config.objective, preferences=None), rollout=ode)
+    rollout = replace(config.rollout, steps=MOST_STEPS.get(run.project, config.rollout.steps))
+    if rollout.branches is not None:  # 2 branches of each of 2 steps
+        rollout = replace(rollout, branches=2, window_high=2, group=SIZE)
     return replace(
         config, out=out, model="handwriting", train="lora", updates=epochs, epochs=epochs, minibatches=1, micro_batch=8,
         rewards=(),
-        rollout=replace(config.rollout, prompts=GROUPS, group=SIZE, steps=MOST_STEPS.get(run.project, config.rollout.steps)),
+        rollout=replace(rollout, prompts=GROUPS, group=SIZE),
         optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
         lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, init=config.lora.init),
         pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
@@ -177,16 +184,19 @@ def scene(
     scale = config.lora.alpha / config.lora.rank
     before = {part: start[part].double() for part in factors}
     # Within one rollout no follower moves: the old policy and the moving average are what the policy was before it.
-    policy, old, reference = (velocity_of(weights, scale, prompts, run) for weights in (factors, before, {}))
+    policy, old = (velocity_of(weights, scale, prompts, run) for weights in (factors, before))
+    reference = velocity_of({}, scale, prompts, run, guidance=run.settings.get("loss_extra", {}).get("kl_cfg"))
     return Scene(
-        run.settings, reward, torch.arange(batch) // SIZE, sample, x, level, each(items.x_next),
+        run.settings, reward, torch.arange(batch) // config.rollout.compared, sample, x, level, each(items.x_next),
         None if items.level_next is None else items.level_next.double(), each(items.x0), each(items.target),
         float(spied.trainer.schedule.levels[1]), policy, old, reference, old, spied.trainer.schedule.levels.double(),
         None if items.noise is None else items.noise.double(),
     )  # fmt: skip
 
 
-def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str], run: PublishedRun) -> Velocity:
+def velocity_of(
+    factors: Mapping[str, Tensor], scale: float, prompts: list[str], run: PublishedRun, guidance: float | None = None
+) -> Velocity:
     """Return a policy in float64: the tiny net with W + scale B A for each W, guided as the run says.
 
     Args:
@@ -194,6 +204,7 @@ def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str],
         scale: alpha / rank.
         prompts: prompt of each sample.
         run: the published run.
+        guidance: guidance scale, where it is not the run's.
     """
     net, model = tiny.Net(0).double(), tiny.Tiny()
     weights: dict[str, Tensor] = dict(net.named_parameters())
@@ -205,6 +216,9 @@ def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str],
     s = run.settings
     guided = s.get("guidance_kind") in ("cfg", "true_cfg_renorm") and s.get("train_guidance_scale", 1.0) != 1
     guided = guided and run.algorithm != "DGPO"  # its update is without guidance
+    if guidance is not None:
+        guided = guidance != 1
+    strength = s.get("train_guidance_scale") if guidance is None else guidance
 
     def velocity(x: Tensor, level: Tensor, sample: Tensor) -> Tensor:
         def predicted(of: list[str]) -> Tensor:
@@ -216,6 +230,6 @@ def velocity_of(factors: Mapping[str, Tensor], scale: float, prompts: list[str],
             return v
         blank = predicted([""] * len(sample))
         blank = blank if s.get("cfg_in_training_forward", True) else blank.detach()
-        return blank + s["train_guidance_scale"] * (v - blank)
+        return blank + strength * (v - blank)
 
     return velocity

@@ -1,0 +1,120 @@
+"""Branches of a trajectory, windows that are drawn once per run, and a reference with guidance of its own."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from spied_runs import ODE, STEPS, Spied
+
+from fluvial.core.random import key
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import Nft
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.window import WindowMoves, windows
+from fluvial.engines.train.config import KLConfig
+from fluvial.engines.train.validate import check_model
+
+BRANCHES = replace(STEPS, group=12, branches=2, window=1, window_high=3)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@given(st.integers(1, 3), st.integers(0, 2), st.integers(2, 4), st.lists(st.integers(0, 200), min_size=1, max_size=9))
+def test_branches_take_the_places_in_turn(size: int, low: int, branches: int, ids: list[int]) -> None:
+    """Samples 0 to `branches` - 1 take the first place of the range, the next ones the second, and so on, over again."""
+    places = range(low, 7 - size + 1)
+    found = windows(key(0), 0, 7, size, low, 7, branches=branches)(ids)
+    expected = [[places[i // branches % len(places)] + step for step in range(size)] for i in ids]
+    assert torch.as_tensor(found).tolist() == expected
+
+
+def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
+    """A trunk's samples start alike and differ in one step; each is compared with those of its own step alone."""
+    run = Spied(tiny.config(tmp_path, rollout=BRANCHES, micro_batch=6), one)
+    run.rollout()
+    trajectory, step = run.trajectories[0], run.updates[0].items
+    # 2 prompts of 2 trunks of 3 places of 2 branches.
+    assert trajectory.steps.flatten().tolist() == [0, 0, 1, 1, 2, 2] * 4
+    before = trajectory.x[:, 0].unflatten(0, (4, 3, 2))
+    assert torch.equal(before[:, :, 0], before[:, :, 1])  # until their step they are the trunk
+    assert len(before[:, 0, 0].flatten(1).unique(dim=0)) == 4  # a trunk has noise of its own
+    assert len(trajectory.final.flatten(1).unique(dim=0)) == 24
+    reward = run.scores.sum(1).unflatten(0, (12, 2))
+    better = (reward[:, 0] > reward[:, 1]).repeat_interleave(2) == (torch.arange(24) % 2 == 0)
+    assert torch.equal(step.target_weight[step.sample.argsort()] > 0, better)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"group": 8}, r"rollout.group is 8, expected a multiple of 6"),
+        ({"window": None}, r"rollout.branches is set, and samples have no window"),
+        ({"shared_noise": True}, r"leave rollout.window_draw, contiguous, moves, shared_noise and share_prefix"),
+        ({"moves": WindowMoves(every=1)}, r"leave rollout.window_draw, contiguous, moves"),
+        ({"branches": 1}, r"branches is 1"),
+    ],
+)
+def test_branches_that_cannot_be(changes: dict[str, Any], says: str) -> None:
+    """They are errors."""
+    with pytest.raises(ValueError, match=says):
+        replace(BRANCHES, **changes)
+
+
+def test_windows_of_a_run(one: World, tmp_path: Path) -> None:
+    """The groups at one index have the same window in every rollout; another seed has others."""
+    found = {}
+    for seed in (0, 1):
+        rollout = replace(STEPS, prompts=12, group=2, window=1, window_draw="run")
+        run = Spied(tiny.config(tmp_path, rollout=rollout, updates=3, micro_batch=8, seed=seed), one)
+        for _ in range(3):
+            run.rollout()
+        steps = [trajectory.steps.flatten() for trajectory in run.trajectories]
+        assert torch.equal(steps[0], steps[1])
+        assert torch.equal(steps[0], steps[2])
+        assert torch.equal(steps[0][::2], steps[0][1::2])
+        found[seed] = steps[0]
+    assert len(found[0].unique()) > 1
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale: float) -> None:
+    """The reference's prediction is that of the base model with kl.guidance, whatever the policy's is (CRD)."""
+    rollout = replace(ODE, guidance=Guidance(scale=2.0 if scale == 1 else 1.0))
+    config = tiny.config(
+        tmp_path, rollout=rollout, objective=Nft(), train="lora", kl=KLConfig(0.1, guidance=scale), micro_batch=8
+    )
+    assert config.is_guided
+    run = Spied(config, one)
+    run.rollout()
+    items, net, model = run.updates[0].items, tiny.Net(0), tiny.Tiny()
+    with torch.no_grad():
+        v, blank = (
+            net(items.x, model.encode(prompts).rows, items.level)
+            for prompts in ([run.prompts[int(i)] for i in items.sample], [""] * len(items.sample))
+        )
+    assert items.v_ref is not None
+    torch.testing.assert_close(items.v_ref, blank + scale * (v - blank))
+
+
+def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
+    """It is an error without a reference, where the update has none either, and for a pipeline without an adapter."""
+    with pytest.raises(ValueError, match=r"kl.guidance is 3, and nft compares with no reference"):
+        tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(guidance=3.0))
+    guided = tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(0.1, guidance=3.0))
+    with pytest.raises(ValueError, match=r"kl.guidance is 3, and handwriting has no adapter"):
+        check_model(guided, "velocity", recorded=True)
+    conditional = replace(ODE, guidance=Guidance(scale=2.0, update="conditional"))
+    with pytest.raises(ValueError, match=r"rollout.guidance.update is conditional"):
+        replace(guided, rollout=conditional)
