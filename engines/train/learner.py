@@ -271,9 +271,7 @@ class Learner:
             work = work._replace(items=self._gathered(work, adds))
         flat, cond, longest = self._levelled(work, adds)
         # Predictions that were gathered already are not computed again.
-        flat = self.policies.compare(
-            flat, cond, self.engine, lambda module, cond: self._predictions(module, flat, cond, longest)
-        )
+        flat = self.policies.compare(flat, cond, self.engine, self._predictions, pad_to=longest)
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
@@ -294,12 +292,9 @@ class Learner:
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
 
-        def predicted(module: nn.Module, cond: Cond) -> Tensor:
-            return self._predictions(module, flat, cond, len(flat.level))
-
         with self.engine.inference() as module:
-            v = predicted(module, work.cond)
-        seen = self.policies.compare(flat, work.cond, self.engine, predicted)
+            v = self._predictions(module, flat, work.cond, len(flat.level))
+        seen = self.policies.compare(flat, work.cond, self.engine, self._predictions, pad_to=len(flat.level))
         if seen.v_old is None and self.policies.old_is_the_policy:
             seen = seen._replace(v_old=v)
         with located(objective, "statistic"):

@@ -21,6 +21,7 @@ from fluvial.engines.train.job import Job
 from fluvial.models import Cond
 from fluvial.models.guidance import Guided
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
+from fluvial.models.padding import trimmed
 from fluvial.models.protocol import Weights
 
 PREDICTIONS = {"old": "v_old", "ema": "v_ema", "ref": "v_ref"}  # the field of `Items` that holds a follower's prediction
@@ -104,26 +105,31 @@ class Policies:
             else:
                 blend_adapter(engine.module, "default", name, decay)
 
-    def compare(self, items: Items, cond: Cond, engine: Engine, predict: Callable[[nn.Module, Cond], Tensor]) -> Items:
+    def compare(
+        self, items: Items, cond: Cond, engine: Engine, predict: Callable[[nn.Module, Items, Cond, int], Tensor], *,
+        pad_to: int,
+    ) -> Items:  # fmt: skip
         """Return items with the predictions of the other policies; every rank must take part.
 
         Args:
             items: items of an update.
             cond: their conditioning.
             engine: engine of the policy that is trained.
-            predict: function that returns a network's prediction at each item, under a conditioning.
+            predict: function (network, items, cond, pad_to) that returns a network's prediction at each item.
+            pad_to: see `predictions`.
         """
         for name, field in PREDICTIONS.items():
             if name in self.followers and getattr(items, field) is None:
                 with self._of(engine, name) as module:
-                    found: dict[str, Any] = {field: predict(module, self._referring_to(cond) if name == "ref" else cond)}
+                    of = self._referring_to(cond) if name == "ref" else cond
+                    found: dict[str, Any] = {field: predict(module, items, of, pad_to)}
                 items = items._replace(**found)
         if self.needs_reference and items.v_ref is None:
             with self._referring(engine) as module:
-                items = items._replace(v_ref=predict(module, self._referring_to(cond)))
+                items = items._replace(v_ref=predict(module, items, self._referring_to(cond), pad_to))
         if self._teacher is not None and items.v_teacher is None:
             with self._teacher.inference() as module:
-                items = items._replace(v_teacher=predict(module, cond))
+                items = items._replace(v_teacher=predict(module, items, cond, pad_to))
         return items
 
     def _referring_to(self, cond: Cond) -> Cond:
@@ -138,6 +144,9 @@ class Policies:
             negative = cond.uncond
         else:
             one = self.model.encode([self.guidance.negative])
+            pairs = zip(optree.tree_leaves(plain), optree.tree_leaves(one), strict=True)
+            # Prompts may be padded to fewer tokens than the model's own length.
+            one = trimmed(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))
             negative = optree.tree_map(lambda row: row.to(first.device).expand(len(first), *row.shape[1:]), one)
         return Guided(plain, negative, torch.full((len(first),), self.guidance.scale, device=first.device))
 

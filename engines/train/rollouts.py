@@ -80,7 +80,8 @@ class RolloutSource:
         ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
         prompts = [asked[i // rollout.group] for i in ids]
         key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
-        tokens = self.texts.of(guidance.texts(self.job.model, prompts))
+        negative = [] if self.config.kl.guidance is None else [guidance.negative]
+        tokens = self.texts.of([*guidance.texts(self.job.model, prompts), *negative])
         if not self.config.makes_samples:
             return self._data(ids, prompts, key, tokens)
         if self.config.engine.offload == "phases":
