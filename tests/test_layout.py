@@ -20,6 +20,7 @@ LAYERS = (
     ("engines.errors", "engines.plugins", "engines.report"),
     ("engines.fsdp",),
     ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan"),
+    ("engines.evaluation",),
     ("engines.objectives",),
     ("engines.run",),
     ("engines.train",),

@@ -115,7 +115,9 @@ def read_sources(
     return tuple(prompt for part in prompts for prompt in part), {each.name: each.weight for each in found}
 
 
-def read_heldout(words: Sequence[str], trained: Sequence[str], *, check: Callable[[str], None]) -> tuple[Prompt, ...]:
+def read_heldout(
+    words: Sequence[str], trained: Sequence[str], *, check: Callable[[str], None], field: str = "pipeline.heldout"
+) -> tuple[Prompt, ...]:
     """Return the prompts of held-out files.
 
     Where there are as many held-out files as sources, each is of the source in its place, and shares its name in metrics.
@@ -124,10 +126,11 @@ def read_heldout(words: Sequence[str], trained: Sequence[str], *, check: Callabl
         words: the held-out files.
         trained: files of the prompts that are trained on.
         check: argument of `read_prompts`.
+        field: setting that names the files, for messages.
     """
-    files = sources(words, field="pipeline.heldout")
+    files = sources(words, field=field)
     if weighted := [each.path for each in files if each.weight != 1]:
-        raise UsageError(f"pipeline.heldout gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
+        raise UsageError(f"{field} gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
     names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
     parts = (read_prompts(each.path, check=check, source=name) for each, name in zip(files, names, strict=True))
     return tuple(prompt for part in parts for prompt in part)

@@ -9,13 +9,16 @@ from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import reward_problem, weight_of
 
 
-def select(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tuple[Reward, float]]:
+def select(
+    rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards"
+) -> dict[str, tuple[Reward, float]]:
     """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
 
     Args:
         rewards: rewards of the job, by name.
         names: `name` or `name=weight` each. A name is a key of `rewards`, an entry point of `fluvial.rewards`, or
             `module:name`.
+        field: setting that names them, for messages.
 
     Raises:
         UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, or a weight is no number.
@@ -24,13 +27,13 @@ def select(rewards: Mapping[str, Reward], names: Sequence[str]) -> dict[str, tup
     for text in names or list(rewards)[:1]:
         name, separator, weight = text.partition("=")
         if name in found:
-            raise UsageError(f"rewards is {list(names)}, which names {name!r} twice: name each reward once")
+            raise UsageError(f"{field} is {list(names)}, which names {name!r} twice: name each reward once")
         value = weight_of(weight) if separator else 1.0
         if value is None:
             raise UsageError(
-                f"rewards is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
+                f"{field} is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
             )
-        found[name] = plugins.load(name, "rewards", reward_problem, table=rewards, field="rewards"), value
+        found[name] = plugins.load(name, "rewards", reward_problem, table=rewards, field=field), value
     return found
 
 

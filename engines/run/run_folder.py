@@ -1,6 +1,7 @@
 """The run folder: everything that a run writes, by rank 0.
 
-config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples/*.png  tensorboard/  checkpoints/  weights/
+config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples/*.{png,csv}  tensorboard/  checkpoints/
+weights/
 """
 
 import json
@@ -14,6 +15,8 @@ import optree
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.evaluation.evaluate import Scores
+from fluvial.engines.evaluation.table import read_scores, same_samples, write_scores
 from fluvial.engines.report import images, plots
 from fluvial.engines.run import restart
 
@@ -80,6 +83,22 @@ class RunFolder:
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.save(path)
         return path
+
+    def scores(self, name: str, scores: Scores) -> None:
+        """Write the score of each sample of an evaluation to samples/NAME.csv."""
+        write_scores(self._scores(name), scores)
+
+    def compared(self, name: str, scores: Scores) -> Scores | None:
+        """Return the scores of an earlier evaluation of the same samples; None if there is no whole one."""
+        path = self._scores(name)
+        try:
+            found = read_scores(path)
+        except UsageError:
+            return None
+        return found if same_samples(found, scores) else None
+
+    def _scores(self, name: str) -> Path:
+        return self.out / "samples" / f"{name.replace(' ', '-')}.csv"
 
     def curves(self) -> Path:
         """Draw reward, held-out accuracy, diversity, drift and gradient norm against updates, and return the path."""

@@ -23,6 +23,7 @@ from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
 from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.policies import START, Policies
@@ -39,6 +40,7 @@ class Parts:
 
     Args:
         job: job with evaluators, which are the rewards of the run where it names none.
+        evaluated: the job as it is evaluated, which may have other prompts, evaluators and sizes.
         engine: engine of the network that is trained.
         policies: policies that the objective compares with.
         schedule: schedule with its timesteps on the device.
@@ -51,6 +53,7 @@ class Parts:
     """
 
     job: Job
+    evaluated: Job
     engine: Engine
     policies: Policies
     schedule: Schedule
@@ -73,6 +76,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         rewards, job = _rewards(config, job)
         job.check_prompts()
         _check_order(config, job)
+        asked = evaluated(job, config.evaluation, config.pipeline)
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
         base = (_digest(module) if weights is None else fingerprint(weights)) + adapter
@@ -85,23 +89,24 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
             check_model(config, job.model.prediction, recorded=is_recorded(job.model))
         except ValueError as error:
             raise UsageError(str(error)) from error
-    _check_negative_prompt(config, job)
+    _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
-        prompts = job.prepare(world, [config.rollout.guidance.negative] if config.is_guided else [])
+        negative = [config.rollout.guidance.negative] if config.is_guided else []
+        prompts = job.prepare(world, [*negative, *further_texts(job, asked)])
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
     schedule, evaluation_schedule = (
-        on_device(job.model.schedule(steps, job.shape), world.device)
-        for steps in (config.rollout.steps, config.evaluation_steps)
+        on_device(job.model.schedule(steps, shape), world.device)
+        for steps, shape in ((config.rollout.steps, job.shape), (config.evaluation_steps, asked.shape))
     )
     texts = TextLengths(job.model, world)
     learner = Learner(config, job, world, engine, policies, schedule, texts, rewards)
     source = RolloutSource(
         config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler, texts=texts
     )
-    return Parts(job, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
+    return Parts(job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 
 def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
@@ -145,20 +150,17 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
     return ()
 
 
-def _check_negative_prompt(config: TrainConfig, job: Job) -> None:
+def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.rollout.guidance
-    own = next((prompt for prompt in map(as_prompt, (*job.prompts, *job.heldout)) if prompt.negative is not None), None)
+    prompts = (*job.prompts, *job.heldout, *asked.heldout)
+    own = next((prompt for prompt in map(as_prompt, prompts) if prompt.negative is not None), None)
     if own is not None and is_recorded(job.model):
         raise UsageError(
             f"prompt {str(own)!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
             "guidance is fixed: leave the column negative_prompt out"
         )
-    if own is not None and not config.is_guided:
-        raise UsageError(
-            f"prompt {str(own)!r} has a negative prompt, which is of no use without guidance: set "
-            "rollout.guidance.scale, or leave the column negative_prompt out"
-        )
+    check_negatives(prompts, guided=config.is_guided, field="rollout.guidance.scale")
     if config.is_guided and guidance.negative:
         try:
             job.model.check_prompt(guidance.negative)

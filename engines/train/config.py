@@ -6,6 +6,7 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.clipped import Clipped
@@ -65,28 +66,6 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """How held-out prompts are sampled, where that differs from the rollout; the steps are those of the ODE.
-
-    Args:
-        steps: Number of steps of the schedule; None is that of the rollout.
-        guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
-            evaluated with it (DiffusionNFT).
-        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867, which Wan
-            is served with) or sa_solver (SA-Solver, 2309.05019, without noise).
-        average: Evaluate and export the moving average of the weights, if there is one, instead of the weights.
-    """
-
-    steps: int | None = None
-    guidance: float | None = None
-    solver: Solver = "euler"
-    average: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, steps=(1, 2**31), guidance=(0, 1e6))
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """One run of post-training.
 
@@ -125,7 +104,8 @@ class TrainConfig:
             because rollout and update then compute different policies.
         eval_every: Number of updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: Number of samples per evaluation during the run.
-        final_samples: Number of samples of the evaluations before and after the run.
+        final_samples: Number of samples of the evaluations before and after the run; with `evaluation.seeds` they take every
+            prompt instead.
         checkpoint_every: Number of updates between checkpoints.
         checkpoint_async: Write checkpoints in the background, from a copy on the host.
         checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`.
@@ -145,7 +125,7 @@ class TrainConfig:
         lora: Rank, scale and layers of the adapters.
         engine: Sharding, precision, activation checkpointing and offloading.
         pipeline: What a pipeline of diffusers is asked for.
-        evaluation: How held-out prompts are sampled, where that differs from the rollout.
+        evaluation: What is evaluated, and how it is sampled where that differs from the rollout.
     """
 
     out: Path

@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.evaluate import Evaluation
+from fluvial.engines.evaluation.table import as_records, rows
 from fluvial.engines.report import images
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.run import run_folder
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.train import metrics
-from fluvial.engines.train.evaluate import Evaluation
 from fluvial.engines.train.monitoring.diagnostics import Probe
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Loop:
 
     def __init__(self, trainer: "Trainer", folder: RunFolder | None, progress: RunProgress) -> None:
         self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
+        self.final_samples = self.config.evaluation.whole(len(trainer.evaluated.heldout), self.config.final_samples)
 
     def run(self) -> dict[str, Any]:
         """Train until the last update or a request to stop, and return the summary (empty if stopped)."""
@@ -33,7 +35,7 @@ class Loop:
         self._check()
         trainer.probe = self._probe()
         if trainer.progress.before is None:
-            evaluation = self._evaluate("before", config.final_samples)
+            evaluation = self._evaluate("before", self.final_samples)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
             self.progress.say(metrics.evaluation_line("before training", evaluation))
         for record in trainer:
@@ -80,8 +82,8 @@ class Loop:
     def _evaluate(self, name: str, samples: int) -> Evaluation:
         result = self.trainer.evaluate(samples)
         if self.folder:
-            numbers = {"score": result.score, "exact": result.exact, "drift": result.velocity_drift}
-            self.folder.log({"update": self.trainer.engine.updates, **numbers, **result.split})
+            self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
+            self.folder.scores(name, result.scores)
             title = metrics.evaluation_title(name, result)
             self.folder.samples(name, result.images, result.prompts, result.images_score, title=title)
         return result
@@ -102,11 +104,11 @@ class Loop:
     def _finish(self) -> dict[str, Any]:
         """Evaluate, export, draw, and return the summary."""
         trainer, config, out = self.trainer, self.config, self.config.out
-        after = self._evaluate("after", config.final_samples)
+        after = self._evaluate("after", self.final_samples)
         trainer.export(out)
         counted = trainer.progress
         assert counted.before is not None
-        summary = {
+        summary: dict[str, Any] = {
             **metrics.evaluation_summary(counted.before, after),
             **metrics.speed_summary(counted.seconds, counted.samples),
             "first_pass_max_abs_log_ratio": counted.max_log_ratio,
@@ -118,6 +120,7 @@ class Loop:
         }
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
+            summary["evaluation"] = as_records(rows(after.scores, self.folder.compared("before", after.scores)))
             run_folder.write_json(out / "summary.json", summary)
             self.folder.curves()
             images.join(out / "samples" / "before-after.png", sheets)

@@ -12,11 +12,12 @@ from rich.table import Table
 from torch import Tensor
 
 from fluvial.engines.data.labels import split
+from fluvial.engines.evaluation.evaluate import Evaluation
+from fluvial.engines.evaluation.table import overall
 from fluvial.engines.fsdp import flops
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.report.progress import table
 from fluvial.engines.rollout.text import Padding
-from fluvial.engines.train.evaluate import Evaluation
 from fluvial.engines.train.learner import Learnt
 
 PHASES = ("rollout", "reward", "update")
@@ -82,6 +83,13 @@ def shown(record: Mapping[str, Any]) -> dict[str, float]:
     return reward | {label: record["objective"][name] for name, label in names.items() if name in record["objective"]}
 
 
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the record of an evaluation: per evaluator, per source and per tag."""
+    numbers = {"score": evaluation.score, "exact": evaluation.exact, "drift": evaluation.velocity_drift, **evaluation.split}
+    found = overall(evaluation.scores)
+    return {**numbers, "overall": found} if found else numbers
+
+
 def evaluation_line(when: str, evaluation: Evaluation) -> str:
     """Return an evaluation as a line for the console."""
     exactly = any(evaluation.exact.values())
@@ -106,7 +114,8 @@ def before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -
         f"{what}, by the {evaluator} evaluator": (f"{before[part][evaluator]:.3f}", f"{now[part][evaluator]:.3f}")
         for part, what in (("exact", "exactly right"), ("score", "score"))
         for evaluator in now[part]
-        if part == "score" or after.exact[evaluator] or before["exact"][evaluator]
+        if evaluator in before[part]  # a resumed run may have other evaluators
+        and (part == "score" or after.exact[evaluator] or before["exact"][evaluator])
     }
     return table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows)
 

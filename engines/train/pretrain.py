@@ -15,6 +15,7 @@ from fluvial.core.checks import check_number
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export
@@ -25,7 +26,6 @@ from fluvial.engines.rollout.noising import noised_at
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.run.run_folder import write_json
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.evaluate import evaluate
 from fluvial.models import Cond, Prediction
 
 RECORD = "made-by.json"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
@@ -30,7 +31,7 @@ from fluvial.engines.objectives.table import (
 )
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import BUILT_IN, EvaluationConfig, PipelineConfig, TrainConfig
+from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find
 from fluvial.models import LoraConfig
@@ -38,8 +39,7 @@ from fluvial.models import LoraConfig
 HANDWRITING, UNET = BUILT_IN
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
-# For policy gradients on handwriting: a random window of 5 stochastic steps within the six noisiest, which decide what is
-# written.
+# For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
 NOISIEST = RolloutConfig(prompts=16, group=8, window=5, window_high=6)
 BATCH = AdvantageConfig(scale="batch")
 # For objectives that need no log-probabilities.

@@ -13,6 +13,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import UpdateInfo
@@ -27,7 +28,6 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.loop import Loop
@@ -70,7 +70,8 @@ class Trainer:
                 with world.agreed():
                     job = jobs.of_run(config)
             parts = build_parts(config, job, world)
-            self.job, self.engine, self.policies = parts.job, parts.engine, parts.policies
+            self.job, self.evaluated = parts.job, parts.evaluated
+            self.engine, self.policies = parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
             self.source, self.learner, self.preferences = parts.source, parts.learner, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
@@ -134,9 +135,9 @@ class Trainer:
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
-                self.job, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
-                micro_batch=config.micro_batch, world=self.world, guidance=config.evaluation_guidance,
-                solver=config.evaluation.solver,
+                self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
+                seeds=config.evaluation.seeds, micro_batch=config.micro_batch, world=self.world,
+                guidance=config.evaluation_guidance, solver=config.evaluation.solver,
             )  # fmt: skip
             if self.probe is not None:
                 drift = self.probe.velocity_drift(self.job, module, micro_batch=config.micro_batch)

@@ -37,8 +37,8 @@ class Job:
         load: function from a folder of weights to a model with these weights; needed for a teacher.
         data: function (key, prompts) -> clean samples `[B, *event]`, for supervised training.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
-        prepare: function (world, negative prompts) that is called once before training, on every rank; it may return
-            the prompts that can be trained on.
+        prepare: function (world, texts) that is called once before training, on every rank; texts are the negative prompts
+            and those prompts of evaluations that are not the job's. It may return the prompts that can be trained on.
         check: function of the network that is called once before the first update, on every rank; it returns a line to show,
             or raises ValueError.
         source_weights: weight of each source of the prompts by its name; 1 where there is none.

@@ -1,10 +1,10 @@
 """Jobs of diffusers' pipelines, and of a person's own model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,18 +50,9 @@ def pipeline(
         )
     job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
-    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts or data, check=model.check_prompt)
-    train: tuple[str, ...]
-    weights: dict[str, float] = {}
-    if prompts:
-        train, weights = read_sources(prompts, check=model.check_prompt, heldout=heldout)
-    elif data:
-        train, weights = read_sources(data, check=model.check_prompt, heldout=heldout, read=read_images, field="data")
-    else:
-        assert preferences is not None
-        train = preferred_prompts(preferences, check=model.check_prompt, heldout=heldout)
-    if not heldout:
-        train, heldout = split_off(train)
+    train, heldout, weights = read_prompts_of(
+        config, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt
+    )
     job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=weights)
     if is_adapter(name):
         return job
@@ -85,6 +76,39 @@ def pipeline(
         prepare=prepare,
         check=check if is_recorded(model) else None,
     )
+
+
+class PromptsOfRun(NamedTuple):
+    """The prompts of a run."""
+
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    weights: dict[str, float]  # of each file of training prompts by its name
+
+
+def read_prompts_of(
+    config: PipelineConfig, *, prompts: Sequence[str], preferences: Path | None, data: Sequence[str],
+    check: Callable[[str], None],
+) -> PromptsOfRun:  # fmt: skip
+    """Return the prompts that a run trains on, and those that it holds out.
+
+    Args:
+        config, prompts, preferences, data: arguments of `pipeline`.
+        check: function that raises ValueError for a string that is not a prompt of the model.
+    """
+    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts or data, check=check)
+    train: tuple[str, ...]
+    weights: dict[str, float] = {}
+    if prompts:
+        train, weights = read_sources(prompts, check=check, heldout=heldout)
+    elif data:
+        train, weights = read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
+    else:
+        assert preferences is not None
+        train = preferred_prompts(preferences, check=check, heldout=heldout)
+    if not heldout:
+        train, heldout = split_off(train)
+    return PromptsOfRun(train, heldout, weights)
 
 
 def opened(

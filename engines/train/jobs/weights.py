@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
-from fluvial.models.lora_files import LoraFile, read_lora
+from fluvial.models import LoraConfig
+from fluvial.models.lora import add_lora
+from fluvial.models.lora_files import LoraFile, load_lora, read_lora
 
 RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
 
@@ -77,13 +79,32 @@ def adapter_of(config: TrainConfig, job: Job, module: nn.Module) -> LoraFile | N
     Raises:
         UsageError: it cannot be read, or does not fit the network.
     """
-    if config.lora.weights is None:
-        return None
+    return None if config.lora.weights is None else _adapter(config.lora.weights, job, module, "lora.weights")
+
+
+def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
+    """Add the adapter of a file or a folder to a network, in place, for forward passes.
+
+    Args:
+        module: network without adapters.
+        job: job of the network.
+        path: the file or folder.
+        field: setting that names it, for messages.
+
+    Raises:
+        UsageError: it cannot be read, or does not fit the network.
+    """
+    found = _adapter(path, job, module, field)
+    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers)
+    load_lora(module, found.tensors, "default")
+
+
+def _adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
     kind: Any = getattr(job.model, "pipeline", None)
     try:
-        return read_lora(config.lora.weights, module, convert=None if kind is None else converter(kind))
+        return read_lora(path, module, convert=None if kind is None else converter(kind))
     except ValueError as error:
-        raise UsageError(f"lora.weights: {error}") from error
+        raise UsageError(f"{field}: {error}") from error
 
 
 def digest(adapter: LoraFile | None) -> str:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, TrainConfig
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
 from fluvial.engines.train.published.objectives import OBJECTIVES, objective_of
 from fluvial.engines.train.published.runs import PublishedRun

@@ -18,10 +18,11 @@ from paper_losses import Scene, Velocity
 from spied_runs import Spied, Update
 from torch import Tensor
 
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dpo
-from fluvial.engines.train.config import EvaluationConfig, PipelineConfig, RolloutConfig, TrainConfig
+from fluvial.engines.train.config import PipelineConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.published.objectives import OBJECTIVES
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import PublishedRun, find, published_runs

@@ -14,11 +14,11 @@ from torch import Tensor
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.job import Job, handwriting
 from fluvial.engines.train.trainer import Trainer
 

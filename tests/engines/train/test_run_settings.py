@@ -12,6 +12,7 @@ import torch
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.advantages import AdvantageConfig, advantages
@@ -21,7 +22,6 @@ from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train import trainer as trainers
-from fluvial.engines.train.config import EvaluationConfig
 from fluvial.engines.train.trainer import Trainer
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.trainer import Trainer, train
 
 AVERAGED = OptimizerConfig(lr=0.05, ema_decay=0.9)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from fluvial.core.advantages import SCALES
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.engine import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Guard
@@ -33,7 +34,6 @@ from fluvial.engines.report import plots
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
-from fluvial.engines.train.evaluate import evaluate
 from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.trainer import train
 

@@ -17,11 +17,11 @@ from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import ddim
+from fluvial.engines.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.rollout.noising import noised_at
-from fluvial.engines.train.evaluate import Evaluation, evaluate
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.pretrain import (
     ErrorInfo,

@@ -1,0 +1,174 @@
+"""Evaluation of a network: samples of prompts from fixed noise, by a deterministic solver, scored by several evaluators."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.random import fold_in, key, uniform
+from fluvial.engines.data.labels import Split, split
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.runner import RewardRunner
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
+from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.text import TextLengths
+from fluvial.models import DiffusionModel, Schedule
+
+SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
+APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
+
+
+class Task(Protocol):
+    """What an evaluation needs of a job."""
+
+    @property
+    def model(self) -> DiffusionModel: ...
+    @property
+    def heldout(self) -> Sequence[str]: ...
+    @property
+    def evaluators(self) -> Mapping[str, Reward]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Plan(NamedTuple):
+    """The samples of an evaluation, N in all."""
+
+    places: list[int]  # index of each sample's prompt
+    ids: list[int]  # id of each sample's noise
+    names: list[str]  # of each sample, e.g. of its file
+
+
+class Scores(NamedTuple):
+    """The score of each sample by each evaluator: N samples, K evaluators."""
+
+    evaluators: tuple[str, ...]
+    names: Sequence[str]  # [N]
+    prompts: Sequence[str]  # [N]
+    values: Tensor  # [N, K], float32 on the host
+
+
+class Evaluation(NamedTuple):
+    """Scores of an evaluation, and its first images."""
+
+    score: dict[str, float]  # mean score by evaluator
+    exact: dict[str, float]  # fraction of samples with the score 1 by evaluator
+    samples: int
+    prompts: Sequence[str]  # of the images
+    images: Tensor  # [n, C, H, W] in [0, 1], the first of this rank
+    images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
+    scores: Scores
+    velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
+    split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
+
+
+def drawn(prompts: int, samples: int) -> Plan:
+    """Return the plan of `samples` samples, whose prompts are drawn at random with replacement."""
+    draws = uniform(fold_in(key(SEED), Stream.EVALUATION_PROMPTS), (samples,))
+    return Plan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
+
+
+def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
+    """Return the plan of `seeds` samples of each prompt.
+
+    The noise of a sample depends on its prompt's place and on its seed alone, so more seeds, and prompts that are added at
+    the end, leave the other samples as they are.
+
+    Args:
+        prompts: number of prompts.
+        seeds: number of samples per prompt.
+        most: largest number of samples; evenly spaced prompts are left out to stay within it, down to one prompt.
+    """
+    count = prompts if most is None else min(prompts, max(most // seeds, 1))
+    taken = [number * prompts // count for number in range(count)]
+    pairs = [(place, seed) for seed in range(seeds) for place in taken]
+    return Plan(
+        [place for place, _ in pairs],
+        [seed * APART + place for place, seed in pairs],
+        [f"{place:05d}-{seed}" for place, seed in pairs],
+    )
+
+
+def evaluate(
+    task: Task,
+    module: nn.Module,
+    *,
+    schedule: Schedule,
+    samples: int | None,
+    micro_batch: int,
+    world: World,
+    seeds: int | None = None,
+    guidance: Guidance = NO_GUIDANCE,
+    solver: Solver = "euler",
+    show: int = 16,
+    keep: Callable[[Sequence[str], Tensor], None] | None = None,
+) -> Evaluation:
+    """Sample prompts with the ODE and score them with every evaluator; every rank must take part.
+
+    Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks of `micro_batch`
+    samples.
+
+    Args:
+        task: model, prompts and evaluators; a job is one.
+        module: network.
+        schedule: schedule with its timesteps on the device.
+        samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
+        micro_batch: samples per chunk.
+        world: process group.
+        seeds: number of samples per prompt, see `every`; None draws `samples` prompts at random.
+        guidance: guidance of every step.
+        solver: solver of the ODE.
+        show: number of images to return.
+        keep: function of the names and the images of each chunk of this rank, e.g. to write them to files.
+
+    Raises:
+        RunError: an evaluator raised, or did not return one finite number per image.
+    """
+    if seeds is None:
+        assert samples is not None, "without seeds, prompts are drawn"
+        plan = drawn(len(task.heldout), samples)
+    else:
+        plan = every(len(task.heldout), seeds, samples)
+    total, asked = len(plan.ids), [task.heldout[place] for place in plan.places]
+    mine, real = slots(total, micro_batch=micro_batch, world=world)
+    requests = Requests(
+        [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
+    )
+    shown = list[Tensor]()
+    runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in task.evaluators.items()]
+    show = min(show, total)
+    try:
+        tokens = TextLengths(task.model, world).of(guidance.texts(task.model, requests.prompts))
+        sampling = Sampling(task.shape, schedule, guidance, solver, text_tokens=tokens)
+        chunks = generate(task.model, module, requests, sampling, micro_batch=micro_batch)
+        for number, chunk in enumerate(chunks):
+            first = number * micro_batch
+            for runner in runners:
+                runner.submit(chunk.images, chunk.prompts)
+            if first < show:
+                shown.append(chunk.images[: show - first].cpu())
+            if keep is not None:
+                count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
+                with world.agreed():
+                    keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])
+        with world.agreed():
+            scores = [runner.collect() for runner in runners]
+    finally:
+        for runner in runners:
+            runner.close()
+    local = torch.stack(scores, dim=1) if scores else torch.zeros(len(mine), 0)
+    table = world.gather_data(local.to(world.device))[:total].cpu()
+    images, names = torch.cat(shown), tuple(task.evaluators)
+    return Evaluation(
+        score=dict(zip(names, table.mean(0).tolist(), strict=True)),
+        exact=dict(zip(names, (table == 1).float().mean(0).tolist(), strict=True)),
+        samples=total,
+        prompts=requests.prompts[: len(images)],
+        images=images,
+        images_score=local[: len(images), -1] if scores else None,
+        scores=Scores(names, plan.names, asked, table),
+        split=split(table, asked, names),
+    )

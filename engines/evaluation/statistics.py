@@ -1,0 +1,146 @@
+"""Statistics of scores: win rates, paired differences with a bootstrap interval, and pass rates."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+RESAMPLES, AT_ONCE = 2000, 100
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+class Comparison(NamedTuple):
+    """Scores against those of a base model on the same prompts and noise."""
+
+    win_rate: float  # in [0, 1]; a tie counts one half
+    difference: float  # mean of score - base, in the unit of the score
+    interval: Interval  # of that mean, 95 %
+
+
+class PassRates(NamedTuple):
+    """Fractions of passed samples, in [0, 1]."""
+
+    tags: dict[str, float]  # of the samples of each tag
+    overall: float  # mean over the tags, as GenEval defines its overall score; over all samples if none has a tag
+    samples: float  # of all samples
+    prompts: float  # fraction of prompts with at least one passed sample
+
+
+def win_rate(scores: ArrayLike, base: ArrayLike) -> float:
+    """Return the fraction of samples whose score is above that of the base; a tie counts one half.
+
+    Args:
+        scores, base: scores of the same prompts from the same noise, `[N]`.
+
+    Raises:
+        ValueError: there are none, or their numbers differ.
+    """
+    ours, theirs = _pair(scores, base)
+    return float(np.mean((ours > theirs) + 0.5 * (ours == theirs)))
+
+
+def bootstrap_interval(
+    values: ArrayLike, clusters: Sequence[object] | None = None, *, level: float = 0.95, resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:  # fmt: skip
+    """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993, chapter 13).
+
+    Each of `resamples` times, as many clusters are drawn with replacement as there are, and the mean of all their values is
+    taken. The interval lies between the (1 - level) / 2 and (1 + level) / 2 quantiles of these means.
+
+    Args:
+        values: numbers, `[N]`.
+        clusters: cluster of each value, `[N]`, e.g. its prompt: samples of one prompt are alike, and stay together. By
+            default each value is one of its own.
+        level: probability that the interval is to hold the mean.
+        resamples: number of means.
+        seed: seed of numpy's PCG64; the same seed gives the same interval.
+
+    Raises:
+        ValueError: there are no values, or `level` is not in (0, 1).
+    """
+    given = _numbers("values", values)
+    if not 0 < level < 1:
+        raise ValueError(f"bootstrap_interval: level is {level}, expected a number in (0, 1)")
+    if resamples < 1:
+        raise ValueError(f"bootstrap_interval: resamples is {resamples}, expected at least 1")
+    places = np.arange(len(given)) if clusters is None else _places(clusters)
+    if len(places) != len(given):
+        raise ValueError(f"bootstrap_interval: got {len(places)} clusters of {len(given)} values, expected one per value")
+    sums, counts = np.bincount(places, weights=given), np.bincount(places)
+    draws, means = np.random.default_rng(seed), list[np.ndarray]()
+    for first in range(0, resamples, AT_ONCE):  # not all at once: N can be large
+        drawn = draws.integers(len(sums), size=(min(AT_ONCE, resamples - first), len(sums)))
+        means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(low), float(high))
+
+
+def compare(scores: ArrayLike, base: ArrayLike, clusters: Sequence[object] | None = None) -> Comparison:
+    """Return win rate, mean paired difference and its 95 % bootstrap interval.
+
+    Args:
+        scores, base: scores of the same prompts from the same noise, `[N]`.
+        clusters: prompt of each sample, see `bootstrap_interval`.
+    """
+    ours, theirs = _pair(scores, base)
+    differences = ours - theirs
+    return Comparison(win_rate(ours, theirs), float(differences.mean()), bootstrap_interval(differences, clusters))
+
+
+def is_pass_fail(scores: ArrayLike) -> bool:
+    """Return whether all scores are 0 or 1, as those of a test that a sample passes or fails."""
+    given = _numbers("scores", scores)
+    return bool(np.isin(given, (0.0, 1.0)).all())
+
+
+def pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[str]) -> PassRates:
+    """Return pass rates per tag and overall.
+
+    GenEval's overall score (arXiv 2310.11513) is the mean over its six tags of the fraction of correct images, so each tag
+    counts alike, however many prompts it has.
+
+    Args:
+        passed: 0 or 1 of each sample, `[N]`.
+        tags: tag of each sample's prompt, `[N]`; samples without one are not in the mean over tags.
+        prompts: prompt of each sample, `[N]`.
+    """
+    given = _numbers("passed", passed)
+    by_tag = {
+        tag: float(given[[place for place, other in enumerate(tags) if other == tag]].mean())
+        for tag in dict.fromkeys(tag for tag in tags if tag is not None)
+    }
+    best: dict[str, float] = {}
+    for prompt, value in zip(prompts, given.tolist(), strict=True):
+        best[prompt] = max(best.get(prompt, 0.0), value)
+    everything = float(given.mean())
+    overall = float(np.mean([*by_tag.values()])) if by_tag else everything
+    return PassRates(by_tag, overall, everything, float(np.mean([*best.values()])))
+
+
+def _pair(scores: ArrayLike, base: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    ours, theirs = _numbers("scores", scores), _numbers("base", base)
+    if len(ours) != len(theirs):
+        raise ValueError(f"a comparison is of {len(ours)} scores and {len(theirs)} of the base, expected as many")
+    return ours, theirs
+
+
+def _numbers(name: str, values: ArrayLike) -> np.ndarray:
+    """Return numbers `[N]` in float64."""
+    given = np.asarray(values, dtype=np.float64)
+    if given.ndim != 1 or not len(given):
+        raise ValueError(f"{name} has shape {list(given.shape)}, expected [N] with at least one number")
+    return given
+
+
+def _places(clusters: Sequence[object]) -> np.ndarray:
+    """Return the number of each value's cluster, in the order in which clusters appear."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])

@@ -1,0 +1,85 @@
+"""A job as it is evaluated: with the prompts, the evaluators and the image size of an evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fluvial.engines.data.prompts import read_heldout
+from fluvial.engines.data.records import as_prompt, negatives
+from fluvial.engines.errors import UsageError
+from fluvial.engines.evaluation.config import EvaluationConfig
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.registry import check_rewards, select
+from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.jobs.base import Job, has_one_size
+from fluvial.models import is_recorded
+
+
+def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
+    """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
+
+    Args:
+        job: job of the run.
+        config: what is evaluated.
+        pipeline: size of the images where the evaluation has none of its own.
+
+    Raises:
+        UsageError: a file or an evaluator is not what it should be, or the model makes no images of that size.
+    """
+    changes: dict[str, Any] = {}
+    if config.prompts:
+        changes["heldout"] = read_heldout(config.prompts, (), check=job.model.check_prompt, field="evaluation.prompts")
+    if config.rewards:
+        changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
+    if config.height is not None or config.width is not None:
+        changes["shape"] = _shape(job, config.height or pipeline.height, config.width or pipeline.width, pipeline.frames)
+    return replace(job, **changes) if changes else job
+
+
+def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Reward]:
+    """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
+
+    Raises:
+        UsageError: a name is unknown or stands twice, or is not a reward.
+    """
+    found = {name: reward for name, (reward, _) in select({**job.rewards, **job.evaluators}, names, field=field).items()}
+    check_rewards(found, label="evaluator")
+    return found
+
+
+def further_texts(job: Job, asked: Job) -> list[str]:
+    """Return the texts that an evaluation encodes and the job does not: prompts, and negative prompts of their own."""
+    if asked.heldout is job.heldout:
+        return []
+    return [*asked.heldout, *(text for text in negatives(asked.heldout, "") if text)]
+
+
+def check_negatives(prompts: Sequence[str], *, guided: bool, field: str) -> None:
+    """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
+
+    Args:
+        prompts: prompts.
+        guided: whether samples are guided.
+        field: setting of the guidance, for the message.
+    """
+    own = next((prompt for prompt in map(as_prompt, prompts) if prompt.negative is not None), None)
+    if own is not None and not guided:
+        raise UsageError(
+            f"prompt {str(own)!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
+            "column negative_prompt out"
+        )
+
+
+def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
+    """Return the shape of a sample of another size."""
+    if is_recorded(job.model):
+        raise UsageError(
+            "evaluation.height or evaluation.width is set, and the model has no adapter and knows only the size of the "
+            "rollout: leave them as they are"
+        )
+    if has_one_size(job.model):
+        raise UsageError("evaluation.height or evaluation.width is set, and the model has images of one size only")
+    try:
+        return tuple(job.model.latent_shape(height, width, frames))
+    except ValueError as error:
+        raise UsageError(f"evaluation.height is {height} and evaluation.width is {width}: {error}") from error
