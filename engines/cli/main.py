@@ -15,14 +15,14 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   runs [NAME]         List the published runs, or print one: its settings, their source, what fluvial does differently.
   config RECIPE       Print the configuration of a training run as JSON, which train --config FILE reads.
   pretrain MODEL      Train a built-in model's base weights.
-  eval MODEL          Score weights on held-out prompts.
+  eval MODEL          Score samples of a model, a run or a checkpoint, and compare them with a base model.
   sample MODEL        Draw images of prompts into one PNG.
   preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
   plan MODEL          Work out the memory of training, and which settings make it fit.
   models              List the models that can be trained, with the memory of their weights.
 
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet that predicts epsilon).
-sample also takes the folder or the Hub id of a pipeline of diffusers. plan takes handwriting, sd3.5-medium, flux.1-dev and
+eval and sample also take the folder or the Hub id of a pipeline of diffusers; eval takes a run or a checkpoint, too. plan takes handwriting, sd3.5-medium, flux.1-dev and
 qwen-image. fluvial COMMAND NAME --help lists the fields. On several processes:
 torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.

@@ -1,0 +1,27 @@
+"""Evaluates the tiny job on each rank, for tests/engines/evaluation/test_evaluate.py."""
+
+from typing import Any
+
+import tiny_jobs as tiny
+
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.evaluation.evaluate import evaluate
+from fluvial.engines.evaluation.table import rows
+from fluvial.engines.fsdp.world import World
+
+TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
+
+
+def two(world: World) -> dict[str, Any]:
+    """Return the scores, the rows and the names of the images that this rank kept."""
+    kept: list[str] = []
+    evaluators = {"bright": tiny.brightness, "passes": lambda images, prompts: [float(p == "0") for p in prompts]}
+    job = tiny.job(heldout=TAGGED, evaluators=evaluators)
+    found = evaluate(
+        job, job.model.build(), samples=None, seeds=3, micro_batch=2, world=world,
+        schedule=job.model.schedule(2, tiny.SHAPE), keep=lambda names, images: kept.extend(names),
+    )  # fmt: skip
+    return {
+        "values": found.scores.values.tolist(), "score": found.score, "split": found.split, "kept": kept,
+        "rows": [vars(row) for row in rows(found.scores)],
+    }  # fmt: skip
