@@ -80,10 +80,13 @@ def check_integer(function: str, name: str, value: int, *, low: float = -math.in
     _check_number(f"{function}: {name}", value, low, high, whole=True)
 
 
-def check_literal(owner: str, field: str, value: object, accepted: Collection[object]) -> None:
-    """Raise ValueError unless the field `owner.field` is one of the accepted values; the message has the nearest match."""
+def check_literal(owner: str, field: str, value: object, accepted: Collection[object], *, beside: str = "") -> None:
+    """Raise ValueError unless the field `owner.field` is one of the accepted values; the message has the nearest match.
+
+    `beside` ends the message where the field may hold something else, too.
+    """
     if not _is_among(value, accepted):
-        raise ValueError(f"{_name(owner, field)} is {value!r}, expected {_accepted(value, accepted)}")
+        raise ValueError(f"{_name(owner, field)} is {value!r}, expected {_accepted(value, accepted)}{beside}")
 
 
 def check_literals(config: object, owner: str | None = None) -> None:
@@ -120,8 +123,10 @@ def check_fields(config: object, owner: str | None = None, **bounds: tuple[float
     for field, members in _fields(config):
         value = getattr(config, field)
         _check_literal_field(owner, field, value, members)
-        if set(members) <= {int, float, NoneType}:
-            if value is not None or NoneType not in members:
+        numbers = {member for member in members if get_origin(member) is not Literal}
+        if numbers & {int, float} and numbers <= {int, float, NoneType}:
+            worded = isinstance(value, str) and len(numbers) < len(members)  # one of the Literals, as was checked above
+            if not worded and (value is not None or NoneType not in members):
                 low, high = bounds.get(field, (-math.inf, math.inf))
                 _check_number(_name(owner, field), value, low, high, whole=float not in members)
         elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
@@ -158,7 +163,8 @@ def _check_literal_field(owner: str, field: str, value: object, members: tuple[A
             _check_literal_field(owner, field, item, get_args(sequences[0])[:1])
     elif literals and not isinstance(value, others):
         accepted = tuple(choice for literal in literals for choice in get_args(literal))
-        check_literal(owner, field, value, (*accepted, None) if NoneType in members else accepted)
+        beside = " or an integer" if int in others else ""
+        check_literal(owner, field, value, (*accepted, None) if NoneType in members else accepted, beside=beside)
 
 
 def _is_among(value: object, accepted: Collection[object]) -> bool:

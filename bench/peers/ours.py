@@ -1,6 +1,7 @@
 """fluvial's side: the parts of a run as `fluvial train` builds them, timed at `generate` and `Learner.update`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Ours:
             items: the rollout.
             pairs: (sample, step) pairs per forward and backward pass.
         """
-        self.parts.learner.micro_batch = pairs
+        self.parts.learner.config = replace(self.parts.learner.config, micro_batch=pairs)
         return self.parts.learner.update(items, key(0)).updates[0]
 
     def gradients(self) -> dict[str, Tensor]:

@@ -106,6 +106,13 @@ def save_async(
     return future
 
 
+def setting(path: Path | str, name: str, *, world: World) -> Any:
+    """Return a setting of the run that a checkpoint is of; every rank must take part, and the errors are those of `load`."""
+    with world.agreed():
+        found = _verified(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
+    return found
+
+
 def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
     """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
 

@@ -159,14 +159,21 @@ def at_least_one(**numbers: int) -> None:
 def _unboxed(box: str) -> str:
     """Return what the box of an error says, in one line: its first section, and the flag that tyro would suggest."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
-    sections = [" ".join(section.split()) for section in re.split(r"─{3,}", "\n".join(lines))]
+    boxed = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
+    # On a terminal without line drawing there is a title between two rules instead.
+    lines = boxed or re.split(r"-{3,}\s", plain, maxsplit=1)[-1].splitlines()
+    sections = [" ".join(section.split()) for section in re.split(r"[─-]{3,}", "\n".join(lines))]
     message = re.sub(r"^Error parsing [\w.]+: (?=[a-z_.]+:? )", "", sections[0])
     if wrong := re.fullmatch(
         r"Error parsing (--[\w.-]+): (?:invalid literal for int|could not convert string to float).*?('.*')", message
     ):
         kind = "a whole number" if "int()" in message else "a number"
         message = f"{wrong[1]} is {wrong[2]}, expected {kind}"
+    union = r"Error parsing (--[\w.-]+): no type matching (\S+) could be instantiated from \[('.*?')\]"
+    if wrong := re.match(union, message):
+        words = {"INT": "a whole number", "FLOAT": "a number"}
+        accepted = " or ".join(words.get(part, part.strip("{}").replace(",", " or ")) for part in wrong[2].split("|"))
+        message = f"{wrong[1]} is {wrong[3]}, expected {accepted}"
     if message.startswith("Unrecognized options: "):
         unknown = [word.strip(",") for word in message.split()[2:]]
         message = f"unknown flag {next((word for word in unknown if word.startswith('-')), unknown[0])}"

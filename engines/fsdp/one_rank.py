@@ -65,6 +65,11 @@ class Parameters:
             self._plain[shard][1].grad = None
         self._shards.clear()
 
+    def reset(self) -> None:
+        """Register the shards, and forget the backward pass that an exception ended halfway."""
+        self._queued = False
+        self.reshard()
+
     def _plain_of(self, shard: nn.Parameter) -> nn.Parameter:
         assert isinstance(shard, DTensor)
         local = shard._local_tensor
@@ -106,6 +111,10 @@ class OneRankModule(FSDPModule):
     def unshard(self, async_op: bool = False) -> None:
         """Register plain parameters in all units."""
         self._one_rank.unshard()
+
+    def reset_iter_state(self) -> None:
+        """Register the shards after a pass that an exception ended halfway."""
+        self._one_rank.reset()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Do nothing: there is no other rank."""

@@ -95,7 +95,8 @@ class TrainConfig:
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, or functions (images, prompts) -> [B] as module:name. By default the job's first.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
-            only by rounding.
+            only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
+            sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
         init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
             whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
@@ -143,7 +144,7 @@ class TrainConfig:
     data_cache: Path | None = None
     data_errors: Literal["refuse", "skip"] = "refuse"
     rewards: tuple[str, ...] = ()
-    micro_batch: int = 64
+    micro_batch: int | Literal["auto"] = 64
     init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
     max_log_ratio: float = DEFAULT_MAX_LOG_RATIO
@@ -198,6 +199,18 @@ class TrainConfig:
     def asks_of_pipeline(self) -> bool:
         """Whether something is asked of a pipeline."""
         return self.pipeline != PipelineConfig()
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Number of samples per forward pass; ValueError as long as `micro_batch` is auto."""
+        if isinstance(self.micro_batch, str):
+            raise ValueError("micro_batch is auto, expected a number: Trainer.settle chooses one")
+        return self.micro_batch
+
+    @property
+    def items_per_pass(self) -> int:
+        """Number of items per forward pass of an update; an item of preferences is two samples."""
+        return max(self.samples_per_pass // (2 if self.objective.traits.trains_on == "preferences" else 1), 1)
 
     @property
     def updates_per_rollout(self) -> int:

@@ -95,7 +95,6 @@ class Learner:
         self.statistics = PromptStatistics(config.advantage) if config.advantage.history else None
         # An item of preferences is two samples, and the model sees both.
         self.width = 2 if config.objective.traits.trains_on == "preferences" else 1
-        self.micro_batch = max(config.micro_batch // self.width, 1)
 
     def remember_in(self, history: History) -> None:
         """Keep the rewards that later advantages depend on in `history`, which checkpoints hold."""
@@ -200,7 +199,7 @@ class Learner:
         if self.config.noising.shared:
             own, levels = own // self.config.rollout.group, fold_in(root, torch.zeros_like(own))
         elif self.config.noising.draw == "call":
-            levels = fold_in(root, own // self.config.micro_batch)
+            levels = fold_in(root, own // self.config.samples_per_pass)
         return noised(
             x0, fold_in(root, own), target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction,
             level_keys=levels,
@@ -223,8 +222,8 @@ class Learner:
         with self.engine.inference() as module:
             v_old = self._predictions(module, flat, cond, len(flat.level))
         x_next, level_next, parts = given(flat.x_next), given(flat.level_next), []
-        for start in range(0, len(flat.level), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
+        for start in range(0, len(flat.level), self.config.items_per_pass):
+            rows = slice(start, start + self.config.items_per_pass)
             parts.append(
                 step_log_prob(
                     self.sampler(flat.level[rows], level_next[rows]), flat.x[rows], v_old[rows], x_next[rows],
@@ -280,7 +279,7 @@ class Learner:
             lambda batch: self._loss(batch, cond),
             flat.weight,
             count=max(count, 1),
-            micro_batch=self.micro_batch,
+            micro_batch=self.config.items_per_pass,
             pad_to=longest,
             inputs=cond,
         )
@@ -318,7 +317,7 @@ class Learner:
         flat, cond = select(work.items, by_rank[world.data_rank].T.flatten()), work.cond
         longest = -(-sum(held) // len(held))
         moves = self.config.objective.traits.through is None  # else the prompts of this rank's samples are needed
-        if moves and -(-max(held) // self.micro_batch) > -(-longest // self.micro_batch):
+        if moves and -(-max(held) // self.config.items_per_pass) > -(-longest // self.config.items_per_pass):
             flat, cond = rebalance(flat, cond, held, world)
         else:
             longest = max(held)
@@ -392,6 +391,6 @@ class Learner:
 
     def _predictions(self, module: nn.Module, flat: Items, cond: Cond, pad_to: int) -> Tensor:
         return predictions(
-            lambda net, batch: self._predict(net, batch, cond), module, flat, micro_batch=self.micro_batch, pad_to=pad_to,
-            device=self.world.device,
+            lambda net, batch: self._predict(net, batch, cond), module, flat, micro_batch=self.config.items_per_pass,
+            pad_to=pad_to, device=self.world.device,
         )  # fmt: skip

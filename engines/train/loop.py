@@ -96,7 +96,7 @@ class Loop:
         if known is not None:
             return known
         with trainer.engine.inference(average=True) as module:
-            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.micro_batch)
+            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.samples_per_pass)
         if trainer.world.is_main:
             probe.save(path)
         return probe

@@ -34,6 +34,7 @@ from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find
+from fluvial.engines.train.validate import fixed_micro_batch
 from fluvial.models import LoraConfig
 
 HANDWRITING, UNET = BUILT_IN
@@ -349,15 +350,10 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 
 
 def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
-    """Return a run with the settings of a published run, or for the built-in models with those that were found on them.
+    """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
 
-    Large models keep their own LoRA targets, image size, length of prompts, and the rollout's steps in evaluations. Their
-    moving average follows every update, so that a short run, too, exports what it has learnt.
-
-    Args:
-        run: name of the published run.
-        model: what is trained.
-        tuned: settings of the built-in models.
+    Large models keep their own LoRA targets, image size, length of prompts, micro-batch, and the rollout's steps in
+    evaluations. Their moving average follows every update, so that a short run, too, exports what it has learnt.
     """
     if model in BUILT_IN:
         return _built_in(model, **tuned)
@@ -366,6 +362,7 @@ def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
         config, out=Path("runs") / "x", model=model, seed=0, data_seed=None, updates=100 * config.updates_per_rollout,
         lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1),
         pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
+        micro_batch="auto" if fixed_micro_batch(config) is None else config.micro_batch,
     )  # fmt: skip
 
 
@@ -385,8 +382,8 @@ def _recipe(
     if model in BUILT_IN:
         return _built_in(model, **{**settings, **(tuned or {})})
     return TrainConfig(
-        Path("runs") / "x", model=model, train="lora", lora=LoraConfig(rank=32, alpha=64.0), micro_batch=8, eval_samples=32,
-        final_samples=64, optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), **settings,
+        Path("runs") / "x", model=model, train="lora", lora=LoraConfig(rank=32, alpha=64.0), micro_batch="auto",
+        eval_samples=32, final_samples=64, optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), **settings,
     )  # fmt: skip
 
 

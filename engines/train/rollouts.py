@@ -77,7 +77,7 @@ class RolloutSource:
             rewards: scorers of the images of a rollout; scoring starts while the next chunk is generated.
         """
         rollout = self.config.rollout
-        ids, _ = slots(rollout.batch, micro_batch=self.config.micro_batch, world=self.world)
+        ids, _ = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         prompts = [asked[i // rollout.group] for i in ids]
         key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
         negative = [] if self.config.kl.guidance is None else [guidance.negative]
@@ -92,7 +92,7 @@ class RolloutSource:
         requests, parts = Requests(prompts, ids, key, initial_ids), []
         with self.policies.behaviour(self.engine) as module:
             sampling = self._sampling(root, tokens)
-            for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.micro_batch):
+            for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.samples_per_pass):
                 rewards.submit(chunk.images, chunk.prompts)  # the images themselves are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
@@ -156,7 +156,7 @@ class RolloutSource:
     def _data(self, ids: list[int], prompts: list[str], key: Key, tokens: int | None) -> SampleBatch:
         """Return clean samples of the job's data."""
         assert self.job.data is not None
-        size, device, parts = self.config.micro_batch, self.world.device, []
+        size, device, parts = self.config.samples_per_pass, self.world.device, []
         for start in range(0, len(ids), size):
             part = prompts[start : start + size]
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.

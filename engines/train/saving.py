@@ -55,7 +55,7 @@ class Saver:
         console: Console | None,
     ) -> None:  # fmt: skip
         self.config, self.engine, self.world, self.console = config, engine, world, console
-        self.fingerprint = run_fingerprint(config, prompts, base)
+        self.prompts, self.base = prompts, base
         self.saved_at = 0
         self.background = world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
@@ -73,7 +73,8 @@ class Saver:
             return
         self.saved_at = update
         meta = {"engine": self.engine.counters(), **asdict(progress), "runs_on": self._environment()}
-        written: dict[str, Any] = {"update": update, "fingerprint": self.fingerprint, "keep": self.config.keep_checkpoints}
+        fingerprint = run_fingerprint(self.config, self.prompts, self.base)
+        written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
         where, state = self.config.checkpoint_folder, self.engine.state()
         if self.background is None or blocking:
             checkpoint.save(where, state, meta, **written, world=self.world)
@@ -114,7 +115,8 @@ class Saver:
             RunError: it is damaged, or of another run.
         """
         state = optree.tree_map(torch.empty_like, self.engine.state())
-        meta: dict[str, Any] = checkpoint.load(path, state, fingerprint=self.fingerprint, world=self.world)
+        fingerprint = run_fingerprint(self.config, self.prompts, self.base)
+        meta: dict[str, Any] = checkpoint.load(path, state, fingerprint=fingerprint, world=self.world)
         self.engine.restore(state, meta["engine"])
         self.saved_at = self.engine.updates
         if self.config.updates < self.engine.updates:

@@ -19,6 +19,7 @@ from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.run import restart, run_folder
@@ -26,7 +27,7 @@ from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import StopRequest, stop_request
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
-from fluvial.engines.train.build import build_parts
+from fluvial.engines.train.build import build_parts, choose_micro_batch
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
@@ -78,7 +79,7 @@ class Trainer:
             self.rewards, self.runners = parts.rewards, RewardRunners(parts.rewards)
             stack.callback(self.runners.close)
             stack.callback(self.saver.close)
-            self.progress, self.probe = Progress(), None
+            self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
             self.learner.remember_in(self.progress.rewards)
             self.stop, self.stopping = StopRequest(), False
             self._stack = stack.pop_all()
@@ -106,6 +107,7 @@ class Trainer:
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
+        self.settle()
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
@@ -132,17 +134,37 @@ class Trainer:
 
     def evaluate(self, samples: int | None = None) -> Evaluation:
         """Return the scores of held-out prompts, of `config.eval_samples` samples by default; every rank must take part."""
+        self.settle()
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
                 self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
-                seeds=config.evaluation.seeds, micro_batch=config.micro_batch, world=self.world,
+                seeds=config.evaluation.seeds, micro_batch=config.samples_per_pass, world=self.world,
                 guidance=config.evaluation_guidance, solver=config.evaluation.solver,
             )  # fmt: skip
             if self.probe is not None:
-                drift = self.probe.velocity_drift(self.job, module, micro_batch=config.micro_batch)
+                drift = self.probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)
                 result = result._replace(velocity_drift=drift)
         return result
+
+    def settle(self) -> Choice | None:
+        """Choose `config.micro_batch` where it is auto, and return why; every rank must take part.
+
+        A run that is resumed takes the number of its checkpoint, and returns None, as one with a number of its own does.
+
+        Raises:
+            UsageError: the passes of a single sample do not fit into the memory.
+        """
+        if self.config.micro_batch != "auto":
+            return None
+        choice = choose_micro_batch(self.config, self.job, self.engine, self.schedule)
+        self._take(choice.micro_batch)
+        return choice
+
+    def _take(self, micro_batch: int) -> None:
+        """Set the number of samples per forward pass."""
+        self.config = replace(self.config, micro_batch=micro_batch)
+        self.source.config = self.learner.config = self.saver.config = self.config
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
@@ -150,6 +172,8 @@ class Trainer:
 
     def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption."""
+        if self._is_open:
+            self._take(checkpoint.setting(path, "micro_batch", world=self.world))
         self.progress = self.saver.restore(path)
         self.learner.remember_in(self.progress.rewards)
 
@@ -255,9 +279,15 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             elif config.resume and saved:  # a run that died before its first checkpoint starts from the beginning
                 trainer.resume(saved[-1])
             trainer.stop = stop
-            folder = RunFolder(config.out, as_record(config), update=trainer.engine.updates) if world.is_main else None
+            choice = trainer.settle()
+            record = as_record(trainer.config)  # with the micro-batch that was chosen
+            folder = RunFolder(config.out, record, update=trainer.engine.updates) if world.is_main else None
             try:
                 with RunProgress(trainer.console, total=config.updates, done=trainer.engine.updates) as progress:
+                    if choice is not None:
+                        progress.say(str(choice))
+                    if choice is not None and folder:
+                        folder.log({"update": trainer.engine.updates, "micro_batch": choice.record})
                     return Loop(trainer, folder, progress).run()
             finally:
                 if folder:

@@ -17,6 +17,8 @@ def config_problems(config: RunSettings) -> Iterator[str]:
     """Yield what has no meaning in a run."""
     yield from config.objective.traits.refuses(config)  # the objective's own words come first
     yield from _counts(config)
+    if config.micro_batch == "auto" and (reason := fixed_micro_batch(config)) is not None:
+        yield f"micro_batch is auto, and {reason}: set micro_batch to a number"
     yield from _rewards(config)
     yield from _ratios(config)
     if config.objective.traits.trains_on == "steps":
@@ -77,6 +79,17 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
             f"noising.levels is {config.noising.levels}, and {config.model} knows only the levels of its schedule: use "
             "schedule or stratified"
         )
+
+
+def fixed_micro_batch(config: RunSettings) -> str | None:
+    """Return why another micro-batch would change more than rounding, or could not be tried; None if neither is so."""
+    if config.rollout.window_draw == "call":
+        return "rollout.window_draw is call, which draws a window for the samples of each micro-batch"
+    if config.noising.draw == "call":
+        return "noising.draw is call, which draws levels for the samples of each micro-batch"
+    if config.objective.traits.through is not None:
+        return f"{name_of(config.objective)} computes gradients through decoder and rewards, whose memory is not tried"
+    return None
 
 
 def _counts(config: RunSettings) -> Iterator[str]:

@@ -48,7 +48,7 @@ def broken(**values: Any) -> RunConfig:
         ({"solver": "heun"}, r"run\.solver is 'heun', expected one of 'euler', 'dpmpp_2m', None$"),
         ({"order": True}, r"run\.order is True, expected one of 1, 2$"),
         ({"order": "1"}, r"run\.order is '1', expected one of 1, 2$"),
-        ({"dtype": "auot"}, r"run\.dtype is 'auot', expected 'auto' \(did you mean 'auto'\?\)$"),
+        ({"dtype": "auot"}, r"run\.dtype is 'auot', expected 'auto' \(did you mean 'auto'\?\) or an integer$"),
         ({"forms": ("density", "unscald")}, r"run\.forms is 'unscald', .*did you mean 'unscaled'"),
     ],
 )
@@ -71,6 +71,8 @@ def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(value
         ({"eta": None}, TypeError, r"run\.eta is a NoneType, expected a number"),
         ({"eta": math.nan}, ValueError, r"run\.eta is nan, expected a finite number in \[0, 1\]"),
         ({"eta": 1.5}, ValueError, r"run\.eta is 1.5, expected a finite number in \[0, 1\]"),
+        ({"dtype": True}, TypeError, r"^run\.dtype is a bool, expected an integer$"),
+        ({"dtype": 0}, ValueError, r"^run\.dtype is 0, expected an integer >= 1$"),
         ({"clip": math.inf}, ValueError, r"run\.clip is inf, expected a finite number of any size"),
         ({"shared": "no"}, TypeError, r"run\.shared is a str, expected True or False"),
         ({"shared": 1}, TypeError, r"run\.shared is a int, expected True or False"),
@@ -80,7 +82,7 @@ def test_a_field_of_another_type_or_out_of_bounds_is_named(
     values: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        check_fields(broken(**values), steps=(1, math.inf), eta=(0, 1))
+        check_fields(broken(**values), steps=(1, math.inf), eta=(0, 1), dtype=(1, math.inf))
 
 
 def test_values_of_the_fields_types_pass() -> None:
@@ -89,7 +91,7 @@ def test_values_of_the_fields_types_pass() -> None:
         RunConfig(sampler="flow_sde", solver="euler", order=2, dtype=3, forms=("density", "unscaled"), eta=1, clip=0.1),
     ):
         check_literals(config)
-        check_fields(config, steps=(1, 10), eta=(0, 1))
+        check_fields(config, steps=(1, 10), eta=(0, 1), dtype=(1, 10))
 
 
 def test_the_owner_is_the_class_or_what_is_passed() -> None:

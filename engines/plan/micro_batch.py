@@ -1,0 +1,283 @@
+"""The size of a micro-batch, chosen from memory and measured speed with passes that leave no trace."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fluvial.core.checks import trusted_values
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.plan.memory import LiveStorages
+
+GIB = 2**30
+FASTER = 0.95  # a larger size is taken if its time per sample is below this fraction of the best so far
+USABLE = 0.8  # fraction of the free memory that passes may take: allocators leave gaps, and rewards need some too
+REPEATS = 2  # timed passes per size, of which the faster one counts
+
+Pass = Callable[[nn.Module, int], Tensor]  # a forward pass of as many samples, to a tensor that a loss can be made of
+
+
+class Passes(NamedTuple):
+    """Forward passes like those of a run."""
+
+    update: Pass  # with gradient
+    rollout: Pass | None = None  # without; None where the run makes no rollout
+    decode: Callable[[Tensor], Tensor] | None = None  # from the result of `rollout` to images, once per sample
+
+
+class Trial(NamedTuple):
+    """What one size took, on the slowest rank."""
+
+    seconds: float  # of a forward pass of a rollout, and a forward and backward pass of an update; inf: out of memory
+    peak: int  # bytes beyond weights and optimizer state, on the rank that took most
+
+    @property
+    def fits(self) -> bool:
+        """Whether the passes did not run out of memory."""
+        return self.seconds < math.inf
+
+
+class Choice(NamedTuple):
+    """A size of micro-batches, and why."""
+
+    micro_batch: int
+    trials: dict[int, Trial]  # by size
+    budget: int  # bytes that a pass may take
+    seconds: float  # that the choice took
+
+    @property
+    def record(self) -> dict[str, float]:
+        """The choice for the metrics."""
+        rate = self.trials[self.micro_batch].seconds / self.micro_batch
+        return {
+            "chosen": self.micro_batch, "sizes_tried": len(self.trials), "seconds": self.seconds, "seconds_per_sample": rate,
+            "peak_bytes": self.trials[self.micro_batch].peak, "budget_bytes": self.budget,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        tried = ", ".join(
+            f"{size}: {1000 * trial.seconds / size:.3g} ms" if trial.fits else f"{size}: out of memory"
+            for size, trial in self.trials.items()
+        )
+        took = self.trials[self.micro_batch].peak
+        return (
+            f"micro_batch {self.micro_batch}, chosen in {self.seconds:.1f} s (time per sample at {tried}; peak "
+            f"{took / GIB:.2f} of {self.budget / GIB:.2f} GiB)"
+        )
+
+
+def sizes(samples: int) -> list[int]:
+    """Return the sizes to try: divisors of a rank's number of samples from 1 on, each at least twice the last.
+
+    A size that does not divide them would compute samples that nobody asked for.
+    """
+    found = [1]
+    for size in range(2, samples + 1):
+        if samples % size == 0 and size >= 2 * found[-1]:
+            found.append(size)
+    return found
+
+
+def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int) -> Choice:
+    """Return the smallest size whose time per sample the next one does not improve by more than 5 %.
+
+    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget.
+
+    Args:
+        sizes: sizes to try, rising.
+        measure: function that tries a size; it must return the same on every rank.
+        budget: bytes that a pass may take; the first size is tried whatever it takes.
+
+    Raises:
+        UsageError: not even the first size fits.
+    """
+    start, trials, best = time.perf_counter(), dict[int, Trial](), 0
+    for size in sizes:
+        if best and _expected(trials, size) > budget:
+            break
+        trials[size] = measure(size)
+        if not trials[size].fits or (best and trials[size].peak > budget):
+            break
+        if best and trials[size].seconds / size > FASTER * trials[best].seconds / best:
+            break
+        best = size
+    if not best:
+        raise UsageError(
+            f"the passes of {sizes[0]} sample(s) do not fit into the memory: set engine.checkpointing to block, "
+            "engine.offload, or a smaller resolution (fluvial plan adds up the bytes)"
+        )
+    return Choice(best, trials, budget, time.perf_counter() - start)
+
+
+def _expected(trials: dict[int, Trial], size: int) -> float:
+    """Return the bytes that a size will take: on the line through the last two, or in proportion to the only one."""
+    (last, now), *_ = reversed(trials.items())
+    if len(trials) == 1:
+        return now.peak * size / last
+    before, then = list(trials.items())[-2]
+    return now.peak + max(now.peak - then.peak, 0) / (last - before) * (size - last)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a device; ranks on one host share its memory."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    return min(_free_on_host(), _free_in_container()) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _free_on_host() -> int:
+    """Return the bytes that are available on the host; of a system without /proc, half of its memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _free_in_container(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that the control group of this process still allows."""
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(int((root / most).read_text()) - int((root / used).read_text()), 0)
+        except (OSError, ValueError):  # no such file, or no limit
+            continue
+    return 2**62
+
+
+@contextmanager
+def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
+    """Yield a function that tries a size; every rank must take part.
+
+    Nothing of it remains when the context ends: gradients, torch's random numbers and the modes of the modules are as
+    before. Compiled blocks run as they were written, so that no size of a trial is compiled.
+
+    Args:
+        engine: engine of the run's network, which has no update under way.
+        passes: what is tried.
+    """
+    device, parameters = engine.world.device, list(engine.module.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    held = [*parameters, *engine.module.buffers(), *engine.state().values(), *(g for g in gradients if g is not None)]
+    stance, failed = torch.compiler.set_stance("force_eager" if engine.sharding.compile else "default"), False
+
+    def measure(size: int) -> Trial:
+        nonlocal failed
+        trial = Trial(math.inf, 0)
+        try:
+            peak = _peak(lambda: _seconds(engine, passes, size, decode=True), held, device, before=before)
+            trial = Trial(min(_seconds(engine, passes, size) for _ in range(REPEATS)), peak)
+        except torch.OutOfMemoryError:
+            pass  # outside of this block nothing refers to the tensors of the pass any more
+        # All ranks take the same numbers, and so the same decision.
+        seconds, most = engine.world.gather(torch.tensor([trial], dtype=torch.float64)).amax(0).tolist()
+        failed = failed or seconds == math.inf
+        return Trial(seconds, int(most))
+
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), stance:
+            with engine.world.agreed():
+                _begin(engine, passes)
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            yield measure
+            _end(engine, passes, failed=failed)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _begin(engine: Engine, passes: Passes) -> None:
+    """Make the passes of one sample, which gather parameters and load the decoder, as no later pass does.
+
+    Raises:
+        UsageError: they do not fit into the memory.
+    """
+    try:
+        _seconds(engine, passes, 1, decode=True)
+        with engine.inference():
+            pass  # registers the shards again
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            "the passes of one sample do not fit into the memory: set engine.checkpointing to block, engine.offload, or a "
+            "smaller resolution (fluvial plan adds up the bytes)"
+        ) from error
+
+
+def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False) -> float:
+    """Make the passes of a size, and return the seconds that they took."""
+    start = _now(engine.world.device)
+    if passes.rollout is not None:
+        with engine.inference() as module:
+            found = passes.rollout(module, size)
+            if decode and passes.decode is not None:
+                passes.decode(found.float())
+    _set_last(engine, last=False)
+    with engine.sharded.train(), trusted_values():
+        passes.update(engine.module, size).float().square().mean().backward()
+    return _now(engine.world.device) - start
+
+
+def _end(engine: Engine, passes: Passes, *, failed: bool) -> None:
+    """Reduce and drop the gradients of all passes, so that the next update finds none."""
+    if failed:  # a pass that ended halfway
+        reset = getattr(engine.module, "reset_iter_state", None)
+        if reset is None:
+            raise RunError(
+                f"a pass ran out of memory, after which FSDP2 of torch {torch.__version__} cannot go on: set micro_batch to "
+                "a number, or use a newer torch"
+            )
+        reset()
+    _set_last(engine, last=True)
+    with engine.sharded.train(), trusted_values():
+        passes.update(engine.module, 1).float().square().mean().backward()
+    with engine.inference():
+        pass  # registers the shards again
+
+
+def _set_last(engine: Engine, *, last: bool) -> None:
+    """Set whether the next backward pass reduces gradients and frees parameters, as in an update."""
+    root = engine.module
+    assert isinstance(root, FSDPModule)
+    root.set_requires_gradient_sync(last or engine.sharding.grad_sync == "every")
+    root.set_is_last_backward(last)
+    root.set_reshard_after_backward(last or engine.sharding.comm == "reshard")
+
+
+def _now(device: torch.device) -> float:
+    """Return the time once the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _peak(run: Callable[[], object], held: Sequence[Tensor], device: torch.device, *, before: int) -> int:
+    """Return the most bytes that were allocated while a function ran, beyond those that are always held.
+
+    Args:
+        run: function.
+        held: tensors that are not counted on the CPU.
+        device: device of the computation.
+        before: bytes that are not counted on CUDA.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with LiveStorages(held) as live:
+        run()
+    return live.peak

@@ -1,0 +1,175 @@
+"""A run that chooses its micro-batch: the bits of the chosen number, which its folder and its checkpoints hold."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import tiny_jobs as tiny
+import torch
+from rich.console import Console
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.objectives.table import AlignProp, Dpo
+from fluvial.engines.plan import micro_batch
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train import recipes, trainer
+from fluvial.engines.train.config import NoisingConfig, RolloutConfig, TrainConfig
+from fluvial.engines.train.published.resolve import resolve
+from fluvial.engines.train.published.runs import find
+from fluvial.engines.train.record import as_record, recorded
+from fluvial.engines.train.trainer import Trainer, train
+
+CHOOSE = micro_batch.choose
+ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Let a size win, after real trials of all up to it."""
+
+    def choose(sizes: Any, measure: Any, *, budget: int) -> micro_batch.Choice:
+        return CHOOSE([s for s in sizes if s <= size], lambda s: measure(s)._replace(seconds=1.0), budget=budget)
+
+    monkeypatch.setattr(micro_batch, "choose", choose)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": ROLLOUT},
+        {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
+        {"rollout": replace(ROLLOUT, sampler="ode", eta=0.0), "objective": Dpo(), "train": "lora"},
+    ],
+    ids=["steps", "guided", "preferences"],
+)
+def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """Records and weights after two updates: choosing changes neither network nor random numbers."""
+    choosing(monkeypatch, 4)
+    found = {}
+    for size in ("auto", 4):
+        torch.manual_seed(0)
+        with Trainer(tiny.config(tmp_path, micro_batch=size, updates=2, **changes), tiny.job()) as run:
+            records = [run.update(), run.update()]
+            assert run.config.samples_per_pass == 4
+            for record in records:
+                del record["seconds"], record["speed"]
+            found[size] = records, {name: t.clone() for name, t in run.engine.sharded.shards().items()}, torch.rand(3)
+    assert found["auto"][0] == found[4][0]
+    assert found["auto"][1].keys() == found[4][1].keys()
+    assert all(torch.equal(tensor, found[4][1][name]) for name, tensor in found["auto"][1].items())
+    assert torch.equal(found["auto"][2], found[4][2])
+
+
+def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
+    """12 samples: 1, 2, 4 or 12."""
+    config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
+    with Trainer(config, tiny.job()) as run:
+        choice = run.settle()
+        assert choice is not None
+        assert choice.micro_batch == run.config.micro_batch
+        assert choice.micro_batch in choice.trials
+        assert set(choice.trials) <= {1, 2, 4, 12}
+        assert run.settle() is None
+        assert run.learner.config is run.source.config is run.saver.config is run.config
+
+
+def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line on the console, a record in the metrics, config.json and the checkpoint; a resumption takes it."""
+    choosing(monkeypatch, 2)
+    config = tiny.config(
+        tmp_path / "run", micro_batch="auto", rollout=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
+    )
+    console = Console(file=StringIO(), width=500)
+    train(config, tiny.job(), console=console)
+    lines = [line for line in console.file.getvalue().splitlines() if "micro_batch" in line]  # type: ignore[attr-defined]
+    assert len(lines) == 1
+    assert lines[0].startswith("micro_batch 2, chosen in")
+    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert [record["micro_batch"]["chosen"] for record in launch.records(config.out) if "micro_batch" in record] == [2]
+    finished = launch.weights(config.out)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a resumed run chose again")
+
+    monkeypatch.setattr(trainer, "choose_micro_batch", never)
+    first = config.out / "checkpoints" / "000001"
+    train(replace(config, resume_from=str(first)), tiny.job())
+    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert launch.weights(config.out) == finished
+    with pytest.raises(RunError, match="micro_batch 2 there, 4 here"):
+        train(replace(config, resume_from=str(first), micro_batch=4), tiny.job())
+
+
+def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, micro_batch="auto", rollout=ROLLOUT)
+    with init_world() as world:
+        choosing(monkeypatch, 2)
+        with Trainer(config, tiny.job(), world) as run:
+            run.update()
+            run.save()
+        choosing(monkeypatch, 8)
+        with Trainer(config, tiny.job(), world) as run:
+            run.settle()
+            assert run.config.micro_batch == 8
+            run.resume(tmp_path / "checkpoints" / "000001")
+            assert run.config.micro_batch == run.saver.config.micro_batch == 2
+
+
+def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
+    """Two ranks whose clocks differ: both take what the slower one says, and the weights of that number."""
+    (first, numbers), (second, others) = launch.on_ranks(2, "micro_batches:chosen", tmp_path)
+    assert first == second == 4
+    assert numbers["auto"] == numbers["4"] == others["auto"] == others["4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
+        ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
+        (
+            {"rollout": replace(ROLLOUT, window=2, window_draw="call")},
+            "micro_batch is auto, and rollout.window_draw is call, .*: set micro_batch to a number",
+        ),
+        (
+            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler="ode", eta=0.0), "noising": NoisingConfig(draw="call")},
+            "micro_batch is auto, and noising.draw is call",
+        ),
+        ({"objective": AlignProp(last=2)}, "micro_batch is auto, and alignprop computes gradients through decoder"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "rollout": ROLLOUT, **changes})
+
+
+def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: Trainer\.settle chooses one"):
+        _ = tiny.config(tmp_path, micro_batch="auto").samples_per_pass
+
+
+def test_recipes_choose_for_large_models_alone() -> None:
+    """The built-in models keep 128, with which their results are reproduced; published runs keep their number."""
+    for name, recipe in recipes.RECIPES.items():
+        large = recipe("someone/a-model")
+        assert recipe(recipes.HANDWRITING).micro_batch == 128, name
+        fixed = large.objective.traits.through or "call" in (large.rollout.window_draw, large.noising.draw)
+        assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
+    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).config.micro_batch == 9
+    config = recipes.grpo("someone/a-model")
+    assert recorded(json.loads(json.dumps(as_record(config)))) == config
+
+
+def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    for value, held in (("auto", "auto"), ("3", 3)):
+        assert cli.run(["config", "handwriting", "--micro-batch", value]) == 0
+        assert json.loads(capsys.readouterr().out)["micro_batch"] == held
+    assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
+    assert "--micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err
