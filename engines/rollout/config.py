@@ -10,6 +10,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
+from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.generate import Guidance, deterministic_step
 from fluvial.engines.rollout.samplers import SamplerRule, sampler_name, sampler_rule
 from fluvial.engines.rollout.solvers import Solver
@@ -46,6 +47,7 @@ class RolloutConfig:
             `micro_batch` samples that are generated together, as in Flow-GRPO-Fast's code), sample
             (verl-omni) or run (once per group, and kept for the whole run; an older Flow-GRPO-Fast draws it once per GPU).
         moves: How the window moves as training goes on, instead of being placed at random.
+        after: How the deterministic steps after the window are taken.
         window_low: Index of the first step that the window may cover.
         window_high: Index after the last step that the window may cover; None is the end of the schedule.
         fraction: Fraction of the recorded steps that is trained on; their number is rounded down, and at least 1.
@@ -71,6 +73,7 @@ class RolloutConfig:
     contiguous: bool = True
     window_draw: WindowDraw = "rollout"
     moves: WindowMoves = field(default_factory=WindowMoves)
+    after: AfterWindow = field(default_factory=AfterWindow)
     window_low: int = 0
     window_high: int | None = None
     fraction: float = 1.0
@@ -117,6 +120,11 @@ class RolloutConfig:
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
         self._check_branches()
+        if self.after != AfterWindow() and (self.is_deterministic or self.windows_differ):
+            raise ValueError(
+                "rollout.after is set, and samples have no window, or windows of their own: use a sampler that takes "
+                "noise, and one window per rollout"
+            )
 
     def _check_draw(self) -> None:
         """Raise ValueError where the window's draw or its moves do nothing."""

@@ -6,7 +6,7 @@ the number of ranks nor on the rank that makes it.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import transitions
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
@@ -23,6 +23,7 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import negatives
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.after import AfterWindow, Estimate, after_schedule, finish
 from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, sa_schedule, solve
 from fluvial.engines.rollout.streams import Stream
@@ -164,6 +165,7 @@ class Sampling:
         autocast: let the model compute in bfloat16 under torch's autocast.
         prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
         text_tokens: length that prompts are padded to; by default the model's own.
+        after: how the deterministic steps after the window are taken, if there is one window for all samples.
     """
 
     shape: tuple[int, ...]
@@ -175,6 +177,7 @@ class Sampling:
     autocast: bool = False
     prefix: SharedPrefix | None = None
     text_tokens: int | None = None
+    after: AfterWindow = field(default_factory=AfterWindow)
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -267,8 +270,16 @@ def generate(
                 x = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
             if sampling.solver == "euler":
                 window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
-                keys, rest = fold_in(own, Stream.STEPS), range(sampling.shared_steps, len(sampling.schedule.timesteps))
-                trajectory = _walk(velocity, x, keys, sampling, prediction, steps=rest, window=window)
+                keys, last = fold_in(own, Stream.STEPS), len(sampling.schedule.timesteps)
+                if sampling.after != AfterWindow():
+                    last = max(window) + 1
+                rest, noted = range(sampling.shared_steps, last), _Noted(velocity)
+                trajectory = _walk(noted, x, keys, sampling, prediction, steps=rest, window=window)
+                if last < len(sampling.schedule.timesteps):
+                    schedule = after_schedule(sampling.schedule, last, sampling.after.fraction, sampling.after.least)
+                    onward = _velocity(model, module, cond, replace(sampling, schedule=schedule))
+                    x = finish(sampling.after.solver, onward, trajectory.final, schedule.levels, noted.estimate)
+                    trajectory = trajectory._replace(final=x)
             else:
                 found = solve(
                     sampling.solver, velocity, x, sampling.schedule, prediction=prediction, eta=sampling.eta,
@@ -321,6 +332,27 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
         return v.float() if autocast else v
 
     return velocity
+
+
+class _Noted:
+    """A velocity that remembers the clean estimate of its last call, which the next step of a multistep solver takes in."""
+
+    def __init__(self, velocity: Velocity) -> None:
+        self.velocity = velocity
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, level: Tensor, step: int) -> Tensor:
+        v = self.velocity(x, level, step)
+        self._last = x, level, v
+        return v
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Return the estimate of the last step, None before the first."""
+        if self._last is None:
+            return None
+        x, level, v = self._last
+        return Estimate(float(level[0]), x - per_sample(level, x) * v)
 
 
 def _walk(

@@ -143,7 +143,7 @@ class RolloutSource:
         return Sampling(
             self.job.shape, self.schedule, rollout.guidance, rollout.solver,
             rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
-            prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens,
+            prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens, after=rollout.after,
         )  # fmt: skip
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:

@@ -6,6 +6,7 @@ from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import RunSettings
 from fluvial.engines.objectives.table import name_of
+from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.models import Prediction
@@ -63,6 +64,11 @@ def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool =
         raise ValueError(
             f"evaluation.steps or evaluation.guidance is not the rollout's, and {config.model} has no adapter and knows "
             "only the steps and the guidance of the rollout: leave them as they are"
+        )
+    if rollout.after != AfterWindow() and (prediction == "epsilon" or recorded):
+        raise ValueError(
+            f"rollout.after is set, and {config.model} predicts epsilon or has no adapter, so that it knows only the levels "
+            "of its schedule: leave it"
         )
     if recorded and config.kl.guidance is not None:
         raise ValueError(

@@ -102,12 +102,12 @@ def gaussian(scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
     """Return (a, b, std) of each recorded step, x_next ~ N(a x + b v, std^2), from the run's sampler and noise."""
     s, now, then = scene.settings, scene.level, scene.level_next
     assert then is not None
-    eta, dt = s.get("noise_level", 0.7), then - now
-    if s["sampler"] in ("flow_sde", "dance_sde", "wan_sde"):
+    eta, dt, sampler = s.get("noise_level", 0.7), then - now, s["sampler"].partition(", then")[0]
+    if sampler in ("flow_sde", "dance_sde", "wan_sde"):
         rate = torch.full_like(now, eta)
-        if s["sampler"] == "wan_sde":  # sigma_min + (sigma_max - sigma_min) sigma, from the second level to the last, 0
+        if sampler == "wan_sde":  # sigma_min + (sigma_max - sigma_min) sigma, from the second level to the last, 0
             rate = scene.second * now
-        if s["sampler"] == "flow_sde":  # a sqrt(sigma / (1 - sigma)), with the second level in place of sigma = 1
+        if sampler == "flow_sde":  # a sqrt(sigma / (1 - sigma)), with the second level in place of sigma = 1
             rate = eta * (now / (1 - torch.where(now > 1 - 1e-6, scene.second, now))).sqrt()
         # dx = (v + rate^2 / (2 sigma) (x + (1 - sigma) v)) dt + rate dw
         return 1 + rate**2 / (2 * now) * dt, dt + rate**2 / (2 * now) * (1 - now) * dt, rate * (-dt).sqrt()

@@ -32,6 +32,9 @@ class Deviation(NamedTuple):
 
 def _sampler(config: TrainConfig, run: PublishedRun) -> str:
     rollout = config.rollout
+    published: str = run.settings["sampler"]
+    if rollout.after.solver == "dpmpp_2m" and published.startswith(f"{rollout.sampler_name}, then DPM-Solver++"):
+        return published
     if rollout.sampler_name == "ode":
         return {"dpmpp_2m": "dpm2_ode", "euler": "euler_ode"}.get(rollout.solver, rollout.solver)
     return "ddim_eta" if rollout.sampler_name == "ddim" else rollout.sampler_name

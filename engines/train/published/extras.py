@@ -48,6 +48,12 @@ def _truncation(config: TrainConfig, text: str) -> bool:
     return text == f"gaussian, mean {config.rollout.steps - o.last}, std {o.spread:g}"
 
 
+def _stays(config: TrainConfig) -> bool:
+    """Return whether the window has one place."""
+    low, high = config.rollout.window_range
+    return config.rollout.window == high - low
+
+
 EXTRAS: dict[str, Matches] = {
     "nft_beta": _of("beta"),
     "nft_mix_beta": _of("beta"),
@@ -78,9 +84,13 @@ EXTRAS: dict[str, Matches] = {
     "sa_solver_orders": lambda config, value: config.rollout.solver == "sa_solver" and value == [2, 2],
     "stat_buffer_size": lambda config, value: config.advantage.history == value,
     "stat_min_count": lambda config, value: config.advantage.history_min == value,
-    "iters_per_group": lambda config, value: config.rollout.moves.every == value,
+    "iters_per_group": lambda config, value: config.rollout.moves.every == value or _stays(config),
     "iters_per_window": lambda config, value: config.rollout.moves.every == value,
-    "overlap_step": lambda config, value: config.rollout.moves.stride == value,  # in MixGRPO's code this is the stride
+    # In MixGRPO's code this is the stride; 0 keeps the window where it is.
+    "overlap_step": lambda config, value: config.rollout.moves.stride == value if value else _stays(config),
+    "compress_ratio": lambda config, value: config.rollout.after.fraction == value,
+    "dpm_apply": lambda config, value: value == "post" and config.rollout.after.solver == "dpmpp_2m",
+    "dpm_order": _says(2),
     "overlap_size": lambda config, value: config.rollout.window_size - config.rollout.moves.stride == value,
     "max_timesteps": lambda config, value: config.rollout.window_range[1] == value,
     "pairs_per_batch": lambda config, value: config.rollout.prompts == value,

@@ -11,7 +11,8 @@ from fluvial.engines.train.published.runs import PublishedRun
 
 OBJECTIVES: dict[str, str] = {
     "Flow-GRPO": "clipped", "Flow-GRPO-Fast": "clipped", "Flow-CPS (GRPO)": "clipped", "DanceGRPO": "clipped",
-    "MixGRPO": "clipped", "DDPO-IS": "clipped", "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
+    "MixGRPO": "clipped", "MixGRPO-Flash": "clipped", "MixGRPO-Flash*": "clipped", "DDPO-IS": "clipped",
+    "GRPO-Guard": "guard", "FlowDPPO": "dppo", "DiffusionNFT": "nft",
     "Advantage Weighted Matching": "awm", "online Diffusion-DPO": "dpo", "Diffusion-DPO": "dpo", "DGPO": "dgpo",
     "CRD": "crd", "DanceGRPO (by name)": "clipped", "Flow-GRPO-Fast (branching)": "clipped",
     "TempFlow-GRPO": "tempflow", "D3PO": "d3po", "AlignProp": "alignprop",

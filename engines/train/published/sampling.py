@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fluvial.core.transitions import MAX_ETA
+from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.solvers import Solver
@@ -37,7 +38,7 @@ def rollout_of(run: PublishedRun) -> RolloutConfig:
         update="conditional" if conditional else "guided",
     )  # fmt: skip
     common: dict[str, Any] = {"prompts": prompts, "group": max(group, least), "steps": steps, "guidance": guidance}
-    sampler = SAMPLERS.get(s.get("sampler", ""))
+    sampler = SAMPLERS.get(s.get("sampler", "").partition(", then")[0])
     trains_on_steps = OBJECTIVES[run.algorithm] in ("clipped", "guard", "dppo", "tempflow", "d3po", "alignprop")
     if sampler is None and trains_on_steps:
         sampler = "flow_sde"
@@ -51,6 +52,7 @@ def rollout_of(run: PublishedRun) -> RolloutConfig:
         eta=_eta(s.get("noise_level") or (1.0 if sampler == "wan_sde" else 0.7), sampler),
         shared_noise=s.get("shared_initial_noise", run.algorithm == "D3PO"),
         form="unscaled" if sampler == "cps" else "density",
+        after=_after(s),
     )
     return _steps(config, s)
 
@@ -60,6 +62,12 @@ def _eta(published: float, sampler: str) -> float:
     if sampler == "cps" and published > 1:
         return round(2 - published, 9)
     return min(published, MAX_ETA[sampler])
+
+
+def _after(s: Mapping[str, Any]) -> AfterWindow:
+    """Return how the steps after the window are taken (MixGRPO-Flash)."""
+    ratio = s.get("loss_extra", {}).get("compress_ratio")
+    return AfterWindow() if ratio is None else AfterWindow("dpmpp_2m", ratio, least=0)
 
 
 def _branching(s: Mapping[str, Any]) -> RolloutConfig:

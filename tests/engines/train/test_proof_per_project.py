@@ -53,6 +53,8 @@ PROVED: dict[str, Loss] = {
     "d3po/sd1.5/compressibility": paper_losses.d3po,
     "alignprop/sd1.5/aesthetic": paper_losses.alignprop,
     "flow_factory/sd3.5-medium/crd-ocr": paper_losses.crd,
+    "mixgrpo-flash/flux.1-dev/multi-reward": paper_losses.grpo,
+    "mixgrpo-flash-star/flux.1-dev/multi-reward": paper_losses.grpo,
     "flow_cps/sd3.5-medium/geneval": paper_losses.grpo,
     "flow_grpo/wan2.1-t2v-1.3b/ocr": paper_losses.grpo,
     "tempflow_grpo/sd3.5-medium/geneval": paper_losses.tempflow,
