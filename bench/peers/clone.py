@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,45 +25,109 @@ class _StandIn(ModuleType):
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds stand-ins for packages that are not installed.
+    """Finds stand-ins for modules.
 
     Args:
-        packages: names of the packages.
+        names: modules and packages; what lies in a package is replaced, too.
+        contents: what a stand-in holds, by the module's name; everything else that is asked of it is an empty class.
     """
 
-    def __init__(self, packages: Sequence[str]) -> None:
-        self.packages = packages
+    def __init__(self, names: Sequence[str], contents: Mapping[str, Mapping[str, Any]]) -> None:
+        self.names, self.contents = names, contents
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the module's specification if it is in one of the packages."""
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
+        """Return the module's specification if it is one of the modules or in one of the packages."""
+        inside = any(name == one or name.startswith(f"{one}.") for one in self.names)
+        return ModuleSpec(name, self, is_package=True) if inside else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: a stand-in is empty."""
+        """Give the stand-in its contents."""
+        vars(module).update(self.contents.get(module.__name__, {}))
+
+
+class _BarePackages(MetaPathFinder, Loader):
+    """Finds packages of a clone without running their `__init__`, which imports more than is needed.
+
+    Args:
+        folder: folder that the packages lie in.
+        names: names of the packages.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.names = folder, names
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the package's specification if it is one of them."""
+        if name not in self.names:
+            return None
+        spec = ModuleSpec(name, self, is_package=True)
+        spec.submodule_search_locations = [str(self.folder.joinpath(*name.split(".")))]
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing."""
 
 
 @contextmanager
-def importable(folder: Path, *, stand_ins: Sequence[str] = ()) -> Iterator[None]:
+def importable(
+    folder: Path,
+    *,
+    stand_ins: Sequence[str] = (),
+    contents: Mapping[str, Mapping[str, Any]] | None = None,
+    replaced: Sequence[str] = (),
+    bare: Sequence[str] = (),
+) -> Iterator[None]:
     """Make the modules of a folder importable inside the context.
 
     Args:
         folder: folder of a clone that its packages lie in.
         stand_ins: packages that its files import and the work does not use; those that are not installed are replaced.
+        contents: what stand-ins hold, by the module's name; everything else that is asked of them is an empty class.
+        replaced: modules of the clone itself that are replaced, too.
+        bare: packages of the clone whose `__init__` is not run.
     """
-    finder = _StandIns(stand_ins)
+    given = contents or {}
+    first: list[MetaPathFinder] = [_StandIns(replaced, given), _BarePackages(folder, bare)]
+    last = _StandIns(stand_ins, given)  # asked only for what is not installed
     sys.path.insert(0, str(folder))
-    sys.meta_path.append(finder)  # the last one is asked only for what is not installed
+    sys.meta_path[:] = [*first, *sys.meta_path, last]
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        sys.meta_path.remove(finder)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in (*first, last)]
         for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
             del sys.modules[name]
+
+
+def filled(kind: Any, **attributes: Any) -> Any:
+    """Return an object of a class with the given attributes, without its constructor."""
+    made = kind.__new__(kind)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+class Settings(dict[str, Any]):
+    """Settings that are read as attributes and as a dictionary, as the projects' own classes of arguments are."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting.
+
+        Raises:
+            AttributeError: there is no such setting.
+        """
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def function(path: Path, name: str, scope: dict[str, Any]) -> Any:

@@ -23,21 +23,6 @@ from fluvial.models.handwriting.model import SHIFT
 UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
 
 
-class Settings(dict[str, Any]):
-    """Settings that are read as attributes and unpacked as arguments, as its own classes of arguments are."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a setting.
-
-        Raises:
-            AttributeError: there is no such setting.
-        """
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 class FlowFactory:
     """Flow-Factory's code on the work.
 
@@ -53,10 +38,10 @@ class FlowFactory:
             sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
             trainers = importlib.import_module("flow_factory.trainers.grpo")
         self.work, self.cond, self.uncond, self.sample_kind = work, work.cond, work.uncond, sd3.SD3_5Sample
-        accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=work.steps, cpu=True)
+        accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
         pipeline = build_pipeline(work)
         scheduler = sd3.FlowMatchEulerDiscreteSDEScheduler(
-            noise_level=work.eta, sde_steps=list(range(work.steps)), dynamics_type="Flow-SDE", shift=SHIFT
+            noise_level=work.eta, sde_steps=list(work.recorded), dynamics_type="Flow-SDE", shift=SHIFT
         )
         event = work.size.event
         sd3.set_scheduler_timesteps(scheduler, work.steps, seq_len=event[-2] * event[-1] // 4)
@@ -64,19 +49,19 @@ class FlowFactory:
         parameters = [p for p in pipeline.transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         transformer, self.optimizer = accelerator.prepare(pipeline.transformer, optimizer)
-        settings = Settings(
+        settings = clone.Settings(
             per_device_batch_size=work.samples, num_batches_per_epoch=1, num_inner_epochs=1, seed=0, kl_beta=0.0,
             guidance_scale=work.scale, num_inference_steps=work.steps, height=event[-2] * VAE_SCALE,
             width=event[-1] * VAE_SCALE, clip_range=(-work.clip, work.clip), adv_clip_range=(-1e9, 1e9),
             max_grad_norm=work.max_grad_norm, latent_storage_dtype=None, offload_samples_to_cpu=False,
         )  # fmt: skip
-        adapter = _filled(
+        adapter = clone.filled(
             sd3.SD3_5Adapter, pipeline=pipeline, accelerator=accelerator, training_args=settings,
             model_args=SimpleNamespace(target_components=["transformer"], finetune_type="lora"),
             target_module_map={"transformer": list(work.lora.targets or ())}, _mode="train",
             _components={"transformer": transformer},
         )  # fmt: skip
-        self.trainer = _filled(
+        self.trainer = clone.filled(
             _quiet(trainers.GRPOTrainer), adapter=adapter, accelerator=accelerator, training_args=settings, epoch=0, step=0,
             autocast=nullcontext, optimizer=self.optimizer, log_args=SimpleNamespace(verbose=False),
             reward_buffer=SimpleNamespace(clear=lambda: None, add_samples=lambda samples: None),
@@ -101,10 +86,10 @@ class FlowFactory:
         timesteps, rows, batch = self.pipeline.scheduler.timesteps, [], self._batch()
         given = {name: value for name, value in batch.items() if name.endswith("embeds")}
         with torch.no_grad():
-            for step in range(self.work.steps):
+            for place, step in enumerate(self.work.recorded):
                 t_next = timesteps[step + 1] if step + 1 < self.work.steps else torch.tensor(0)
                 output = self.trainer.adapter.forward(
-                    t=timesteps[step], t_next=t_next, latents=x[:, step], next_latents=x_next[:, step],
+                    t=timesteps[step], t_next=t_next, latents=x[:, place], next_latents=x_next[:, place],
                     guidance_scale=self.work.scale, noise_level=self.work.eta, return_kwargs=["log_prob"], **given,
                 )  # fmt: skip
                 rows.append(output.log_prob)
@@ -112,12 +97,16 @@ class FlowFactory:
 
     def update(self, stored: Stored) -> float:
         """Take one optimizer step by its trainer's `optimize`."""
-        batch, steps = self._batch(), self.work.steps
+        batch, steps = self._batch(), torch.tensor(self.work.recorded)
         latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)
+        places = torch.full((self.work.steps + 1,), -1)  # of each step's sample among those that are kept
+        places[steps] = torch.arange(len(steps))
+        log_prob_places = places.clone()
+        places[steps[-1] + 1] = len(steps)
         samples = [
             self.sample_kind(
                 timesteps=self.pipeline.scheduler.timesteps, all_latents=latents[b], log_probs=stored.log_prob[b],
-                latent_index_map=torch.arange(steps + 1), log_prob_index_map=torch.arange(steps),
+                latent_index_map=places, log_prob_index_map=log_prob_places,
                 extra_kwargs={"advantage": stored.advantage[b]}, **{name: rows[b] for name, rows in batch.items()},
             )
             for b in range(self.work.samples)
@@ -144,11 +133,3 @@ class _Repeated:
 def _quiet(kind: type) -> type:
     """Return a trainer's class that keeps the numbers it logs instead of printing them."""
     return type(kind.__name__, (kind,), {"log_data": lambda self, data, step: self.logged.update(data)})
-
-
-def _filled(kind: Any, **attributes: Any) -> Any:
-    """Return an object of a class with the given attributes, without its constructor."""
-    made = kind.__new__(kind)
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made

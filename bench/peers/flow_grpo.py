@@ -1,11 +1,13 @@
 """Flow-GRPO (yifan123/flow_grpo): its SD3 pipeline with log-probabilities, and the training loop of `scripts/train_sd3.py`.
 
 Its own code runs: `pipeline_with_logprob`, `sde_step_with_logprob`, `compute_log_prob`, and the loop over inner epochs in
-`main`, with accelerate. Left out are its progress bars and the upload of the numbers that it logs.
+`main`, with accelerate, which wraps the transformer in DDP if there are several processes. Work with a window runs on its
+fast pipeline and `scripts/train_sd3_fast.py`. Left out are its progress bars and the upload of the numbers that it logs.
 """
 
 import contextlib
 import importlib
+import math
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +33,11 @@ class FlowGrpo:
         from accelerate import Accelerator
 
         with clone.importable(folder):
-            patch = importlib.import_module("flow_grpo.diffusers_patch.sd3_pipeline_with_logprob")
+            fast = "_fast" if work.window is not None else ""
+            patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
         self.work, self.sample = work, patch.pipeline_with_logprob
         self.pipeline = build_pipeline(work)
-        self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=work.steps, cpu=True)
+        self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
         parameters = [p for p in self.pipeline.transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         transformer, self.optimizer = self.accelerator.prepare(self.pipeline.transformer, optimizer)
@@ -43,32 +46,36 @@ class FlowGrpo:
                 cfg=True, beta=0.0, adv_clip_max=1e9, clip_range=work.clip, max_grad_norm=work.max_grad_norm, ema=False,
                 num_inner_epochs=1,
             ),
-            sample=SimpleNamespace(guidance_scale=work.scale, noise_level=work.eta, num_batches_per_epoch=1),
+            sample=SimpleNamespace(guidance_scale=work.scale, noise_level=work.eta, num_batches_per_epoch=1, sde_type="sde"),
         )  # fmt: skip
         self.cond, self.uncond = work.cond, work.uncond
-        self.timesteps = self.pipeline.scheduler.timesteps.expand(work.samples, -1)
+        steps = work.recorded
+        self.timesteps = self.pipeline.scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
+        self.window: dict[str, Any] = {}
+        if work.window is not None:
+            self.window = {"sde_window_size": len(steps), "sde_window_range": (steps.start, steps.stop)}
         self.logged: dict[str, Any] = {}
         scope: dict[str, Any] = {
             "torch": torch, "defaultdict": defaultdict, "tqdm": _no_bar, "autocast": contextlib.nullcontext,
             "wandb": SimpleNamespace(log=lambda info, step: self.logged.update(info)),
             "accelerator": self.accelerator, "transformer": transformer, "optimizer": self.optimizer,
             "pipeline": self.pipeline, "config": self.config, "sde_step_with_logprob": patch.sde_step_with_logprob,
-            "num_train_timesteps": work.steps, "train_neg_prompt_embeds": self.uncond.tokens,
+            "num_train_timesteps": len(work.recorded), "train_neg_prompt_embeds": self.uncond.tokens,
             "train_neg_pooled_prompt_embeds": self.uncond.pooled, "total_batch_size": work.samples,
         }  # fmt: skip
-        script = folder / "scripts" / "train_sd3.py"
+        script = folder / "scripts" / f"train_sd3{fast}.py"
         self.compute_log_prob = clone.function(script, "compute_log_prob", scope)
         self.train = clone.loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its pipeline collects."""
         steps, event = self.work.steps, self.work.size.event
-        _, latents, log_probs = self.sample(
+        _, latents, log_probs, *_ = self.sample(
             self.pipeline, prompt_embeds=self.cond.tokens, pooled_prompt_embeds=self.cond.pooled,
             negative_prompt_embeds=self.uncond.tokens, negative_pooled_prompt_embeds=self.uncond.pooled,
             num_inference_steps=steps, sigmas=torch.linspace(1, 1 / steps, steps).tolist(),
             guidance_scale=self.work.scale, noise_level=self.work.eta, output_type="pt",
-            height=event[-2] * VAE_SCALE, width=event[-1] * VAE_SCALE,
+            height=event[-2] * VAE_SCALE, width=event[-1] * VAE_SCALE, **self.window,
         )  # fmt: skip
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
 
@@ -79,19 +86,19 @@ class FlowGrpo:
         with torch.no_grad():
             steps = [
                 self.compute_log_prob(self.pipeline.transformer, self.pipeline, sample, j, tokens, pooled, self.config)[1]
-                for j in range(self.work.steps)
+                for j in range(len(self.work.recorded))
             ]
         return torch.stack(steps, dim=1)
 
     def update(self, stored: Stored) -> float:
-        """Take one optimizer step by its training loop."""
+        """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
             "latents": stored.x, "next_latents": stored.x_next, "timesteps": self.timesteps, "log_probs": stored.log_prob,
-            "advantages": stored.advantage[:, None].expand(-1, self.work.steps),
+            "advantages": stored.advantage[:, None].expand(-1, len(self.work.recorded)),
             "prompt_embeds": self.cond.tokens, "pooled_prompt_embeds": self.cond.pooled,
         }  # fmt: skip
         self.train(samples, 0, 0)
-        return float(self.logged["loss"].detach())
+        return float(self.logged["loss"].detach()) if self.accelerator.is_main_process else math.nan
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update."""

@@ -34,7 +34,7 @@ class Ours:
 
     Args:
         work: what is done.
-        world: process group of one process.
+        world: process group that the samples are spread over.
     """
 
     def __init__(self, work: Work, world: World) -> None:
@@ -47,7 +47,9 @@ class Ours:
             micro_batch=work.samples,
             objective=Clipped(clip_low=work.clip, clip_high=work.clip),
             optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
-            rollout=RolloutConfig(prompts=1, group=work.samples, steps=work.steps, eta=work.eta, guidance=self.guidance),
+            rollout=RolloutConfig(
+                prompts=1, group=work.ranks * work.samples, steps=work.steps, eta=work.eta, guidance=self.guidance
+            ),
         )
         job = Job(work.model, work.prompts, _no_reward, heldout=work.prompts, shape=work.size.event)
         self.parts = build_parts(config, job, world)
@@ -56,7 +58,7 @@ class Ours:
             for name, parameter in self._adapter().items():
                 _local(parameter).copy_(values[name])
         self.sampler, self.schedule = self.parts.learner.sampler, self.parts.schedule
-        steps = StochasticSteps(self.sampler, range(work.steps))
+        steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps)
         self.rollouts = 0
 
@@ -65,7 +67,7 @@ class Ours:
 
     def trajectory(self) -> Trajectory:
         """Return the next rollout."""
-        requests = Requests(self.work.prompts, range(self.work.samples), key(self.rollouts))
+        requests = Requests(self.work.prompts, self.work.ids, key(self.rollouts))
         self.rollouts += 1
         with self.parts.policies.behaviour(self.parts.engine) as module:
             chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
@@ -77,27 +79,28 @@ class Ours:
         return Sampled(torch.cat([made.x[:, :1], made.x_next], dim=1), made.log_prob)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of given steps, `[B, T, *event]` -> `[B, T]`."""
+        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
         cond, levels, rows = self.guidance.encode(self.parts.job.model, self.work.prompts), self.schedule.levels, []
         with self.parts.engine.inference() as module:
-            for step in range(self.work.steps):
+            for place, step in enumerate(self.work.recorded):
                 level, level_next, timestep = (
                     value.expand(len(x)) for value in (levels[step], levels[step + 1], self.schedule.timesteps[step])
                 )
-                v = guided_velocity(self.parts.job.model, module, x[:, step], level, cond, timestep=timestep)
-                rows.append(step_log_prob(self.sampler(level, level_next), x[:, step], v, x_next[:, step])[0])
+                v = guided_velocity(self.parts.job.model, module, x[:, place], level, cond, timestep=timestep)
+                rows.append(step_log_prob(self.sampler(level, level_next), x[:, place], v, x_next[:, place])[0])
         return torch.stack(rows, dim=1)
 
     def items(self, stored: Stored) -> learner.Work:
         """Return a stored rollout as the learner takes it."""
         trajectory = Trajectory(
-            x=stored.x, x_next=stored.x_next, steps=torch.arange(self.work.steps), log_prob=stored.log_prob, velocity=None,
-            final=stored.x_next[:, -1], debug=None,
+            x=stored.x, x_next=stored.x_next, steps=torch.tensor(self.work.recorded), log_prob=stored.log_prob,
+            velocity=None, final=stored.x_next[:, -1], debug=None,
         )  # fmt: skip
         flat = flatten(trajectory, self.schedule, stored.advantage, torch.ones(self.work.samples))
         cond = self.guidance.encode(self.parts.job.model, self.work.prompts)
-        adds = torch.ones(self.work.samples, self.work.steps)
-        return learner.Work(flat, cond, adds, adds.numel(), Share(0, self.work.samples, self.work.samples))
+        batch = self.work.ranks * self.work.samples
+        adds = torch.ones(batch, len(self.work.recorded))
+        return learner.Work(flat, cond, adds, adds.numel(), Share(self.work.ids.start, self.work.samples, batch))
 
     def update(self, items: learner.Work, *, pairs: int) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.

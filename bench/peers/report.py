@@ -1,221 +1,33 @@
-"""Checks that fluvial and another project's code agree, times them in turn, and appends the ratios to peers.csv.
+"""Times fluvial beside other projects' code, appends the ratios to peers.csv, and prints tables.
 
 python -P -m fluvial.bench peers --clones FOLDER
 
-FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL.
+FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
 """
 
-import gc
-import importlib
-import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
-from importlib import metadata
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from fluvial.bench import harness
-from fluvial.bench.peers import clone
-from fluvial.bench.peers.ours import Ours
-from fluvial.bench.peers.work import Peer, Stored, Work
-from fluvial.bench.update.cases import SIZES
-from fluvial.core.checks import check_number
+from fluvial.bench.peers import clone, table
+from fluvial.bench.peers.config import PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.measure import ROOT, rows_of
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.plan.memory import LiveStorages
 
-TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
-
-
-class Project(NamedTuple):
-    """A project that fluvial is timed beside."""
-
-    folder: str  # name of its clone
-    build: Callable[[Path, Work], Peer]
-    gradient: Literal["both", "conditional"]  # halves of guidance that its update differentiates
-
-
-def _of_module(module: str, name: str) -> Callable[[Path, Work], Peer]:
-    """Return a function that imports a project's module when it is used."""
-
-    def build(folder: Path, work: Work) -> Peer:
-        peer: Peer = getattr(importlib.import_module(f"fluvial.bench.peers.{module}"), name)(folder, work)
-        return peer
-
-    return build
-
-
-PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", _of_module("flow_grpo", "FlowGrpo"), "conditional"),  # it detaches the other half
-    "flow_factory": Project("Flow-Factory", _of_module("flow_factory", "FlowFactory"), "both"),
-    "unirl": Project("UniRL", _of_module("unirl", "UniRL"), "both"),
-}
-
-
-@dataclass(frozen=True)
-class PeersConfig:
-    """Time rollout and update beside the code of other projects, as CPU time.
-
-    Args:
-        clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
-        peers: projects: flow_grpo, flow_factory, unirl.
-        sizes: model sizes: tiny, small, medium.
-        pairs: numbers of (sample, step) pairs per pass of fluvial's update. The projects' loops put the samples of one step
-            through a pass.
-        samples: samples per rollout.
-        steps: steps of the schedule.
-        runs: number of timed pairs.
-        threads: CPU threads.
-        out: folder of peers.csv; rows are appended.
-    """
-
-    clones: Path = Path("clones")
-    peers: tuple[str, ...] = tuple(PROJECTS)
-    sizes: tuple[str, ...] = ("small", "medium")
-    pairs: tuple[int, ...] = (8, 40)
-    samples: int = 8
-    steps: int = 10
-    runs: int = 7
-    threads: int = 1
-    out: Path = harness.RESULTS
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "steps", "runs", "threads"):
-            check_number("peers", name, getattr(self, name), low=1)
-        if not self.pairs or min(self.pairs) < 1:
-            raise ValueError(f"peers: pairs is {self.pairs}, expected numbers of at least 1")
-        for name, values, known in (("peers", self.peers, list(PROJECTS)), ("sizes", self.sizes, list(SIZES))):
-            if unknown := [value for value in values if value not in known]:
-                raise ValueError(f"peers: {name} has {unknown[0]!r}, expected some of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class PeerRow:
-    """The ratio of fluvial's CPU time to a project's in the same round: below 1 fluvial is faster."""
-
-    peer: str
-    commit: str  # of the project
-    fluvial: str  # commit of fluvial; "unknown" outside a checkout
-    size: str
-    what: str
-    samples: int
-    steps: int
-    pairs: int  # per pass, fluvial
-    peer_pairs: int  # per pass, the project
-    runs: int
-    p20: float
-    p50: float
-    p80: float
-    seconds: float  # CPU time of fluvial, median
-    peer_seconds: float
-    peak_bytes: int  # largest sum of the tensors that one rollout or update makes: activations, gradients, samples
-    peer_peak_bytes: int
-    log_prob_distance: float
-    gradient_distance: float
-    device: str
-    threads: int
-    torch: str
-    diffusers: str
-    peft: str
-    accelerate: str
-    python: str
-    date: str
-
-
-class Agreement(NamedTuple):
-    """How far the two sides are apart, each relative to the scale of the project's numbers."""
-
-    log_prob: float
-    loss: float
-    gradient: float
-
-
-def compare(ours: Ours, peer: Peer, work: Work) -> tuple[Agreement, Stored]:
-    """Return how far the sides are apart, and the stored rollout that both then update on.
-
-    Each side scores the other's rollout, and both make their first update on fluvial's.
-    """
-    made = ours.rollout()
-    x, x_next = made.x[:, :-1].contiguous(), made.x[:, 1:].contiguous()
-    theirs = peer.rollout()
-    log_prob = max(
-        _apart(made.log_prob, peer.log_prob(x, x_next)),
-        _apart(ours.log_prob(theirs.x[:, :-1], theirs.x[:, 1:]), theirs.log_prob),
-    )
-    stored = Stored(x, x_next, work.old_log_prob(made.log_prob), work.advantage)
-    loss, own = peer.update(stored), ours.update(ours.items(stored), pairs=work.samples).loss
-    left, right = ours.gradients(), peer.gradients()
-    if left.keys() != right.keys():
-        raise RunError(f"the sides train other parameters: {sorted(left.keys() ^ right.keys())[:3]}")
-    distance = torch.cat([(left[name] - right[name]).flatten() for name in right]).norm()
-    norm = torch.cat([gradient.flatten() for gradient in right.values()]).norm()
-    scale = float(work.advantage.abs().mean())
-    return Agreement(log_prob, abs(own - loss) / scale, float(distance / norm)), stored
-
-
-def check_agreement(name: str, agreement: Agreement) -> None:
-    """Raise RunError if the two sides do not compute the same thing: then their times say nothing."""
-    for what, value in agreement._asdict().items():
-        if not value <= TOLERANCE:  # NaN is refused too
-            what = what.replace("_", "-")
-            raise RunError(f"{name}: the {what} is {value:.2g} apart, expected at most {TOLERANCE:g}, so nothing was timed")
-
-
-def time_pairs(runs: int, ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[list[float], list[float]]:
-    """Return the CPU seconds of both sides, run in turn; who is first changes from round to round.
-
-    CPU time, because machines are shared: a process that has to wait for a core is not slower for it.
-    """
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for run in range(-1, runs):  # one warm-up
-        order = (0, 1) if run % 2 == 0 else (1, 0)
-        for side in order:
-            start = time.process_time()
-            (ours, theirs)[side]()
-            if run >= 0:
-                seconds[side].append(time.process_time() - start)
-    return seconds
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the largest sum of bytes of the tensors that a call makes, beyond those that exist before it."""
-    there = [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)]
-    with LiveStorages(there) as memory:
-        call()
-    return memory.peak
-
-
-def measure(name: str, project: Project, folder: Path, size: str, config: PeersConfig) -> list[PeerRow]:
-    """Return the rows of a project at a size.
-
-    Raises:
-        RunError: the two sides disagree, or the clone does not have the code that runs here.
-    """
-    work = Work(SIZES[size], samples=config.samples, steps=config.steps, gradient=project.gradient)
-    with init_world() as world:
-        ours, peer = Ours(work, world), project.build(folder, work)
-        agreement, stored = compare(ours, peer, work)
-        check_agreement(name, agreement)
-        items = ours.items(stored)
-        theirs = partial(peer.update, stored)
-        cases: list[tuple[str, int, Callable[[], object], Callable[[], object]]] = [
-            ("rollout", config.samples, ours.rollout, peer.rollout),
-            *(("update", pairs, partial(ours.update, items, pairs=pairs), theirs) for pairs in config.pairs),
-        ]
-        rows = []
-        for what, pairs, own, other in cases:
-            seconds, peaks = time_pairs(config.runs, own, other), (peak_bytes(own), peak_bytes(other))
-            rows.append(_row(name, clone.commit(folder), size, what, pairs, seconds, peaks, agreement, config))
-    gc.collect()  # hooks hold modules in reference cycles
-    return rows
+TYPES: dict[Any, type] = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
@@ -223,74 +35,118 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
 
     Raises:
         UsageError: there is no clone, or a GPU, whose time CPU time does not hold.
+        RunError: two sides disagree, or processes failed.
     """
+    path = config.out / "peers.csv"
+    if config.table:
+        print(table.markdown(read(path)))
+        return []
     if torch.cuda.is_available():
         raise UsageError("peers: CPU time says nothing of work on a GPU: hide it with CUDA_VISIBLE_DEVICES=")
     torch.set_num_threads(config.threads)
-    rows: list[PeerRow] = []
-    for name in config.peers:
-        folder = config.clones / projects[name].folder
-        if not folder.is_dir():
-            print(f"{name}: skipped, {folder} is not a folder")
+    chosen = cases(config, projects)
+    before = read(path)
+    if config.skip_done:
+        chosen = [case for case in chosen if not is_done(case, config, projects, before)]
+    for ranks in config.ranks:
+        together = [case for case in chosen if case.ranks == ranks]
+        if ranks > 1 and together:
+            _in_processes(together, config, ranks)
             continue
-        for size in config.sizes:
-            measured = measure(name, projects[name], folder, size, config)
-            harness.append(config.out / "peers.csv", measured, PeerRow)
-            rows.extend(measured)
-    if not rows:
-        raise UsageError(f"peers: {config.clones} holds no clone: expected {', '.join(p.folder for p in projects.values())}")
+        for case in together:
+            with init_world() as world:
+                for row in rows_of(case, config, projects, world):
+                    harness.append(path, [row], PeerRow)
+    rows = read(path)[len(before) :]
     show(rows)
     return rows
 
 
+def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
+    """Return what is compared, in order.
+
+    Raises:
+        UsageError: there is no clone.
+    """
+    there = []
+    for name in config.peers:
+        if name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
+            there.append(name)
+        else:
+            print(f"{name}: skipped, {config.clones / projects[name].folder} is not a folder")
+    if not there or (there == [TRANSFORMER] and config.peers != (TRANSFORMER,)):
+        folders = dict.fromkeys(projects[name].folder for name in config.peers if name != TRANSFORMER)
+        raise UsageError(f"peers: {config.clones} holds no clone: expected {', '.join(folders)}")
+    return [
+        Case(name, size, ranks, window)
+        for ranks in config.ranks
+        for size in config.sizes
+        for window in config.windows
+        for name in there
+        if ranks == 1 or (name != TRANSFORMER and projects[name].ranks)
+    ]
+
+
+def is_done(case: Case, config: PeersConfig, projects: Mapping[str, Project], rows: Sequence[PeerRow]) -> bool:
+    """Return whether the rows hold every row of a case, of these commits, with at least as many rounds."""
+    alone = case.peer == TRANSFORMER
+    commit = "peft" if alone else clone.commit(config.clones / projects[case.peer].folder)
+    same = [
+        row
+        for row in rows
+        if (row.peer, row.size, row.ranks, row.window) == case
+        and (row.commit, row.fluvial, row.samples, row.steps) == (commit, clone.commit(ROOT), config.samples, config.steps)
+        and row.runs >= config.runs
+    ]
+    expected = {("update", pairs) for pairs in case.pairs(config)}
+    if alone or projects[case.peer].samples:
+        expected.add(("rollout", config.samples))
+    return expected <= {(row.what, row.pairs) for row in same}
+
+
+def read(path: Path) -> list[PeerRow]:
+    """Return the rows of a file; a number that an old row lacks is 0."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [
+            PeerRow(**{field.name: TYPES[field.type](row[field.name] or 0) for field in fields(PeerRow)})
+            for row in csv.DictReader(file)
+        ]
+
+
+def _in_processes(together: Sequence[Case], config: PeersConfig, ranks: int) -> None:
+    """Measure in new processes, under torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told.json"
+        absolute = {"clones": str(config.clones.resolve()), "out": str(config.out.resolve())}
+        told.write_text(json.dumps({"config": {**asdict(config), **absolute}, "cases": together}))
+        launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "fluvial.bench.peers.measure", str(told)],
+            # torchrun does not hand -P to the processes that it starts.
+            env={**os.environ, "OMP_NUM_THREADS": str(config.threads), "PYTHONSAFEPATH": "1"},
+        )
+    if done.returncode:
+        raise RunError(f"peers: {ranks} processes ended with exit code {done.returncode}; their messages are above")
+
+
 def show(rows: Sequence[PeerRow]) -> None:
     """Print rows as a table."""
-    table = Table(
+    shown = Table(
         title="CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster", title_justify="left"
     )
-    for name in (
-        "peer",
-        "size",
-        "what",
-        "pairs per pass",
-        "theirs",
-        "p20",
-        "p50",
-        "p80",
-        "MB",
-        "theirs, MB",
-        "log-probs apart",
-        "gradients apart",
-    ):
-        table.add_column(name)
+    names = (
+        "peer", "size", "ranks", "window", "what", "pairs per pass", "theirs", "p20", "p50", "p80", "MB", "theirs, MB",
+        "log-probs apart", "gradients apart",
+    )  # fmt: skip
+    for name in names:
+        shown.add_column(name)
     for row in rows:
-        table.add_row(
-            row.peer, row.size, row.what, str(row.pairs), str(row.peer_pairs),
+        shown.add_row(
+            row.peer, row.size, str(row.ranks), str(row.window or "all"), row.what, str(row.pairs), str(row.peer_pairs),
             *(f"{ratio:.2f}" for ratio in (row.p20, row.p50, row.p80)),
-            f"{row.peak_bytes / 1e6:.1f}", f"{row.peer_peak_bytes / 1e6:.1f}",
+            *(f"{size / 1e6:.1f}" for size in (row.held_bytes + row.peak_bytes, row.peer_held_bytes + row.peer_peak_bytes)),
             f"{row.log_prob_distance:.1g}", f"{row.gradient_distance:.1g}",
         )  # fmt: skip
-    Console(width=max(Console().width, 140)).print(table, highlight=False)
-
-
-def _row(
-    name: str, commit: str, size: str, what: str, pairs: int, seconds: tuple[list[float], list[float]],
-    peaks: tuple[int, int], agreement: Agreement, config: PeersConfig,
-) -> PeerRow:  # fmt: skip
-    own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
-    p20, p50, p80 = (own / other).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
-    versions = {package: metadata.version(package) for package in ("diffusers", "peft", "accelerate")}
-    return PeerRow(
-        peer=name, commit=commit, fluvial=clone.commit(Path(__file__).resolve().parents[2]), size=size, what=what,
-        samples=config.samples, steps=config.steps, pairs=pairs, peer_pairs=config.samples, runs=len(own),
-        p20=p20, p50=p50, p80=p80, seconds=float(own.median()), peer_seconds=float(other.median()),
-        peak_bytes=peaks[0], peer_peak_bytes=peaks[1],
-        log_prob_distance=agreement.log_prob, gradient_distance=agreement.gradient, device=harness.cpu(),
-        threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"), **versions,
-    )  # fmt: skip
-
-
-def _apart(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference, as a fraction of the largest value on the right."""
-    return float((left - right).abs().max() / right.abs().max())
+    Console(width=max(Console().width, 160)).print(shown, highlight=False)

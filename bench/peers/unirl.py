@@ -43,7 +43,7 @@ class UniRL:
         event = work.size.event
         self.params = sampling.DiffusionSamplingParams(
             num_inference_steps=work.steps, guidance_scale=work.scale, height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE, eta=work.eta, sde_indices=list(range(work.steps)), seed=0,
+            width=event[-1] * VAE_SCALE, eta=work.eta, sde_indices=list(work.recorded), seed=0,
         )  # fmt: skip
         self.stage = diffusion.SD3DiffusionStage(
             model=SimpleNamespace(transformer=self.transformer, device=torch.device("cpu")),
@@ -69,17 +69,17 @@ class UniRL:
         )
 
     def _segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
-        steps = self.work.steps
+        steps = self.work.recorded
         return self.latent.make_image_segment(
-            latents=torch.cat([x, x_next[:, -1:]], dim=1), sigmas=self.sigmas, indices=torch.arange(steps + 1),
-            sde_logp=log_prob, sde_indices=torch.arange(steps),
+            latents=torch.cat([x, x_next[:, -1:]], dim=1), sigmas=self.sigmas,
+            indices=torch.arange(steps.start, steps.stop + 1), sde_logp=log_prob, sde_indices=torch.tensor(steps),
         )  # fmt: skip
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its stage samples."""
         initial = torch.randn(self.work.samples, *self.work.size.event)
         made = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
-        return Sampled(made.latents, made.sde_logp)
+        return Sampled(made.latents[:, : len(self.work.recorded) + 1], made.sde_logp)  # it keeps the clean samples, too
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its stage's `replay` finds."""

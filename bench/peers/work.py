@@ -26,16 +26,16 @@ LORA_CONFIG = LoraConfig(targets=tuple(f"attn.{name}" for name in SD3.lora_targe
 class Sampled(NamedTuple):
     """A rollout as a side returns it."""
 
-    x: Tensor  # [B, T + 1, *event]: initial noise, and the samples after each step
-    log_prob: Tensor  # [B, T], in nats per dimension
+    x: Tensor  # [B, S + 1, *event]: sample before the first recorded step, and the samples after each of the S steps
+    log_prob: Tensor  # [B, S], in nats per dimension
 
 
 class Stored(NamedTuple):
     """A rollout as both sides are given it for an update."""
 
-    x: Tensor  # [B, T, *event] before each step
-    x_next: Tensor  # [B, T, *event] after it
-    log_prob: Tensor  # [B, T], the old log-probabilities
+    x: Tensor  # [B, S, *event] before each recorded step
+    x_next: Tensor  # [B, S, *event] after it
+    log_prob: Tensor  # [B, S], the old log-probabilities
     advantage: Tensor  # [B]
 
 
@@ -43,11 +43,11 @@ class Peer(Protocol):
     """Another project's code, set up for a `Work`."""
 
     def rollout(self) -> Sampled:
-        """Return a rollout from noise that the project draws."""
+        """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
         ...
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of given steps, `[B, T, *event]` -> `[B, T]`."""
+        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
         ...
 
     def update(self, stored: Stored) -> float:
@@ -98,8 +98,10 @@ class Work:
 
     Args:
         size: transformer and shape of its inputs.
-        samples: samples per rollout, which go through one forward pass.
-        steps: steps of the schedule; all of them are stochastic and recorded.
+        samples: samples per rollout and rank, which go through one forward pass.
+        steps: steps of the schedule.
+        window: the steps that are stochastic, recorded and trained on; the others are the ODE's. None is all of them.
+        rank, ranks: index of this process, and their number; each rank has samples of its own.
         gradient: halves of guidance that the gradient flows through, as the project has it.
         scale: guidance scale.
         eta: scale of Flow-SDE's noise.
@@ -112,6 +114,9 @@ class Work:
     size: Size
     samples: int = 8
     steps: int = 10
+    window: range | None = None
+    rank: int = 0
+    ranks: int = 1
     gradient: Literal["both", "conditional"] = "both"
     scale: float = 4.5
     eta: float = 0.7
@@ -126,9 +131,19 @@ class Work:
         return PeerModel(self.size)
 
     @property
+    def recorded(self) -> range:
+        """The recorded steps."""
+        return range(self.steps) if self.window is None else self.window
+
+    @property
+    def ids(self) -> range:
+        """Indices of this rank's samples among those of all ranks."""
+        return range(self.rank * self.samples, (self.rank + 1) * self.samples)
+
+    @property
     def prompts(self) -> list[str]:
-        """One prompt per sample."""
-        return [str(number + 1) for number in range(self.samples)]
+        """One prompt per sample of this rank."""
+        return [str(number + 1) for number in self.ids]
 
     @property
     def cond(self) -> CodeCond:
@@ -142,8 +157,8 @@ class Work:
 
     @property
     def advantage(self) -> Tensor:
-        """An advantage per sample, `[B]`."""
-        return normal(fold_in(ROOT, ADVANTAGE), (self.samples,))
+        """An advantage per sample of this rank, `[B]`."""
+        return normal(fold_in(ROOT, ADVANTAGE), (self.ranks * self.samples,))[self.ids.start : self.ids.stop]
 
     def old_log_prob(self, log_prob: Tensor) -> Tensor:
         """Return log-probabilities moved by about the clip range, so that some ratios are clipped and others are not."""

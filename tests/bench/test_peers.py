@@ -1,6 +1,7 @@
 """The comparison with other projects' code, without a clone: a stand-in project, its refusals, its rows and its options."""
 
 import csv
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluvial.bench import harness
 from fluvial.bench.__main__ import main
-from fluvial.bench.peers import clone, report
+from fluvial.bench.peers import clone, measure, report, table, verl_omni
+from fluvial.bench.peers.config import Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.measure import Agreement, Facts, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn
 from fluvial.bench.peers.pipeline import adapter_of, build_pipeline, first_moments
-from fluvial.bench.peers.report import Agreement, PeerRow, PeersConfig, Project, check_agreement, measure, run, time_pairs
+from fluvial.bench.peers.report import cases, is_done, read, run
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
@@ -60,26 +64,27 @@ class StandIn:
     @torch.no_grad()
     def rollout(self) -> Sampled:
         """Return a rollout from noise of torch."""
-        x, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
-        for step in range(self.work.steps):
-            mean, std = self.mean_std(x[-1], step)
-            x.append(mean + std * torch.randn_like(mean))
-            log_probs.append(self.scored(x[-2], x[-1], step))
-        return Sampled(torch.stack(x, 1), torch.stack(log_probs, 1))
+        made, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
+        for step in range(self.work.recorded.stop):
+            mean, std = self.mean_std(made[-1], step)
+            made.append(mean + std * torch.randn_like(mean))
+            if step in self.work.recorded:
+                log_probs.append(self.scored(made[-2], made[-1], step))
+        return Sampled(torch.stack(made[self.work.recorded.start :], 1), torch.stack(log_probs, 1))
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of given steps."""
-        return torch.stack([self.scored(x[:, j], x_next[:, j], j) for j in range(self.work.steps)], 1)
+        return torch.stack([self.scored(x[:, j], x_next[:, j], step) for j, step in enumerate(self.work.recorded)], 1)
 
     def update(self, stored: Stored) -> float:
         """Take one step of AdamW."""
         total = 0.0
-        for step in range(self.work.steps):
-            log_prob = self.scored(stored.x[:, step], stored.x_next[:, step], step)
-            ratio = (log_prob - stored.log_prob[:, step]).exp()
+        for place, step in enumerate(self.work.recorded):
+            log_prob = self.scored(stored.x[:, place], stored.x_next[:, place], step)
+            ratio = (log_prob - stored.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)
-            loss = torch.maximum(-stored.advantage * ratio, -stored.advantage * held).mean() / self.work.steps
+            loss = torch.maximum(-stored.advantage * ratio, -stored.advantage * held).mean() / len(self.work.recorded)
             loss.backward()
             total += float(loss.detach())
         first = next(iter(adapter_of(self.module).values()))
@@ -96,31 +101,46 @@ class StandIn:
 
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
     """Return a table of projects with the stand-in, whose clone is there."""
-    (tmp_path / "clones" / "stand-in").mkdir(parents=True)
+    (tmp_path / "clones" / "stand-in").mkdir(parents=True, exist_ok=True)
     return {
-        "flow_grpo": Project("stand-in", build, "both"),
-        "flow_factory": Project("absent", build, "both"),
-        "unirl": Project("absent", build, "both"),
+        "flow_grpo": Project("stand-in", build),
+        "flow_factory": Project("absent", build),
+        "unirl": Project("stand-in", build, samples=False),
     }
 
 
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
     """Return the configuration of a small comparison."""
-    base = PeersConfig(tmp_path / "clones", sizes=("tiny",), pairs=(2, 6), samples=2, steps=3, runs=3, out=tmp_path / "out")
+    base = PeersConfig(
+        tmp_path / "clones", ("flow_grpo", "flow_factory"), ("tiny",), pairs=(2, 6), samples=2, steps=3, runs=3,
+        out=tmp_path / "out",
+    )  # fmt: skip
     return replace(base, **changes)
+
+
+def a_row(**changes: Any) -> PeerRow:
+    """Return a row of the newest commit."""
+    facts = Facts("flow_grpo", "abc", Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6), (8_000_000, 9_000_000))
+    row = measure.row(facts, "update", 8, ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0]), (5_000_000, 6_000_000), PeersConfig())
+    return replace(row, **changes)
 
 
 @pytest.mark.slow
 def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One row for the rollout and one for each number of pairs, with ratios of the same rounds, distances and versions."""
-    rows = run(config(tmp_path), projects(tmp_path))
+    """One row for the rollout and one for each number of pairs, with ratios of the same rounds, distances and versions.
+
+    A second run that skips what is done measures nothing; a project without a rollout here has updates only.
+    """
+    rows = run(config(tmp_path, windows=(0, 2)), projects(tmp_path))
     told = capsys.readouterr().out
     assert f"flow_factory: skipped, {tmp_path / 'clones' / 'absent'} is not a folder" in " ".join(told.split("\n"))
-    assert [(row.peer, row.what, row.pairs, row.peer_pairs) for row in rows] == [
-        ("flow_grpo", "rollout", 2, 2), ("flow_grpo", "update", 2, 2), ("flow_grpo", "update", 6, 2)
+    assert [(row.peer, row.window, row.what, row.pairs, row.peer_pairs) for row in rows] == [
+        ("flow_grpo", 0, "rollout", 2, 2), ("flow_grpo", 0, "update", 2, 2), ("flow_grpo", 0, "update", 6, 2),
+        ("flow_grpo", 2, "rollout", 2, 2), ("flow_grpo", 2, "update", 2, 2), ("flow_grpo", 2, "update", 4, 2),
     ]  # fmt: skip
-    written = list(csv.DictReader((tmp_path / "out" / "peers.csv").read_text().splitlines()))
-    assert len(written) == 3
+    path = tmp_path / "out" / "peers.csv"
+    written = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(written) == 6
     assert list(written[0]) == [field.name for field in fields(PeerRow)]
     for row, text in zip(rows, written, strict=True):
         assert row.runs == 3
@@ -133,6 +153,12 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(tmp_path: Path, cap
         assert 0 < row.gradient_distance < 1e-5
         assert all(text[name] for name in text)
         assert text["commit"] == "unknown"
+        # Both hold the same parameters in float32, and two moments of those that are trained.
+        assert row.held_bytes == pytest.approx(row.peer_held_bytes, rel=0.1)
+    assert rows == read(path)
+    assert run(config(tmp_path, windows=(0, 2), skip_done=True), projects(tmp_path)) == []
+    offline = run(config(tmp_path, peers=("unirl",), runs=1), projects(tmp_path))
+    assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2), ("unirl", "update", 6)]
 
 
 @pytest.mark.slow
@@ -143,7 +169,7 @@ def test_a_project_that_disagrees_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
 ) -> None:
     """The error names what differs, and nothing is written."""
-    monkeypatch.setattr(report, "time_pairs", lambda *arguments: pytest.fail("it was timed"))
+    monkeypatch.setattr(measure, "time_in_turn", lambda *arguments: pytest.fail("it was timed"))
     with pytest.raises(RunError, match=f"flow_grpo: the {what} is .* apart, expected at most 1e-05, so nothing was timed"):
         run(config(tmp_path), projects(tmp_path, partial(StandIn, **changes)))
     assert not (tmp_path / "out").exists()
@@ -152,9 +178,17 @@ def test_a_project_that_disagrees_is_not_timed(
 @pytest.mark.slow
 def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
     """A project that differentiates both halves of guidance does not agree with an update of the conditional half."""
-    project = Project("stand-in", StandIn, "conditional")
+    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient="conditional")}
     with pytest.raises(RunError, match="gradient"):
-        measure("stand-in", project, tmp_path, "tiny", config(tmp_path))
+        run(config(tmp_path, peers=("flow_grpo",)), table)
+
+
+@pytest.mark.slow
+def test_the_transformer_alone_needs_no_clone(tmp_path: Path) -> None:
+    """Its passes with fluvial's and with peft's LoRA give the same prediction."""
+    rows = run(config(tmp_path, peers=("transformer",), runs=1), {})
+    assert [(row.what, row.pairs) for row in rows] == [("rollout", 2), ("update", 2), ("update", 6)]
+    assert all(row.log_prob_distance < 1e-6 for row in rows)
 
 
 @pytest.mark.parametrize("what", Agreement._fields)
@@ -167,24 +201,39 @@ def test_each_distance_is_checked(what: str, value: float) -> None:
         check_agreement("p", good._replace(**{what: value}))
 
 
-def test_the_two_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_of_several_ranks() -> None:
+    """The largest distances; the loss is that of rank 0, because a project may log it there alone."""
+    found = agreed([Agreement(1e-7, 1e-8, 2e-6), Agreement(3e-7, math.nan, 1e-6)])
+    assert found == Agreement(3e-7, 1e-8, 2e-6)
+
+
+def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up is not counted, the first side changes, and CPU time is what counts."""
     calls: list[str] = []
     clock = iter(range(100))
-    monkeypatch.setattr(report.time, "process_time", lambda: float(next(clock)))
-    seconds = time_pairs(3, lambda: calls.append("a"), lambda: calls.append("b"))
-    assert "".join(calls) == "ba" + "ab" + "ba" + "ab"
-    assert seconds == ([1.0] * 3, [1.0] * 3)
+    monkeypatch.setattr(measure.time, "process_time", lambda: float(next(clock)))
+    seconds = time_in_turn(3, [partial(calls.append, name) for name in "abc"])
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+    assert seconds == [[1.0] * 3] * 3
 
 
 def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
     """Of each round, and only then the percentiles."""
-    seconds = ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0])
-    row = report._row("p", "c", "tiny", "update", 4, seconds, (5, 6), Agreement(1e-7, 0.0, 1e-6), PeersConfig(samples=2))
+    row = a_row()
     assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
     assert [row.p20, row.p80] == pytest.approx([1.1, 2.6])
-    assert (row.runs, row.pairs, row.peer_pairs) == (3, 4, 2)
-    assert (row.peak_bytes, row.peer_peak_bytes) == (5, 6)
+    assert (row.runs, row.pairs, row.peer_pairs) == (3, 8, 8)
+    assert (row.peak_bytes, row.peer_peak_bytes) == (5_000_000, 6_000_000)
+
+
+def test_live_bytes_count_a_storage_once() -> None:
+    """Views add nothing, and what is freed is gone."""
+    before = live_bytes()
+    held = torch.ones(1000)
+    views = [held[:10], held.view(10, 100)]
+    assert live_bytes() - before == 4000
+    del held, views
+    assert live_bytes() == before
 
 
 def test_the_peak_holds_what_a_call_makes() -> None:
@@ -195,7 +244,7 @@ def test_the_peak_holds_what_a_call_makes() -> None:
         for _ in range(3):
             assert (held * 2).sum() == 2000
 
-    assert 4000 <= report.peak_bytes(call) < 8000
+    assert 4000 <= peak_bytes(call) < 8000
 
 
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
@@ -207,14 +256,75 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
     assert 0.2 < float(inside) < 0.8
 
 
+def test_cases_are_those_that_run() -> None:
+    """Several processes only for projects that run on several; no more pairs per pass than there are."""
+    some = PeersConfig(Path("none"), ("flow_grpo", "unirl", "transformer"), ("small",), windows=(0, 3), ranks=(1, 2))
+    assert some.pairs == (8, 40)
+    table = {"flow_grpo": Project(".", StandIn, ranks=True), "unirl": Project(".", StandIn)}
+    found = cases(replace(some, clones=Path()), table)
+    assert [case for case in found if case.ranks == 2] == [("flow_grpo", "small", 2, 0), ("flow_grpo", "small", 2, 3)]
+    assert len(found) == 6 + 2
+    assert found[0].pairs(some) == (8, 40)
+    assert Case("unirl", "small", 1, 3).pairs(some) == (8, 24)
+    works = [Case("unirl", "small", 2, 3).of(some, rank=rank) for rank in range(2)]
+    assert list(works[0].recorded) == [1, 2, 3]
+    assert [work.prompts[0] for work in works] == ["1", "9"]
+    assert torch.equal(torch.cat([work.advantage for work in works]), Work(SIZES["small"], samples=16).advantage)
+
+
+def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None:
+    """Every expected row has to be there."""
+    asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), Case("flow_grpo", "small", 1, 0)
+    rows = [
+        a_row(what=what, pairs=pairs, commit="unknown") for what, pairs in (("rollout", 8), ("update", 8), ("update", 40))
+    ]
+    known = projects(tmp_path)
+    assert is_done(case, asked, known, rows)
+    assert not is_done(case, asked, known, rows[1:])
+    assert is_done(case, asked, {"flow_grpo": known["flow_grpo"]._replace(samples=False)}, rows[1:])
+    for name, value in {"commit": "other", "fluvial": "other", "runs": 2, "window": 3, "ranks": 2, "steps": 9}.items():
+        assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value})])
+
+
+def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ratios, the transformer's share and what is left to win, and memory; the last of equal rows counts."""
+    ratio = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
+    rows = [
+        a_row(fluvial="older", p50=7.0), a_row(p50=6.0), a_row(**ratio, seconds=1.8, peer_seconds=2.0),
+        a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6), a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),
+        a_row(what="rollout", seconds=1.0, peer_seconds=1.0, **ratio),
+        a_row(peer="transformer", seconds=1.2, peer_seconds=1.5),
+        a_row(peer="transformer", what="rollout", seconds=0.6, peer_seconds=0.8),
+        a_row(ranks=2, window=3, **ratio),
+    ]  # fmt: skip
+    harness.append(tmp_path / "peers.csv", rows, PeerRow)
+    assert main(["peers", "--table", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told.strip() == table.markdown(rows)
+    cell = "0.90 (0.80 to 1.00)"
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) |" in told
+    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - |" in told
+    assert "| Flow-GRPO | small | 1 | 10 of 10 | 0.80 | 0.60 | 0.75 | 0.60 |" in told
+    assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
+    assert "Flow-GRPO at `abc`" in told
+    assert "medians of 3 rounds" in told
+    assert table.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
+
+
 def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the command line, too; it says which folders it expects."""
-    with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory, UniRL"):
+    with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory, UniRL, verl-omni"):
         main(["peers", "--clones", str(tmp_path), "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("skipped") == 3
+    assert capsys.readouterr().out.count("skipped") == 5
 
 
-@pytest.mark.parametrize("wrong", [{"runs": 0}, {"pairs": ()}, {"pairs": (0,)}, {"peers": ("other",)}, {"sizes": ("huge",)}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"runs": 0}, {"pairs": ()}, {"pairs": (0,)}, {"ranks": (0,)}, {"windows": (10,)}, {"peers": ("other",)},
+        {"sizes": ("huge",)},
+    ],
+)  # fmt: skip
 def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
     """In one line."""
     with pytest.raises(ValueError, match="peers: ") as error:
@@ -267,6 +377,54 @@ def test_packages_that_are_not_installed_are_replaced_for_an_import(tmp_path: Pa
     del sys.modules["toy_clone_module"]
     with clone.importable(tmp_path), pytest.raises(ModuleNotFoundError, match="absent_package"):
         __import__("toy_clone_module")
+
+
+def test_a_package_of_a_clone_without_its_init(tmp_path: Path) -> None:
+    """Its modules are the clone's own, save those that are replaced; a stand-in holds what it is given."""
+    inner = tmp_path / "toy_heavy_package" / "deep"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").write_text("raise RuntimeError('it must not run')")
+    (inner / "work.py").write_text(
+        "from toy_heavy_package.other import Thing\nfrom absent_package.deep import double\nvalue = double(2)\n"
+    )
+    (inner.parent / "other.py").write_text("raise RuntimeError('it must not run')")
+    names = {
+        "stand_ins": ("absent_package",), "contents": {"absent_package.deep": {"double": lambda x: 2 * x}},
+        "replaced": ("toy_heavy_package.other",), "bare": ("toy_heavy_package", "toy_heavy_package.deep"),
+    }  # fmt: skip
+    before = list(sys.meta_path)
+    with clone.importable(tmp_path, **names):  # type: ignore[arg-type]
+        module = importlib.import_module("toy_heavy_package.deep.work")
+    assert module.value == 4
+    assert isinstance(module.Thing, type)
+    assert sys.meta_path == before
+    assert "toy_heavy_package.other" not in sys.modules
+    for name in [name for name in sys.modules if name.startswith("toy_heavy_package")]:
+        del sys.modules[name]
+
+
+def test_what_verl_omni_gets_in_place_of_its_packages() -> None:
+    """A batch is a dictionary, and the functions of tensor dictionaries work on it."""
+    functions = verl_omni.CONTENTS["verl.utils"]["tensordict_utils"]
+    batch = functions.get_tensordict({"a": 1})
+    functions.assign_non_tensor(batch, b=2)
+    assert batch == {"a": 1, "b": 2}
+    assert batch.to("cpu") is batch
+    assert functions.get_non_tensor_data(batch, "b", default=None) == 2
+    assert functions.get_non_tensor_data(batch, "c", default=None) is None
+    totals: dict[str, list[Any]] = {}
+    for value in (1, 2):
+        verl_omni.CONTENTS["verl.utils.py_functional"]["append_to_dict"](totals, {"loss": value})
+    assert totals == {"loss": [1, 2]}
+
+
+def test_settings_are_read_both_ways() -> None:
+    """As attributes and as a dictionary."""
+    settings = clone.Settings(scale=2)
+    assert settings.scale == settings["scale"] == 2
+    with pytest.raises(AttributeError, match="other"):
+        _ = settings.other
 
 
 def test_the_commit_of_a_folder(tmp_path: Path) -> None:

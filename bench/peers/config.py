@@ -1,0 +1,163 @@
+"""What the comparison is asked for, the projects that it knows, and its rows."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fluvial.bench import harness
+from fluvial.bench.peers.work import Peer, Work
+from fluvial.bench.update.cases import SIZES
+from fluvial.core.checks import check_number
+
+TRANSFORMER = "transformer"  # the forward and backward passes alone, which both sides have to make
+WINDOW_START = 1  # first step of a window
+
+
+class Project(NamedTuple):
+    """A project that fluvial is timed beside."""
+
+    folder: str  # name of its clone
+    build: Callable[[Path, Work], Peer]
+    gradient: Literal["both", "conditional"] = "both"  # halves of guidance that its update differentiates
+    samples: bool = True  # whether its rollout runs here
+    ranks: bool = False  # whether it runs on several processes here
+    recomputes: bool = False  # whether its update ignores the stored log-probabilities
+
+
+def _of_module(module: str, name: str, **options: Any) -> Callable[[Path, Work], Peer]:
+    """Return a function that imports a project's module when it is used."""
+
+    def build(folder: Path, work: Work) -> Peer:
+        kind = getattr(importlib.import_module(f"fluvial.bench.peers.{module}"), name)
+        peer: Peer = partial(kind, **options)(folder, work)
+        return peer
+
+    return build
+
+
+PROJECTS: dict[str, Project] = {
+    "flow_grpo": Project("flow_grpo", _of_module("flow_grpo", "FlowGrpo"), ranks=True),
+    "flow_factory": Project("Flow-Factory", _of_module("flow_factory", "FlowFactory"), ranks=True),
+    "unirl": Project("UniRL", _of_module("unirl", "UniRL")),
+    "verl_omni": Project("verl-omni", _of_module("verl_omni", "VerlOmni"), samples=False),
+    "verl_omni_default": Project(
+        "verl-omni", _of_module("verl_omni", "VerlOmni", recomputes=True), samples=False, recomputes=True
+    ),
+}
+KNOWN = (TRANSFORMER, *PROJECTS)
+
+
+@dataclass(frozen=True)
+class PeersConfig:
+    """Time rollout and update beside the code of other projects, as CPU time.
+
+    Args:
+        clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
+        peers: projects: flow_grpo, flow_factory, unirl, verl_omni (with stored log-probabilities) and verl_omni_default
+            (which computes them again); and transformer, the forward and backward passes alone, fluvial's LoRA beside
+            peft's.
+        sizes: model sizes: tiny, small, medium.
+        pairs: numbers of (sample, step) pairs per pass of fluvial's update. The projects' loops put the samples of one step
+            through a pass.
+        samples: samples per rollout and process.
+        steps: steps of the schedule.
+        windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
+        ranks: numbers of processes; more than one only for projects that run on several.
+        runs: number of timed rounds.
+        threads: CPU threads per process.
+        skip_done: leave out what peers.csv has of these commits with at least as many rounds.
+        table: only print the tables of bench/README.md from peers.csv.
+        out: folder of peers.csv; rows are appended as soon as they are known.
+    """
+
+    clones: Path = Path("clones")
+    peers: tuple[str, ...] = KNOWN
+    sizes: tuple[str, ...] = ("small", "medium")
+    pairs: tuple[int, ...] = (8, 40)
+    samples: int = 8
+    steps: int = 10
+    windows: tuple[int, ...] = (0,)
+    ranks: tuple[int, ...] = (1,)
+    runs: int = 7
+    threads: int = 1
+    skip_done: bool = False
+    table: bool = False
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "steps", "runs", "threads"):
+            check_number("peers", name, getattr(self, name), low=1)
+        for name in ("pairs", "ranks"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ValueError(f"peers: {name} is {getattr(self, name)}, expected numbers of at least 1")
+        most = self.steps - WINDOW_START
+        if not self.windows or not all(0 <= size <= most for size in self.windows):
+            raise ValueError(f"peers: windows is {self.windows}, expected numbers from 0 to {most}")
+        for name, values, known in (("peers", self.peers, KNOWN), ("sizes", self.sizes, tuple(SIZES))):
+            if unknown := [value for value in values if value not in known]:
+                raise ValueError(f"peers: {name} has {unknown[0]!r}, expected some of {', '.join(known)}")
+
+
+class Case(NamedTuple):
+    """One comparison: all rows of a project, a size, a number of processes and a window."""
+
+    peer: str
+    size: str
+    ranks: int
+    window: int  # stochastic steps; 0 is all
+
+    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Literal["both", "conditional"] = "both") -> Work:
+        """Return the work of a rank."""
+        return Work(
+            SIZES[self.size], samples=config.samples, steps=config.steps,
+            window=range(WINDOW_START, WINDOW_START + self.window) if self.window else None,
+            rank=rank, ranks=self.ranks, gradient=gradient,
+        )  # fmt: skip
+
+    def pairs(self, config: PeersConfig) -> tuple[int, ...]:
+        """Return the numbers of pairs per pass, none above the number of pairs."""
+        most = config.samples * (self.window or config.steps)
+        return tuple(dict.fromkeys(min(pairs, most) for pairs in config.pairs))
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """The ratio of fluvial's CPU time to a project's in the same round: below 1 fluvial is faster.
+
+    CPU time is that of all processes, bytes are those of the process with the most.
+    """
+
+    peer: str
+    commit: str  # of the project
+    fluvial: str  # commit of fluvial; "unknown" outside a checkout
+    size: str
+    ranks: int
+    what: str
+    samples: int  # per process
+    steps: int
+    window: int  # stochastic steps, recorded and trained on; 0 is all
+    pairs: int  # per pass, fluvial
+    peer_pairs: int  # per pass, the project
+    runs: int
+    p20: float
+    p50: float
+    p80: float
+    seconds: float  # CPU time of fluvial, median
+    peer_seconds: float
+    held_bytes: int  # tensors that stay between calls: parameters, state of the optimizer
+    peer_held_bytes: int
+    peak_bytes: int  # largest sum of the tensors that one rollout or update makes: activations, gradients, samples
+    peer_peak_bytes: int
+    log_prob_distance: float
+    gradient_distance: float
+    device: str
+    threads: int
+    torch: str
+    diffusers: str
+    peft: str
+    accelerate: str
+    python: str
+    date: str

@@ -1,0 +1,177 @@
+"""verl-omni (verl-project/verl-omni): the update of its diffusers engine with FlowGRPO and the adapter of SD3.
+
+Its own code runs: `forward_backward_batch`, `forward_step` and `optimizer_step` of `PPODiffusersFSDPEngine`, the adapter,
+the SDE scheduler and the loss. Its rollout runs in a serving engine of its own and is left out. So are FSDP, which one
+process needs not, Ray, and the rollout correction, which its default switches off. In place of verl's TensorDict it gets a
+dictionary, and in place of verl's base classes empty ones; both are cheaper.
+"""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fluvial.bench.peers import clone
+from fluvial.bench.peers.pipeline import build_pipeline, first_moments
+from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.models.handwriting.model import SHIFT
+
+# Packages that its files import.
+UNUSED = ("verl", "tensordict", "omegaconf", "ray", "hydra", "vllm", "vllm_omni")
+# Packages of its own whose `__init__` imports all models, and modules that only other algorithms need.
+BARE = (
+    "verl_omni", "verl_omni.pipelines", "verl_omni.pipelines.sd3_flow_grpo", "verl_omni.trainer",
+    "verl_omni.trainer.diffusion", "verl_omni.workers", "verl_omni.workers.engine", "verl_omni.workers.engine.fsdp",
+    "verl_omni.workers.utils",
+)  # fmt: skip
+REPLACED = ("verl_omni.workers.config", "verl_omni.utils", "verl_omni.trainer.omni")
+
+
+class Batch(dict[str, Any]):
+    """What its engine asks of a TensorDict."""
+
+    def to(self, device: Any) -> "Batch":
+        """Return the batch, which is where it should be."""
+        return self
+
+
+class EngineContext:
+    """What its contexts of training and evaluation ask of their base class."""
+
+    def __init__(self, engine: Any, mode: str, **options: Any) -> None:
+        self.engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: Any) -> None:
+        pass
+
+
+class Registry:
+    """A registry that keeps nothing."""
+
+    @staticmethod
+    def register(**options: Any) -> Any:
+        """Return a decorator that changes nothing."""
+        return lambda kind: kind
+
+
+class Metric:
+    """What its loss asks of a metric."""
+
+    @staticmethod
+    def from_dict(values: dict[str, Any], aggregation: Any) -> dict[str, Any]:
+        """Return the values."""
+        return values
+
+
+def _append(totals: dict[str, list[Any]], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        totals.setdefault(name, []).append(value)
+
+
+def _device() -> str:
+    return "cpu"
+
+
+# What its files take from the packages that are replaced.
+CONTENTS: dict[str, dict[str, Any]] = {
+    "tensordict": {"TensorDict": Batch},
+    "verl.utils": {
+        "tensordict_utils": SimpleNamespace(
+            assign_non_tensor=lambda data, **values: data.update(values),
+            get_non_tensor_data=lambda data, key, default: data.get(key, default),
+            get_tensordict=Batch,
+        )
+    },
+    "verl.utils.device": {"get_device_name": _device, "get_device_id": _device},
+    "verl.utils.metric": {"Metric": Metric, "AggregationType": SimpleNamespace(MEAN="mean")},
+    "verl.utils.py_functional": {"append_to_dict": _append},
+    "verl.workers.engine.base": {"BaseEngineCtx": EngineContext, "EngineRegistry": Registry},
+    "verl.workers.engine.utils": {"prepare_micro_batches": lambda data, **options: ([data], None)},
+}
+
+
+class VerlOmni:
+    """verl-omni's code on the work.
+
+    Args:
+        folder: clone of the project.
+        work: what is done.
+        recomputes: compute the old log-probabilities again before the update, as its default does, instead of taking those
+            of the rollout.
+    """
+
+    def __init__(self, folder: Path, work: Work, *, recomputes: bool = False) -> None:
+        with clone.importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
+            load = importlib.import_module
+            engines = load("verl_omni.workers.engine.fsdp.diffusers_impl")
+            load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # enters itself in a table
+            schedulers = load("verl_omni.pipelines.schedulers.flow_match_sde")
+            losses, self.padding = load("verl_omni.workers.utils.losses"), load("verl_omni.workers.utils.padding")
+        self.work, self.recomputes, self.transformer = work, recomputes, build_pipeline(work).transformer
+        parameters = [p for p in self.transformer.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
+        scheduler = schedulers.FlowMatchSDEDiscreteScheduler(shift=SHIFT)
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / work.steps, work.steps).tolist())
+        model_config = SimpleNamespace(
+            architecture="StableDiffusion3Pipeline", algorithm="flow_grpo", external_lib=None,
+            pipeline=SimpleNamespace(guidance_scale=work.scale),
+            algo=SimpleNamespace(noise_level=work.eta, sde_type="sde"),
+        )  # fmt: skip
+        self.engine = clone.filled(
+            engines.PPODiffusersFSDPEngine, module=self.transformer, optimizer=self.optimizer, scheduler=scheduler,
+            model_config=model_config, engine_config=SimpleNamespace(fsdp_size=1),
+            optimizer_config=SimpleNamespace(clip_grad=work.max_grad_norm), ulysses_device_mesh=None,
+            ulysses_sequence_parallel_size=1, use_ulysses_sp=False,
+        )  # fmt: skip
+        actor = SimpleNamespace(
+            global_batch_info={}, loss_scale_factor=None, use_kl_loss=False, use_distill_loss=False,
+            diffusion_loss=clone.Settings(loss_mode="flow_grpo", clip_ratio=work.clip, adv_clip_max=1e9),
+            rollout_correction=SimpleNamespace(bypass_mode=False),
+        )  # fmt: skip
+        self.loss = partial(losses.diffusion_loss, actor)
+        steps = work.recorded
+        self.timesteps = scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
+
+    def _batch(self, x: Tensor, x_next: Tensor) -> Batch:
+        cond, uncond = self.work.cond, self.work.uncond
+        mask = torch.ones(cond.tokens.shape[:2], dtype=torch.bool)
+        batch = Batch(
+            all_latents=torch.cat([x, x_next[:, -1:]], dim=1), all_timesteps=self.timesteps, prompt_embeds=cond.tokens,
+            prompt_embeds_mask=mask, pooled_prompt_embeds=cond.pooled, negative_prompt_embeds=uncond.tokens,
+            negative_prompt_embeds_mask=mask, negative_pooled_prompt_embeds=uncond.pooled,
+        )  # fmt: skip
+        padded: Batch = self.padding.embeds_padding_2_no_padding(batch)
+        return padded
+
+    def rollout(self) -> Sampled:
+        """Raise NotImplementedError: its rollout runs in a serving engine."""
+        raise NotImplementedError
+
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return what its engine finds, as before an update."""
+        with self.engine.eval_mode(), torch.no_grad():
+            output = self.engine.forward_backward_batch(self._batch(x, x_next), None, forward_only=True)
+        found: Tensor = output["model_output"]["log_probs"]
+        return found
+
+    def update(self, stored: Stored) -> float:
+        """Take one optimizer step by its engine."""
+        old = self.log_prob(stored.x, stored.x_next).float() if self.recomputes else stored.log_prob
+        batch = self._batch(stored.x, stored.x_next)
+        batch["old_log_probs"], batch["advantages"] = old, stored.advantage[:, None].expand(-1, old.shape[1])
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            output = self.engine.forward_backward_batch(batch, self.loss)
+            self.engine.optimizer_step()
+        return float(torch.tensor(output["loss"]).sum())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update."""
+        return first_moments(self.transformer, self.optimizer)
