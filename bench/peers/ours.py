@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
@@ -56,7 +55,7 @@ class Ours:
         values = work.adapter({name: p.shape for name, p in self._adapter().items()})
         with torch.no_grad():
             for name, parameter in self._adapter().items():
-                _local(parameter).copy_(values[name])
+                _write(parameter, values[name])
         self.sampler, self.schedule = self.parts.learner.sampler, self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps)
@@ -116,7 +115,7 @@ class Ours:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""
         engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
-        return optree.tree_map(lambda moment: _local(moment).clone(), moments)
+        return {name: moment.full_tensor() if isinstance(moment, DTensor) else moment for name, moment in moments.items()}
 
 
 def _no_reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -124,5 +123,8 @@ def _no_reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.zeros(len(prompts))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _write(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter a value, of which each rank holds its part."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
