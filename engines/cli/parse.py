@@ -156,6 +156,12 @@ def at_least_one(**numbers: int) -> None:
             raise UsageError(f"{name} is {number}, expected at least 1")
 
 
+def one_size(pipeline: Any) -> None:
+    """Raise UsageError for several sizes, which only training takes."""
+    if len(pipeline.sizes) > 1:
+        raise UsageError("pipeline.sizes holds several, and images are drawn here at one size: name one")
+
+
 def _unboxed(box: str) -> str:
     """Return what the box of an error says, in one line: its first section, and the flag that tyro would suggest."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.cli.listing import BUILT_IN
-from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
+from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, one_size, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.train.config import PipelineConfig
@@ -126,6 +126,7 @@ def write_of_pipeline(name: str, config: PipelinePreferencesConfig) -> tuple[int
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.train import job as jobs
 
+    one_size(config.pipeline)
     job = jobs.pipeline(
         name, config.pipeline, prompts=config.prompts, steps=config.steps, guidance=config.guidance, compute=torch.float32
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.engines.cli.listing import BUILT_IN
-from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed
+from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, one_size, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import images
@@ -130,6 +130,7 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> Path:
         UsageError: as `sample`, or the adapter cannot be loaded.
     """
     _check_out(config.out)
+    one_size(config.pipeline)
     job = jobs.opened(name, config.pipeline, steps=config.steps, guidance=config.guidance)
     _check(job.model, config.prompts)
     prompts = [prompt for prompt in config.prompts for _ in range(config.each)]

@@ -12,13 +12,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluvial.engines.data.images import read_image, shown
+from fluvial.engines.data.images import read_image, shown, size_of
+from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
 NAME = "latents"
 BATCH = 4  # images that are encoded together
+
+
+Image = Path | bytes  # file of an image, or its bytes
 
 
 class ImageCache:
@@ -28,9 +32,9 @@ class ImageCache:
         folder: folder of the encoded images, one safetensors file each, which is made if necessary.
         settings: what the samples depend on besides the image, by name; a folder of other settings is refused.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples.
-        shape: shape of one sample.
-        size: height and width that images are cut to; None takes them as they are.
-        skip: whether an image that cannot be read is left out, instead of an error.
+        shapes: shape of a sample of each size that images are scaled and cut to; with several, an image gets the nearest.
+            The size None takes images as they are.
+        skip: whether images that cannot be read, or that no size takes, are left out, instead of an error.
     """
 
     def __init__(
@@ -39,78 +43,141 @@ class ImageCache:
         *,
         settings: Mapping[str, str],
         encode: Callable[[Tensor], Tensor],
-        shape: tuple[int, ...],
-        size: tuple[int, int] | None = None,
+        shapes: Mapping[Size, tuple[int, ...]] | Mapping[None, tuple[int, ...]],
         skip: bool = False,
     ) -> None:
-        self.folder, self.encode, self.shape, self.size, self.skip = folder, encode, tuple(shape), size, skip
-        self.settings = {**settings, "shape": str(list(shape)), "size": str(size)}
-        self.unreadable: frozenset[Path | bytes] = frozenset()
+        self.folder, self.encode, self.skip = folder, encode, skip
+        self.shapes: dict[Size | None, tuple[int, ...]] = {size: tuple(shape) for size, shape in shapes.items()}
+        self.settings = {
+            **settings,
+            "shape": " ".join(str(list(shape)) for shape in self.shapes.values()),
+            "size": " ".join(map(str, self.shapes)),
+        }
+        self.sizes: dict[Image, Size | None] = {}  # of the first image of each group, where there are several sizes
+        self.left_out: frozenset[tuple[Image, ...]] = frozenset()
 
-    def __getitem__(self, image: Path | bytes) -> Tensor:
-        """Return the clean sample of an image.
+    def sample(self, image: Image, size: Size | None = None) -> Tensor:
+        """Return the clean sample of an image, `[*event]`.
+
+        Args:
+            image: the image.
+            size: size of the group that it was filled in; by default the only one.
 
         Raises:
             RunError: it is not in the folder, or damaged.
         """
-        file = self._file(image)
+        file = self._file(image, size or next(iter(self.shapes)))
         try:
             return load_file(file)[NAME]
         except (OSError, SafetensorError, KeyError) as error:
             raise RunError(f"the encoded image {file} of {shown(image)} cannot be read ({error}): start again") from error
 
-    def fill(self, images: Sequence[Path | bytes], world: World) -> None:
+    def fill(self, groups: Sequence[tuple[Image, ...]], world: World) -> None:
         """Encode the images that are not in the folder yet, each rank its part; every rank must take part.
 
         What an interrupted run has encoded is kept.
 
+        Args:
+            groups: images that belong together, and get the size that is nearest to the first of them.
+            world: process group.
+
         Raises:
-            UsageError: an image cannot be read, its sample has another shape, or the folder was written with other settings.
+            UsageError: an image cannot be read or none of several sizes takes it, its sample has another shape, or the
+                folder was written with other settings.
             RunError: the folder cannot be written.
         """
         with world.agreed():
             if world.is_main:
                 self._claim()
-        everyone = list(dict.fromkeys(images))
+        everyone = list(dict.fromkeys(groups))
+        sizes, misfits = self._assigned(everyone, world)
+        wanted = list(
+            dict.fromkeys(
+                (image, size)
+                for place, (group, size) in enumerate(zip(everyone, sizes, strict=True))
+                if place not in misfits
+                for image in group
+            )
+        )
         bad: list[int] = []
         with world.agreed():
-            missing = [place for place in range(world.rank, len(everyone), world.size) if not self._holds(everyone[place])]
-            for group in self._readable(everyone, missing, bad):
-                self._encode(group)
-        found = {place for part in world.gather_items(bad) for place in part}
-        self.unreadable = frozenset(everyone[place] for place in found)
+            missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
+            for part in self._readable(wanted, missing, bad):
+                self._encode(part)
+        unreadable = {wanted[place][0] for part in world.gather_items(bad) for place in part}
+        self.left_out = frozenset(
+            group for place, group in enumerate(everyone) if place in misfits or not unreadable.isdisjoint(group)
+        )
+        self.sizes = {group[0]: size for group, size in zip(everyone, sizes, strict=True)}
+
+    def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> tuple[list[Size | None], set[int]]:
+        """Return the size of each group, and the places of those that none takes; each rank looks at its part."""
+        sizes = list(self.shapes)
+        if len(sizes) == 1:
+            return sizes * len(groups), set()
+        known = [size for size in sizes if size is not None]
+        found: list[tuple[int, int]] = []
+        with world.agreed():
+            for place in range(world.rank, len(groups), world.size):
+                try:
+                    found.append((place, known.index(self._nearest(groups[place], known))))
+                except UsageError:
+                    if not self.skip:
+                        raise
+        taken = {place: known[number] for part in world.gather_items(found) for place, number in part}
+        return [taken.get(place, known[0]) for place in range(len(groups))], set(range(len(groups))) - set(taken)
+
+    def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
+        """Return the size of a group.
+
+        Raises:
+            UsageError: an image cannot be read, or no size takes it.
+        """
+        each = [size_of(image) for image in group]
+        try:
+            size = nearest_size(each[0], sizes)
+        except ValueError as error:
+            raise UsageError(f"{shown(group[0])} of {error}") from error
+        for image, its in zip(group, each, strict=True):
+            if not fits(its, size):
+                raise UsageError(
+                    f"{shown(image)} of {its} pixels cannot be cut to {size}, the size of {shown(group[0])} beside it: more "
+                    "than a third would be cut off; leave the two out"
+                )
+        return size
 
     def _readable(
-        self, images: Sequence[Path | bytes], places: Sequence[int], bad: list[int]
-    ) -> Iterator[list[tuple[Path | bytes, Tensor]]]:
-        """Yield the images at the given places in groups of one size; places of unreadable ones are added to `bad`."""
-        group: list[tuple[Path | bytes, Tensor]] = []
+        self, wanted: Sequence[tuple[Image, Size | None]], places: Sequence[int], bad: list[int]
+    ) -> Iterator[list[tuple[Image, Size | None, Tensor]]]:
+        """Yield the images at the given places in parts of one size; places of unreadable ones are added to `bad`."""
+        part: list[tuple[Image, Size | None, Tensor]] = []
         for place in places:
+            image, size = wanted[place]
             try:
-                pixels = read_image(images[place], self.size)
+                pixels = read_image(image, size)
             except UsageError:
                 if not self.skip:
                     raise
                 bad.append(place)
                 continue
-            if group and (len(group) == BATCH or group[0][1].shape != pixels.shape):
-                yield group
-                group = []
-            group.append((images[place], pixels))
-        if group:
-            yield group
+            if part and (len(part) == BATCH or part[0][2].shape != pixels.shape):
+                yield part
+                part = []
+            part.append((image, size, pixels))
+        if part:
+            yield part
 
-    def _encode(self, group: Sequence[tuple[Path | bytes, Tensor]]) -> None:
+    def _encode(self, part: Sequence[tuple[Image, Size | None, Tensor]]) -> None:
         """Encode images of one size, and write each."""
-        first = shown(group[0][0])
+        first, size = shown(part[0][0]), part[0][1]
         try:
-            samples = self.encode(torch.stack([pixels for _, pixels in group])).float().cpu()
+            samples = self.encode(torch.stack([pixels for _, _, pixels in part])).float().cpu()
         except (ValueError, RuntimeError) as error:
             raise UsageError(f"{first} cannot be encoded: {' '.join(str(error).split())}") from error
-        if tuple(samples.shape[1:]) != self.shape:
-            raise UsageError(f"{first} gives a sample of {list(samples.shape[1:])}, expected {list(self.shape)}")
-        for (image, _), sample in zip(group, samples, strict=True):
-            file = self._file(image)
+        if tuple(samples.shape[1:]) != self.shapes[size]:
+            raise UsageError(f"{first} gives a sample of {list(samples.shape[1:])}, expected {list(self.shapes[size])}")
+        for (image, size, _), sample in zip(part, samples, strict=True):
+            file = self._file(image, size)
             partial = file.with_suffix(f".{secrets.token_hex(4)}")
             try:
                 save_file({NAME: sample.contiguous()}, partial)
@@ -141,18 +208,20 @@ class ImageCache:
                 f"data_cache {self.folder} was written with other settings ({differs}): set it to another folder"
             )
 
-    def _holds(self, image: Path | bytes) -> bool:
+    def _holds(self, image: Image, size: Size | None) -> bool:
         """Return whether an image's sample is in the folder, whole."""
-        file = self._file(image)
+        file = self._file(image, size)
         try:
             with safe_open(file, framework="pt") as tensors:
-                return tuple(tensors.get_slice(NAME).get_shape()) == self.shape
+                return tuple(tensors.get_slice(NAME).get_shape()) == self.shapes[size]
         except (OSError, SafetensorError):
             return False
 
-    def _file(self, image: Path | bytes) -> Path:
-        """Return the file of an image: of its bytes, or of its path with size and time of its last change."""
+    def _file(self, image: Image, size: Size | None) -> Path:
+        """Return the file of an image at a size: of its bytes, or of its path with length and time of its last change."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
+        if len(self.shapes) > 1:
+            digest.update(f"{size} ".encode())
         if isinstance(image, bytes):
             digest.update(image)
         else:

@@ -2,18 +2,22 @@
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, prompt_of
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import STATE, Row, is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
 CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # beside images, as in the Hub's imagefolder
+ORIENTATION, TURNED = 0x0112, 5  # EXIF tag, and its first value of an image that lies on its side
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
@@ -40,6 +44,18 @@ def read_images(
     return found
 
 
+def size_of(image: Path | bytes) -> Size:
+    """Return the size of an image file as it is seen, from its header.
+
+    Raises:
+        UsageError: it is not an image that can be read; the message names it.
+    """
+    with _opened(image) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(ORIENTATION, 1) >= TURNED
+    return Size(width, height) if turned else Size(height, width)
+
+
 def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tensor:
     """Return an image file as `[C, H, W]` in [0, 1].
 
@@ -54,15 +70,24 @@ def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tens
     import numpy as np
     from PIL import Image, ImageOps
 
+    with _opened(image) as opened:
+        turned = ImageOps.exif_transpose(opened)
+        plain = turned if turned.mode == "L" and size is None else turned.convert("RGB")
+        fitted = plain if size is None else ImageOps.fit(plain, (size[1], size[0]), Image.Resampling.BICUBIC)
+        array = np.asarray(fitted, dtype=np.float32) / 255
+    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
+
+
+@contextmanager
+def _opened(image: Path | bytes) -> Iterator[Any]:
+    """Yield an image file, opened; an error of the file, or of what is done with it, becomes one line that names it."""
+    from PIL import Image
+
     try:
         with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            turned = ImageOps.exif_transpose(opened)
-            plain = turned if turned.mode == "L" and size is None else turned.convert("RGB")
-            fitted = plain if size is None else ImageOps.fit(plain, (size[1], size[0]), Image.Resampling.BICUBIC)
-            array = np.asarray(fitted, dtype=np.float32) / 255
+            yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UsageError(f"{shown(image)} cannot be read as an image: {' '.join(str(error).split())}") from error
-    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
 
 
 def shown(image: Path | bytes) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.buckets import sized
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import image_in
@@ -45,12 +46,19 @@ class EncodedPreferences(Sequence[Preference]):
 
     Args:
         records: the preferences.
-        cache: cache that holds the samples of all their images, but of those that could not be read.
+        cache: cache that holds the samples of all their images, but of those that it left out.
+
+    Raises:
+        UsageError: all of them were left out.
     """
 
     def __init__(self, records: Sequence[PreferenceRecord], cache: ImageCache) -> None:
-        self.records = [record for record in records if not {record.win, record.lose} & cache.unreadable]
+        self.records = [record for record in records if (record.win, record.lose) not in cache.left_out]
         self.cache = cache
+        if not self.records:
+            raise UsageError(
+                "no preference can be used: each has an image that cannot be read, or that fits none of the sizes"
+            )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -63,12 +71,13 @@ class EncodedPreferences(Sequence[Preference]):
         if isinstance(place, slice):
             return [self[number] for number in range(*place.indices(len(self)))]
         record = self.records[place]
-        return Preference(record.prompt, self.cache[record.win], self.cache[record.lose])
+        size = self.cache.sizes[record.win]
+        return Preference(record.prompt, self.cache.sample(record.win, size), self.cache.sample(record.lose, size))
 
     @property
     def prompts(self) -> list[str]:
-        """Prompt of each preference."""
-        return [record.prompt for record in self.records]
+        """Prompt of each preference, with the size of its images."""
+        return [sized(record.prompt, self.cache.sizes[record.win]) for record in self.records]
 
 
 def claim_preferences(folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import Row
 from fluvial.engines.errors import UsageError
 
@@ -34,6 +35,7 @@ class Prompt(str):
     tag: str | None
     source: str
     metadata: Mapping[str, Any]
+    size: Size | None  # of its samples, in a run of several sizes; None where it is drawn
 
     def __new__(
         cls,
@@ -57,7 +59,7 @@ class Prompt(str):
             )
         prompt = super().__new__(cls, text)
         prompt.negative, prompt.image, prompt.weight = negative, image, float(weight)
-        prompt.tag, prompt.source, prompt.metadata = tag, source, dict(metadata or {})
+        prompt.tag, prompt.source, prompt.metadata, prompt.size = tag, source, dict(metadata or {}), None
         return prompt
 
 

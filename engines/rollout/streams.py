@@ -42,6 +42,7 @@ class Stream(IntEnum):
     WINDOW = "rollout", 0  # where the stochastic steps lie
     PROMPTS = "rollout", 1  # which prompts, or which given preferences
     SAMPLES = "rollout", 2
+    SIZE = "rollout", 3  # size of the samples, where it is drawn
     NOISING = "rollout", 10  # noise put on clean samples
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
@@ -57,6 +58,7 @@ class Stream(IntEnum):
     PREFERENCE_PROMPTS = "preferences", 0
     PREFERENCE_SAMPLES = "preferences", 1
     EPOCHS = "order", 0
+    SIZES = "order", 1  # the order of the prompts of one size; the number of the size is folded in
     PRETRAIN_PROMPTS = "pretraining", 0
     PRETRAIN_IMAGES = "pretraining", 1
     PRETRAIN_NOISE = "pretraining", 2

@@ -1,4 +1,4 @@
-"""Windows of stochastic steps: how often their place is drawn, and how they move as training goes on."""
+"""Windows of stochastic steps: how often their place is drawn, how they move, and which of their steps are trained on."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.sigmas import moving_window, sde_steps, sde_window
 
 WindowDraw = Literal["rollout", "call", "sample", "run"]
@@ -94,3 +94,22 @@ def windows(
         return lambda ids: torch.tensor([list(drawn(fold_in(key, ids[0])))] * len(ids))
     of = group if draw == "run" else 1
     return lambda ids: torch.tensor([list(drawn(fold_in(key, i // of))) for i in ids])
+
+
+def trained_steps(key: Key, batch: int, recorded: int, *, trained: int, pick: Literal["random", "first"]) -> Tensor:
+    """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank.
+
+    Args:
+        key: key of the draw.
+        batch: number of samples B.
+        recorded: number of recorded steps S.
+        trained: how many of them are trained on.
+        pick: which, see `RolloutConfig`.
+    """
+    if trained == recorded:
+        return torch.ones(batch, recorded)
+    if pick == "first":
+        return (torch.arange(recorded) < trained).float().expand(batch, -1)
+    drawn = uniform(fold_in(key, torch.arange(batch)), (batch, recorded))
+    place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
+    return (place < trained).float()

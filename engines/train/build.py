@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fluvial.engines.plan import micro_batch
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
@@ -100,15 +102,11 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     with world.agreed():
         preferences = _preferences(config, job)
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
-    schedule, evaluation_schedule = (
-        on_device(job.model.schedule(steps, shape), world.device)
-        for steps, shape in ((config.rollout.steps, job.shape), (config.evaluation_steps, asked.shape))
-    )
-    texts = TextLengths(job.model, world)
-    learner = Learner(config, job, world, engine, policies, schedule, texts, rewards)
-    source = RolloutSource(
-        config, job, world, engine=engine, policies=policies, schedule=schedule, sampler=learner.sampler, texts=texts
-    )
+    schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
+    schedule, _ = schedules.of(job.shape)
+    evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
+    learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
+    source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
     return Parts(job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 
@@ -121,7 +119,8 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
         UsageError: the passes of a single sample do not fit into the memory.
     """
     model, guidance, device, world = job.model, config.rollout.guidance, engine.world.device, engine.world
-    noise = torch.randn(job.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    shape = max(job.sizes.values(), key=math.prod, default=job.shape)  # the largest of several
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
         row = optree.tree_map(lambda tensor: tensor.to(device), guidance.encode(model, list(job.prompts[:1])))
 
@@ -129,7 +128,7 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
         cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), row)
         cond = cond.cond if isinstance(cond, Guided) and not guided else cond
         level, timestep = schedule.levels[:1].to(device).expand(size), schedule.timesteps[:1].expand(size)
-        x = noise.expand(size, *job.shape).contiguous()
+        x = noise.expand(size, *shape).contiguous()
         return guided_velocity(
             model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, gradient=guidance.gradient
         )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
+from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
@@ -32,6 +33,9 @@ class PipelineConfig:
     Args:
         height: Height of the images, in pixels.
         width: Width of the images, in pixels.
+        sizes: Sizes of training samples as WIDTHxHEIGHT, e.g. 1024x1024 832x1216, in place of height and width. An image is
+            scaled and cut to the one with the nearest aspect ratio; a rollout has the size that the records of its prompts
+            name (columns `size`, or `width` and `height`), or one that is drawn. Evaluations have the first.
         frames: Number of frames of a video; 1 for images.
         call: Further arguments of a pipeline without an adapter, as name=value, e.g. max_sequence_length=128; a value is
             JSON, or else text.
@@ -48,6 +52,7 @@ class PipelineConfig:
 
     height: int = 512
     width: int = 512
+    sizes: tuple[str, ...] = ()
     frames: int = 1
     call: tuple[str, ...] = ()
     heldout: tuple[str, ...] = ()
@@ -61,8 +66,20 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         size = (1, 2**20)
         check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6))
+        if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
+            raise ValueError("pipeline.sizes is set, and pipeline.height or width as well: leave these as they are")
+        try:
+            if len(set(map(parse_size, self.sizes))) < len(self.sizes):
+                raise ValueError(f"{' '.join(self.sizes)} names a size twice: name each once")
+        except ValueError as error:
+            raise ValueError(f"pipeline.sizes has a wrong value: {error}") from error
         if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
             raise ValueError(f"pipeline.call holds {wrong[0]!r}, expected name=value")
+
+    @property
+    def size(self) -> Size:
+        """Size of evaluations, and of all samples unless there are several sizes."""
+        return parse_size(self.sizes[0]) if self.sizes else Size(self.height, self.width)
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,17 @@ from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
 from fluvial.engines.rollout.items import Items, Share, flatten, given, rebalance, select
 from fluvial.engines.rollout.noising import noised, preferred
+from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.rollout.window import trained_steps
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies, predictions
 from fluvial.engines.train.prompt_statistics import History, PromptStatistics
 from fluvial.kernels import step_log_prob
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, Schedule
+from fluvial.models import Cond
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
 
 
@@ -64,7 +66,7 @@ class Learner:
         world: process group that samples are spread over.
         engine: engine of the policy.
         policies: the policies that the objective compares with.
-        schedule: the model's schedule, its timesteps on the device.
+        schedules: schedule and sampler by the shape of a sample.
         texts: lengths that prompts are padded to.
         rewards: rewards with their weights, for objectives that follow their gradients.
 
@@ -73,13 +75,13 @@ class Learner:
     """
 
     def __init__(
-        self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedule: Schedule,
+        self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedules: Schedules,
         texts: TextLengths, rewards: Mapping[str, tuple[Reward, float]] | None = None,
     ) -> None:  # fmt: skip
         self.config, self.job, self.world, self.engine, self.policies = config, job, world, engine, policies
-        self.schedule, self.texts, self.rewards = schedule, texts, rewards or {}
+        self.schedules, self.texts, self.rewards = schedules, texts, rewards or {}
+        self.schedule, self.sampler = schedules.of(job.shape)
         self.prompts: tuple[str, ...] = ()  # of this rank's samples, for rewards that are called again
-        self.sampler = config.rollout.bound_sampler(schedule.levels, job.model.prediction)
         self.loss_config = LossConfig(
             config.rollout.form,
             config.rollout.reduction,
@@ -113,6 +115,7 @@ class Learner:
             key: key of the rollout.
         """
         config, objective, batch = self.config, self.config.objective, self.config.rollout.batch
+        self.schedule, self.sampler = self.schedules.of(tuple(samples.trajectory.final.shape[1:]))
         traits = objective.traits
         group, reward = torch.arange(batch) // config.rollout.compared, rewards @ weights
         if traits.trains_on == "preferences":
@@ -133,7 +136,9 @@ class Learner:
             taken, self.prompts = torch.ones(batch, 1), tuple(samples.prompts)
             flat = last_items(samples.trajectory, self.schedule, share, key, steps, own_target, own_weight)
         elif traits.trains_on == "steps":
-            taken = self._taken_steps(samples.trajectory.log_prob.shape[1], key)
+            recorded = samples.trajectory.log_prob.shape[1]
+            trained = config.rollout.trained_of(recorded)
+            taken = trained_steps(fold_in(key, Stream.FRACTION), batch, recorded, trained=trained, pick=config.rollout.pick)
             flat = flatten(samples.trajectory, self.schedule, own_target, own_weight)
             if config.correction.mode != "none":
                 flat, correction = self._corrected(flat, samples.cond, samples.trajectory, share)
@@ -160,6 +165,7 @@ class Learner:
         real = len(chosen)
         if not real:
             chosen, numbers = [self.job.blank_preference()], [0]
+        self.schedule, self.sampler = self.schedules.of(tuple(chosen[0].win.shape))
         slots = -(-len(chosen) // self.world.data_size)
         share = Share(self.world.data_rank * slots, slots, real)
         rows = [(share.first + slot) % len(chosen) for slot in range(slots)]
@@ -204,18 +210,6 @@ class Learner:
             x0, fold_in(root, own), target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction,
             level_keys=levels,
         )  # fmt: skip
-
-    def _taken_steps(self, recorded: int, key: Key) -> Tensor:
-        """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
-        rollout, batch = self.config.rollout, self.config.rollout.batch
-        trained = rollout.trained_of(recorded)
-        if trained == recorded:
-            return torch.ones(batch, recorded)
-        if rollout.pick == "first":
-            return (torch.arange(recorded) < trained).float().expand(batch, -1)
-        drawn = uniform(fold_in(fold_in(key, Stream.FRACTION), torch.arange(batch)), (batch, recorded))
-        place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
-        return (place < trained).float()
 
     def _corrected(self, flat: Items, cond: Cond, trajectory: Trajectory, share: Share) -> tuple[Items, CorrectionInfo]:
         """Return recorded steps with the old log-probs, and velocities, that the update itself computes, and weights."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fluvial.engines.data.labels import split
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import overall
 from fluvial.engines.fsdp import flops
@@ -42,12 +43,13 @@ def reward_record(rewards: Tensor, weights: Tensor, names: list[str], prompts: S
     return {**record, **split(total[:, None], each, ["reward"])}
 
 
-def learnt_record(learnt: Learnt, padding: Padding | None = None) -> dict[str, Any]:
+def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | None = None) -> dict[str, Any]:
     """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
 
     Args:
         learnt: what the updates did.
         padding: padding of the rollout's prompts, where it is trimmed.
+        size: size of the samples, where there are several.
     """
     first, last = learnt.updates[0], learnt.updates[-1]
     record: dict[str, Any] = {
@@ -62,6 +64,8 @@ def learnt_record(learnt: Learnt, padding: Padding | None = None) -> dict[str, A
     if learnt.correction is not None:
         names = learnt.correction._fields
         record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+    if size is not None:
+        record["size"] = size._asdict()
     if padding is not None:
         record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
     return record

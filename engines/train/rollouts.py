@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import optree
 from torch import Tensor
 
-from fluvial.core.random import Key, fold_in, key, uniform
+from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
-from fluvial.core.transitions import Sampler
-from fluvial.engines.data.order import PromptOrder, order_key
+from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch
+from fluvial.engines.data.order import order_key
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
+from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunners
@@ -23,6 +25,7 @@ from fluvial.engines.rollout.generate import (
     joined,
     slots,
 )
+from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.rollout.window import windows
@@ -30,7 +33,6 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
-from fluvial.models import Schedule
 
 
 class RolloutSource:
@@ -42,8 +44,7 @@ class RolloutSource:
         world: process group.
         engine: engine whose module is the policy.
         policies: policy that makes the rollouts, where it is not the engine's.
-        schedule: schedule with its timesteps on the device.
-        sampler: sampler of the stochastic steps.
+        schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
     """
 
@@ -55,14 +56,13 @@ class RolloutSource:
         *,
         engine: Engine,
         policies: Policies,
-        schedule: Schedule,
-        sampler: Sampler,
+        schedules: Schedules,
         texts: TextLengths,
     ) -> None:
         self.config, self.job, self.world = config, job, world
-        self.engine, self.policies, self.schedule, self.sampler = engine, policies, schedule, sampler
-        self.texts = texts
-        self._order: PromptOrder | None = None
+        self.engine, self.policies, self.schedules, self.texts = engine, policies, schedules, texts
+        self.size: Size | None = None  # of the last samples, where there are several sizes
+        self._order: BatchOrder | None = None
 
     def prompts(self, root: Key) -> list[str]:
         """Return the prompt of each group of the next rollout, the same on every rank."""
@@ -78,7 +78,7 @@ class RolloutSource:
         """
         rollout = self.config.rollout
         ids, _ = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
-        prompts = [asked[i // rollout.group] for i in ids]
+        prompts, shape = [asked[i // rollout.group] for i in ids], self._shape(root, asked)
         key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
         negative = [] if self.config.kl.guidance is None else [guidance.negative]
         tokens = self.texts.of([*guidance.texts(self.job.model, prompts), *negative])
@@ -91,7 +91,7 @@ class RolloutSource:
         initial_ids = [i // rollout.trunk for i in ids] if alike else None
         requests, parts = Requests(prompts, ids, key, initial_ids), []
         with self.policies.behaviour(self.engine) as module:
-            sampling = self._sampling(root, tokens)
+            sampling = self._sampling(root, tokens, shape)
             for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.samples_per_pass):
                 rewards.submit(chunk.images, chunk.prompts)  # the images themselves are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
@@ -100,28 +100,38 @@ class RolloutSource:
     def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
         prompts = given.prompts if isinstance(given, EncodedPreferences) else [preference.prompt for preference in given]
-        return [given[place] for place in self._places(root, prompts)]
+        places = self._places(root, prompts)
+        self.size = as_prompt(prompts[places[0]]).size
+        return [given[place] for place in places]
 
     def _places(self, root: Key, of: Sequence[str]) -> list[int]:
         """Return the indices of the prompts that the next rollout takes, one per group."""
         config, count, done = self.config, self.config.rollout.prompts, self.engine.updates
         if config.prompt_order == "draws":
             drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
-            places: list[int] = (uniform(fold_in(drawn, Stream.PROMPTS), (count,)) * len(of)).long().tolist()
-            return places
+            return drawn_batch(of, fold_in(drawn, Stream.PROMPTS), count)
         if self._order is None:
             seed = config.seed if config.data_seed is None else config.data_seed
-            self._order = PromptOrder(of, order_key(seed), self.job.source_weights)
-        return self._order.places(done // config.updates_per_rollout * count, count)
+            self._order = BatchOrder(of, order_key(seed), self.job.source_weights)
+        return self._order.batch(done // config.updates_per_rollout, count)
 
-    def _sampling(self, root: Key, tokens: int | None) -> Sampling:
+    def _shape(self, root: Key, asked: Sequence[str]) -> tuple[int, ...]:
+        """Return the shape of the samples of a rollout, the same on every rank: of its prompts' size, or of one drawn."""
+        sizes = self.job.sizes
+        if not sizes:
+            return self.job.shape
+        self.size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes))
+        return sizes[self.size]
+
+    def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...]) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, self.engine.updates // config.updates_per_rollout
         first = fold_in(key(config.seed), 0)  # key of the first rollout
+        schedule, sampler = self.schedules.of(shape)
         if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
-                self.sampler,
+                sampler,
                 windows(
                     fold_in(first if rollout.window_draw == "run" else root, Stream.WINDOW),
                     done,
@@ -141,7 +151,7 @@ class RolloutSource:
                 implementation=config.implementation,
             )
         return Sampling(
-            self.job.shape, self.schedule, rollout.guidance, rollout.solver,
+            shape, schedule, rollout.guidance, rollout.solver,
             rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
             prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens, after=rollout.after,
         )  # fmt: skip

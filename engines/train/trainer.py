@@ -124,7 +124,7 @@ class Trainer:
         record: dict[str, Any] = {
             "update": self.engine.updates,
             "samples": self.progress.samples,
-            **metrics.learnt_record(learnt, self.learner.texts.padding),
+            **metrics.learnt_record(learnt, self.learner.texts.padding, self.source.size),
             **metrics.reward_record(rewards, self.runners.weights, list(self.rewards), asked),
             "speed": metrics.speed(learnt.updates, seconds["update"], device=self.world.device, dtype=dtype),
             "skipped_steps": self.engine.skipped,

@@ -12,6 +12,7 @@ from fluvial.core.random import Key
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.prompts import split_off
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.protocol import Reward
@@ -43,6 +44,7 @@ class Job:
             or raises ValueError.
         source_weights: weight of each source of the prompts by its name; 1 where there is none.
         images: encoded images of given preferences; without it they are encoded when they are read.
+        sizes: shape of a sample of each size, where samples have several; `shape` is that of evaluations.
 
     Raises:
         UsageError: an argument is not what it should be.
@@ -61,6 +63,7 @@ class Job:
     check: Callable[[nn.Module], str] | None
     source_weights: Mapping[str, float]
     images: ImageCache | None
+    sizes: Mapping[Size, tuple[int, ...]]
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Job:
         check: Callable[[nn.Module], str] | None = None,
         source_weights: Mapping[str, float] | None = None,
         images: ImageCache | None = None,
+        sizes: Mapping[Size, tuple[int, ...]] | None = None,
     ) -> None:
         try:
             check_model(model, "model")
@@ -101,6 +105,7 @@ class Job:
             "check": check,
             "source_weights": dict(source_weights or {}),
             "images": images,
+            "sizes": dict(sizes or {}),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

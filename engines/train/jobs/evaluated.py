@@ -32,7 +32,8 @@ def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> J
     if config.rewards:
         changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
     if config.height is not None or config.width is not None:
-        changes["shape"] = _shape(job, config.height or pipeline.height, config.width or pipeline.width, pipeline.frames)
+        height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
+        changes["shape"] = _shape(job, height, width, pipeline.frames)
     return replace(job, **changes) if changes else job
 
 

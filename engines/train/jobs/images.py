@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
+from fluvial.engines.data.buckets import sized
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.preferences import preference_records
 from fluvial.engines.data.records import as_prompt
@@ -29,32 +30,42 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     if not config.data and preferences is None:
         return job
     encode = _encoder(job, config)
-    sized = config.model not in BUILT_IN
-    size = (config.pipeline.height, config.pipeline.width) if sized else None
+    shapes: Any = job.sizes or {config.pipeline.size: job.shape}
     cache = ImageCache(
-        cache_folder(config), settings=_settings(job, config), encode=encode, shape=job.shape, size=size,
-        skip=config.data_errors == "skip",
+        cache_folder(config), settings=_settings(job, config), encode=encode,
+        shapes={None: job.shape} if config.model in BUILT_IN else shapes, skip=config.data_errors == "skip",
     )  # fmt: skip
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted(set(job.heldout) - set(job.prompts))
 
     def prepare(world: World, negative: Sequence[str]) -> tuple[str, ...]:
-        images = [image for prompt in job.prompts if (image := as_prompt(prompt).image) is not None]
-        if preferences is not None:
-            for record in preference_records(preferences, check=job.model.check_prompt, skip=apart):
-                images += [record.win, record.lose]
-        cache.fill(images, world)
+        groups: list[tuple[Path | bytes, ...]]
+        if preferences is None:
+            groups = [(image,) for prompt in job.prompts if (image := image_of(prompt)) is not None]
+        else:
+            records = preference_records(preferences, check=job.model.check_prompt, skip=apart)
+            groups = [(record.win, record.lose) for record in records]
+        cache.fill(groups, world)
         if job.prepare is not None:
             job.prepare(world, negative)
-        kept = tuple(prompt for prompt in job.prompts if as_prompt(prompt).image not in cache.unreadable)
+        if preferences is not None:
+            return job.prompts
+        found = ((prompt, image) for prompt in job.prompts if (image := image_of(prompt)) is not None)
+        kept = tuple(sized(prompt, cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out)
         if not kept:
-            raise UsageError("no image of data can be read")
+            raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
         return kept
 
     def data(drawn: Key, prompts: Sequence[str]) -> Tensor:
-        return torch.stack([cache[image] for prompt in prompts if (image := as_prompt(prompt).image) is not None])
+        given = ((image, as_prompt(prompt).size) for prompt in prompts if (image := image_of(prompt)) is not None)
+        return torch.stack([cache.sample(image, size) for image, size in given])
 
     return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data else job.data)
+
+
+def image_of(prompt: str) -> Path | bytes | None:
+    """Return the image of a prompt's record."""
+    return as_prompt(prompt).image
 
 
 def cache_folder(config: TrainConfig) -> Path:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fluvial.engines.data.buckets import with_recorded_sizes
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preferred_prompts
 from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
 from fluvial.engines.data.records import negatives
+from fluvial.engines.data.sizes import Size, shapes_of
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance
@@ -53,6 +55,8 @@ def pipeline(
     train, heldout, weights = read_prompts_of(
         config, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt
     )
+    if job.sizes and prompts:
+        train = with_recorded_sizes(train, list(job.sizes))
     job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=weights)
     if is_adapter(name):
         return job
@@ -133,13 +137,17 @@ def opened(
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
         options["text_tokens"] = config.text_tokens
-    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
+    size: dict[str, Any] = {**config.size._asdict(), "frames": config.frames}
     try:
         folder = local_folder(name, trust_remote_code=config.trust_remote_code)
         model: Any
         if not has_adapter(folder):
             if config.shift is not None:
                 raise ValueError("pipeline.shift is set, and the pipeline has no adapter, so that it makes its own schedule")
+            if config.sizes:
+                raise ValueError(
+                    "pipeline.sizes is set, and the pipeline has no adapter, so that it has one size: use height"
+                )
             options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
             model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
         elif config.call:
@@ -148,10 +156,15 @@ def opened(
             if config.shift is not None:
                 options["shift"] = config.shift
             model = open_model(folder, **options)
-        shape = model.latent_shape(**size)
+        shape, sizes = model.latent_shape(**size), _sizes(model, config)
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
-    return Job(model, (), heldout=(), shape=shape)
+    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
+
+
+def _sizes(model: Any, config: PipelineConfig) -> dict[Size, tuple[int, ...]]:
+    """Return the shape of a sample of each size; ValueError if the model has no such size."""
+    return shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
 
 
 def is_adapter(name: str) -> bool:
@@ -167,17 +180,20 @@ def _adapted(name: str, config: PipelineConfig) -> Job:
     """
     from fluvial.models import load_adapter
 
-    size: dict[str, Any] = {"height": config.height, "width": config.width, "frames": config.frames}
-    sized = PipelineConfig(**size)
+    size: dict[str, Any] = {**config.size._asdict(), "frames": config.frames}
+    sized = PipelineConfig(config.height, config.width, config.sizes, config.frames)
     try:
         if config != replace(sized, heldout=config.heldout):
-            raise ValueError("a model of your own takes only height, width, frames and heldout of pipeline: leave the rest")
+            raise ValueError(
+                "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
+            )
         model = load_adapter(name)
         # A model of one size says so by defaults, and then need not be told.
         shape = only_shape(model) if sized == PipelineConfig() and has_one_size(model) else model.latent_shape(**size)
+        sizes = _sizes(model, config)
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
-    return Job(model, (), heldout=(), shape=shape)
+    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
 
 
 def _named_value(word: str) -> tuple[str, Any]:

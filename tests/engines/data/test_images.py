@@ -14,6 +14,7 @@ from torch import Tensor
 from fluvial.engines.data import image_cache
 from fluvial.engines.data.image_cache import MANIFEST, ImageCache
 from fluvial.engines.data.images import read_image, read_images
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 
@@ -162,12 +163,12 @@ class Encoder:
 
 
 def cache(folder: Path, encode: Any = None, **changes: Any) -> ImageCache:
-    asked = {"settings": {"encoder": "halves"}, "encode": encode or Encoder(), "shape": (3, 2, 3), **changes}
+    asked = {"settings": {"encoder": "halves"}, "encode": encode or Encoder(), "shapes": {None: (3, 2, 3)}, **changes}
     return ImageCache(folder / "cache", **asked)
 
 
-def images_of(folder: Path) -> list[Path]:
-    return sorted(painted(folder).glob("*.png"))
+def images_of(folder: Path) -> list[tuple[Path]]:
+    return [(image,) for image in sorted(painted(folder).glob("*.png"))]
 
 
 def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
@@ -177,13 +178,13 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
     made.fill(images[:2], one)
     made.fill([*images, images[0]], one)
     assert encode.count == 3
-    for image in images:
-        torch.testing.assert_close(made[image], Encoder()(read_image(image)[None])[0])
+    for (image,) in images:
+        torch.testing.assert_close(made.sample(image), Encoder()(read_image(image)[None])[0])
     again = Encoder()
     cache(tmp_path, again).fill(images, one)
     assert again.count == 0
     next(iter((tmp_path / "cache").glob("*.safetensors"))).write_bytes(b"damaged")
-    Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1], compress_level=0)
+    Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1][0], compress_level=0)
     cache(tmp_path, again).fill(images, one)
     assert again.count in (1, 2)  # the damaged file may be that of the image that changed
 
@@ -191,24 +192,24 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
 def test_an_image_that_cannot_be_read(tmp_path: Path, one: World) -> None:
     """It is named, or left out where that is asked for; what was encoded before it is kept."""
     images = images_of(tmp_path)
-    images[1].write_text("no image")
+    images[1][0].write_text("no image")
     with pytest.raises(UsageError, match=r"b\.png cannot be read as an image: ") as error:
         cache(tmp_path).fill(images, one)
     assert "\n" not in str(error.value)
     made = cache(tmp_path, skip=True)
     made.fill(images, one)
-    assert made.unreadable == {images[1]}
-    assert made[images[2]].shape == (3, 2, 3)
+    assert made.left_out == {images[1]}
+    assert made.sample(*images[2]).shape == (3, 2, 3)
     with pytest.raises(RunError, match=r"of .*b\.png cannot be read .*: start again"):
-        made[images[1]]
+        made.sample(*images[1])
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path, one: World) -> None:
     cache(tmp_path).fill(images_of(tmp_path), one)
     with pytest.raises(UsageError, match=r"other settings \(encoder halves there and thirds here\)"):
         cache(tmp_path, settings={"encoder": "thirds"}).fill([], one)
-    with pytest.raises(UsageError, match=r"size None there and \(8, 8\) here"):
-        cache(tmp_path, size=(8, 8)).fill([], one)
+    with pytest.raises(UsageError, match=r"size None there and 8x4 here"):
+        cache(tmp_path, shapes={Size(4, 8): (3, 2, 3)}).fill([], one)
     (tmp_path / "cache" / MANIFEST).write_text("{")
     with pytest.raises(UsageError, match="cannot be read: delete the folder"):
         cache(tmp_path).fill([], one)
@@ -216,7 +217,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path, one: World) -> None
 
 def test_images_of_another_size_are_named(tmp_path: Path, one: World) -> None:
     with pytest.raises(UsageError, match=r"a\.png gives a sample of \[3, 2, 3\], expected \[3, 4, 4\]"):
-        cache(tmp_path, shape=(3, 4, 4)).fill(images_of(tmp_path), one)
+        cache(tmp_path, shapes={None: (3, 4, 4)}).fill(images_of(tmp_path), one)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
