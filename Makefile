@@ -10,7 +10,7 @@ WORKERS ?= -n 2 --dist worksteal
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-lesser-cpu test-gpu lint bench bench-gpu clean
+.PHONY: train test test-lesser-cpu test-pretraining test-gpu lint bench bench-gpu clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train handwriting --out $(RUN) $(ARGS)
@@ -24,6 +24,10 @@ test-lesser-cpu: $(VENV)/installed-test
 	$(CC) -shared -fPIC -o build/not_intel.so tests/helpers/not_intel.c
 	LD_PRELOAD=$(CURDIR)/build/not_intel.so ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FLUVIAL_LESSER_CPU=1 \
 		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m bits $(WORKERS) $(ARGS)
+
+# The shipped base weights are made again, to the last update; `make test` makes the first forty.
+test-pretraining: $(VENV)/installed-test
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(ARGS)
 
 test-gpu: $(VENV)/installed-test
 	$(BIN)/python -P -m fluvial.bench gpu --parts nccl invariance --limit 0.8

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, gpu, kernels, objectives, phases, traffic
+from fluvial.bench import aot, gpu, kernels, phases, traffic
+from fluvial.bench.objectives import report as objectives
+from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.report import run as update
@@ -16,7 +18,7 @@ USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
   phases      seconds and samples per second of rollout, reward and update of the built-in job
   update      collectives, host reads, memory and seconds of an optimizer update, beside the loop of published trainers
   peers       rollout and update beside the code of other projects, read from clones in a folder of yours
-  objectives  every recipe on the built-in jobs: accuracy against time, samples and updates, with a plot
+  objectives  every recipe on the built-in jobs: accuracy at equal samples and at equal time, with a plot
   kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
   traffic     bytes, launches and saved bytes of the hot path, counted
   gpu         what a lent GPU should settle: kernels, updates, compilation, batch invariance and nccl, each with a time limit
@@ -33,7 +35,7 @@ def main(args: list[str]) -> int:
         "phases": (phases.PhasesConfig, phases.run),
         "update": (UpdateConfig, update),
         "peers": (peers.PeersConfig, peers.run),
-        "objectives": (objectives.ObjectivesConfig, objectives.run),
+        "objectives": (ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
         "gpu": (gpu.GpuConfig, gpu.run),

@@ -1,20 +1,25 @@
-"""The comparison of objectives: what is read from a run folder, kept in the table, and drawn."""
+"""The comparison of objectives: what is run, what is kept in the table, and what is made of it."""
 
-import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from fluvial.bench import objectives
-from fluvial.bench.objectives import ObjectivesConfig, Point
-from fluvial.engines.errors import UsageError
+from fluvial.bench.objectives import report, worker
+from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.train import recipes
+from fluvial.engines.train.config import TrainConfig
 
 
-def point(recipe: str, seed: int, updates: int, heldout: float) -> Point:
+def point(recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a") -> Point:
     """Return an evaluation."""
     return Point(
-        recipe, seed, updates, 128 * updates, 2.0 * updates, heldout, heldout - 0.1, 0.01, 0.2, 1000, 0.0, "cpu", "2", "day"
-    )
+        recipe, seed, limit, settings, updates, 128 * updates, 2.0 * updates, heldout, heldout - 0.1, 0.01, 0.2, 1000, 0.0,
+        "cpu", "2", "day",
+    )  # fmt: skip
 
 
 def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
@@ -22,35 +27,103 @@ def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
     points = [
         point(name, seed, n, 0.5 + n * up) for name, up in (("a", 0.01), ("b", 0.02)) for seed in (0, 1) for n in (0, 9)
     ]
-    objectives.write(tmp_path / "t.csv", points)
-    assert objectives.read(tmp_path / "t.csv") == points
-    found = objectives.ends(points)
+    report.write(tmp_path / "t.csv", points)
+    assert report.read(tmp_path / "t.csv") == points
+    found = report.ends(points)
     assert list(found) == ["b", "a"]
     assert [p.updates for p in found["a"]] == [9, 9]
-    objectives.draw(points, tmp_path / "t.png")
+    report.draw([*points, replace(points[0], limit="60 s")], tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 1000
-    assert objectives.table(points).row_count == 2
+    assert report.table(points)[2].startswith("| b | 0.500 | 0.680 (0.680 to 0.680) | 2 | 0.580 | 18 | 1,152 | 9 |")
+    assert len(report.table(points)) == 4
 
 
-def test_evaluations_come_with_what_training_had_cost(tmp_path: Path) -> None:
-    """Seconds add up over the updates before; the evaluation in the course of a run is the smaller one."""
-    (tmp_path / "summary.json").write_text(json.dumps({"versions": {"torch": "2"}}))
-    (tmp_path / "config.json").write_text(json.dumps({"updates": 2, "final_samples": 10, "eval_samples": 3}))
-    score = {"exact": {"heldout": 0.5, "reward": 0.4}, "drift": 0.1}
-    update = {"seconds": {"rollout": 1.0, "update": 0.5}, "first_pass_max_abs_log_ratio": 0.0}
-    records = [
-        {"update": 0, **score}, {"update": 1, "samples": 8, "diversity": 0.3, **update}, {"update": 1, **score},
-        {"update": 2, "samples": 16, "diversity": 0.2, **update}, {"update": 2, **score},
-    ]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    found = list(objectives.points_of(tmp_path, "a", 3))
-    assert [(p.updates, p.samples, p.seconds, p.evaluated) for p in found] == [(0, 0, 0, 10), (1, 8, 1.5, 3), (2, 16, 3, 10)]
-    assert [p.diversity for p in found[1:]] == [0.3, 0.2]
+def test_runs_whose_rows_are_there_with_the_same_settings_are_not_made_again(tmp_path: Path) -> None:
+    """Another seed, other settings and another limit are other runs; distillation brings its teacher's run along."""
+    config = ObjectivesConfig(recipes=("nft", "awm"), seeds=(0, 1), rollouts=5, budget_seconds=7, out=tmp_path)
+    cases = config.cases(tmp_path)
+    assert len({(case.recipe, case.seed, case.limit) for case in cases}) == len(cases) == 8
+
+    def rows(*cases: Case, settings: str | None = None) -> list[Point]:
+        return [point(c.recipe, c.seed, 9, 0.6, limit=c.limit, settings=settings or c.settings) for c in cases]
+
+    assert report._missing(config, [], tmp_path) == cases
+    assert report._missing(config, rows(cases[0], cases[5]), tmp_path) == [*cases[1:5], *cases[6:]]
+    assert report._missing(config, rows(cases[0], settings="old"), tmp_path) == cases
+    assert report._missing(replace(config, again=True), rows(*cases), tmp_path) == cases
+    taught = ObjectivesConfig(recipes=("grpo", "distill"), seeds=(3,), rollouts=5, budget_seconds=0, out=tmp_path)
+    teacher, student = taught.cases(tmp_path)
+    assert report._missing(taught, rows(teacher), tmp_path) == [teacher, student]
+    (tmp_path / "teacher").mkdir()
+    assert report._missing(taught, rows(teacher), tmp_path) == [student]
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
-    """A recipe that is none, and distillation without its teacher."""
-    with pytest.raises(UsageError, match="there is no 'x'"):
-        ObjectivesConfig(recipes=("x",))
-    with pytest.raises(UsageError, match="teacher"):
-        ObjectivesConfig(recipes=("distill",))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Path) -> None:
+    """The folder and the seed do not matter, the number of rollouts does, and where time is the limit it does not."""
+    case = Case(name, 0, rollouts=5, seconds=0.0, folder=tmp_path)
+    assert case.settings == replace(case, folder=tmp_path / "x", seed=1).settings != replace(case, rollouts=6).settings
+    assert case.config.updates == 5 * case.config.updates_per_rollout
+    timed = replace(case, rollouts=0, seconds=5.0)
+    assert timed.settings == replace(timed, seconds=6.0).settings
+
+
+def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of the base, which the next run reads, then of the run; a budget decides on the updates."""
+    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=1, window_high=3)
+    tiny = {"rollout": rollout, "micro_batch": 4, "eval_samples": 2, "final_samples": 4, "minibatches": 1}
+    usual = recipes.RECIPES["grpo"]
+
+    def small() -> TrainConfig:
+        return replace(usual(), **tiny)
+
+    monkeypatch.setitem(recipes.RECIPES, "grpo", small)
+    case = Case("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
+    points = list(worker.points(case))
+    assert [(p.updates, p.samples, p.evaluated) for p in points] == [(n, 4 * n, 4 if n in (0, 5) else 2) for n in range(6)]
+    assert points[0].seconds == points[0].drift == 0 < points[1].drift
+    assert all(a.seconds < b.seconds for a, b in pairwise(points))
+    assert points[-1].max_log_ratio == 0
+    assert (tmp_path / "teacher-0" / "weights").is_dir()
+    (base,) = tmp_path.glob("base-*.json")
+    base.write_text(base.read_text().replace('"heldout": ', '"heldout": 2'))
+    monkeypatch.setattr(worker, "_probed", lambda config: 3.0)
+    timed = list(worker.points(replace(case, rollouts=0, seconds=7.0)))
+    assert [p.updates for p in timed] == [0, 1, 2]
+    assert timed[0].heldout >= 2
+
+
+def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the others are written, and the error says which run failed with what."""
+    config = ObjectivesConfig(recipes=("nft", "awm"), seeds=(0,), rollouts=5, budget_seconds=0, out=tmp_path)
+
+    def one(case: Case) -> list[Point] | str:
+        return "it broke" if case.recipe == "nft" else [point("awm", 0, 5, 0.7, limit=case.limit, settings=case.settings)]
+
+    monkeypatch.setattr(report, "_run", one)
+    with pytest.raises(RunError, match=r"^nft, seed 0, 5 rollouts: it broke$"):
+        report.run(config)
+    assert [p.recipe for p in report.read(tmp_path / "objectives.csv")] == ["awm"]
+
+
+@pytest.mark.parametrize(("seconds", "budget", "rollouts"), [(1.0, 60.0, 60), (7.0, 60.0, 8), (90.0, 60.0, 1)])
+def test_a_budget_is_not_exceeded_but_by_one_rollout(seconds: float, budget: float, rollouts: int) -> None:
+    """At least one rollout is made."""
+    assert worker.affordable(seconds, budget) == rollouts
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"recipes": ("x",)}, "there is no 'x'"),
+        ({"recipes": ("distill",)}, "teacher"),
+        ({"rollouts": 3}, "expected 0 or at least 5"),
+        ({"rollouts": 0, "budget_seconds": 0.0}, "one of them above 0"),
+        ({"budget_seconds": float("nan")}, "budget_seconds is nan"),
+        ({"parallel": 0}, "at least one"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words: dict[str, object], message: str) -> None:
+    """A recipe that is none, distillation without its teacher, numbers without a meaning."""
+    with pytest.raises(UsageError, match=message):
+        ObjectivesConfig(**words)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """The built-in model: its data, its two recognisers, its base weights, and the model protocol."""
 
 import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from safetensors.torch import load_file
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.sigmas import shifted
+from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.train.pretrain import PretrainConfig, handwriting_pretraining, handwriting_unet_pretraining, pretrain
 from fluvial.models.handwriting import BASE, Handwriting, codes, digits, heldout_recogniser, reward_recogniser, write
 from fluvial.models.handwriting.model import CONFIG, SHIFT
 from fluvial.models.handwriting.recognisers import Recogniser
@@ -149,7 +153,36 @@ def test_the_base_model_has_something_left_to_learn() -> None:
         assert 0.75 < record["heldout_score"][evaluator] < 0.9
 
 
-@pytest.mark.slow
+class Enough(Exception):
+    """Enough updates have been made."""
+
+
+@pytest.mark.parametrize(
+    ("begin", "recorded"),
+    [
+        (handwriting_pretraining, {1: 1.92541, 10: 1.26558, 20: 1.04307, 40: 0.93300}),
+        (handwriting_unet_pretraining, {1: 1.11510, 10: 0.36120, 20: 0.26531, 40: 0.20170}),
+    ],
+)
+def test_pretraining_begins_as_recorded(
+    begin: Callable[[Path], PretrainConfig], recorded: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data, noise, levels, network and optimizer are those of the shipped weights: the first updates have their errors."""
+    errors: list[float] = []
+
+    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
+        errors.append(numbers["error"])
+        if len(errors) == max(recorded):
+            raise Enough
+
+    monkeypatch.setattr(RunProgress, "advance", advance)
+    with pytest.raises(Enough):
+        pretrain(begin(tmp_path / "base"))
+    for update, error in recorded.items():
+        assert errors[update - 1] == pytest.approx(error, rel=2e-3)
+
+
+@pytest.mark.whole
 def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """The recorded command gives the shipped weights, up to rounding that differs between processors."""
     import launch

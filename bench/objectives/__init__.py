@@ -1,0 +1,1 @@
+"""The objectives on the built-in jobs, at equal samples and at equal time."""

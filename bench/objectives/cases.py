@@ -1,0 +1,147 @@
+"""What is compared: every recipe with every seed, over as many rollouts or as many seconds, and the rows that come of it."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fluvial.bench import harness
+from fluvial.engines.errors import UsageError
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.recipes import RECIPES
+from fluvial.engines.train.record import as_record
+
+OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
+TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
+NAMES = (*(name for name in RECIPES if name != "handwriting"), OFFLINE)  # that one is grpo with other numbers
+EVALUATIONS = 5  # per run, the last one included
+
+
+@dataclass(frozen=True)
+class ObjectivesConfig:
+    """Train with every objective, and compare them at equal samples and at equal time.
+
+    Runs whose rows are in the table already, with the same settings, are not made again.
+
+    Args:
+        recipes: Names of recipes; distill needs the weights of grpo's first seed, run here or kept from before.
+        seeds: Seeds of each recipe.
+        rollouts: Number of rollouts per run: equal samples. 0 leaves this comparison out.
+        budget_seconds: Seconds of training per run, of CPU time if the job is on a CPU: equal time. The number of updates
+            follows from the time of the first ones. 0 leaves this comparison out.
+        parallel: Number of runs at the same time, each with one thread.
+        keep: Folder for preferences and the teacher's weights; by default they are deleted.
+        out: Folder of the table and the plot.
+        again: Make runs again whose rows are in the table.
+        plot: Only print the table and draw the plot.
+    """
+
+    recipes: tuple[str, ...] = NAMES
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rollouts: int = 25
+    budget_seconds: float = 60.0
+    parallel: int = 2
+    keep: Path | None = None
+    out: Path = harness.RESULTS
+    again: bool = False
+    plot: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.recipes if name not in NAMES]:
+            raise UsageError(f"recipes: there is no {unknown[0]!r}, expected some of {', '.join(NAMES)}")
+        if not self.seeds or self.parallel < 1:
+            raise UsageError("seeds and parallel: expected at least one")
+        if not (self.rollouts == 0 or self.rollouts >= EVALUATIONS):
+            raise UsageError(f"rollouts is {self.rollouts}, expected 0 or at least {EVALUATIONS}")
+        if not 0 <= self.budget_seconds < 1e6:
+            raise UsageError(f"budget_seconds is {self.budget_seconds}, expected a number from 0 to 1e6")
+        if not self.rollouts and not self.budget_seconds:
+            raise UsageError("rollouts and budget_seconds are 0, expected one of them above 0")
+        if "distill" in self.recipes and TEACHER not in self.recipes and not self.taught and not self.plot:
+            raise UsageError(f"recipes: distill takes its teacher from {TEACHER}, which is not among them")
+
+    @property
+    def taught(self) -> bool:
+        """Whether the teacher's weights are kept from before."""
+        return self.keep is not None and (self.keep / "teacher" / "weights").is_dir()
+
+    def cases(self, folder: Path) -> list["Case"]:
+        """Return the runs; those that need what another one leaves in `folder` come last."""
+        limits = ([float(self.rollouts)] if self.rollouts else [], [self.budget_seconds] if self.budget_seconds else [])
+        found = [
+            Case(name, seed, rollouts=int(limit) if by == 0 else 0, seconds=limit if by else 0.0, folder=folder)
+            for by, known in enumerate(limits)
+            for limit in known
+            for seed in self.seeds
+            for name in self.recipes
+        ]
+        return sorted(found, key=lambda case: case.recipe == "distill")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a recipe and a seed, over a number of rollouts or of seconds.
+
+    Args:
+        recipe: name of a recipe, or OFFLINE.
+        seed: seed of the run.
+        rollouts: number of rollouts; 0 where time is the limit.
+        seconds: training time; 0 where samples are.
+        folder: folder of what runs share: preferences, the teacher, evaluations of base models.
+    """
+
+    recipe: str
+    seed: int
+    rollouts: int
+    seconds: float
+    folder: Path
+
+    @property
+    def limit(self) -> str:
+        """What ends the run, as the table names it."""
+        return f"{self.rollouts} rollouts" if self.rollouts else f"{self.seconds:g} s"
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run's settings; where time is the limit, with the recipe's own number of updates."""
+        made = RECIPES[self.recipe.partition(",")[0]]()
+        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0)
+        if self.rollouts:
+            made = replace(made, updates=self.rollouts * made.updates_per_rollout)
+        if self.recipe == "distill":
+            made = replace(made, objective=replace(made.objective, teacher=self.folder / "teacher" / "weights"))
+        if self.recipe == OFFLINE:
+            made = replace(made, objective=replace(made.objective, preferences=self.folder / f"preferences-{self.seed}"))
+        return made
+
+    @property
+    def settings(self) -> str:
+        """Hash of the settings, without places of files, and without the number of updates where time is the limit."""
+        record = as_record(self.config)
+        for name in ("out", "seed", *(() if self.rollouts else ("updates",))):
+            del record[name]
+        for name in ("teacher", "preferences"):
+            record["objective"].pop(name, None)
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation of a run."""
+
+    recipe: str
+    seed: int
+    limit: str  # what ended the run: a number of rollouts or of seconds
+    settings: str  # hash of the run's settings
+    updates: int
+    samples: int  # drawn and scored so far, or read from data
+    seconds: float  # training time so far: of the CPU, or by the clock if an accelerator computes
+    heldout: float  # whole codes right, by the recogniser that training never sees
+    reward: float  # the same, by the recogniser that is the reward
+    drift: float  # relative distance of the velocity from the base model's
+    diversity: float  # mean distance within a group of the last rollout; NaN without groups
+    evaluated: int  # samples per evaluation
+    max_log_ratio: float  # largest first-pass |log ratio|; NaN without one
+    device: str
+    torch: str
+    date: str

@@ -1,0 +1,208 @@
+"""The comparison of objectives: runs its cases, keeps their rows, and makes the table and the plot of them."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fluvial.bench.objectives.cases import TEACHER, Case, ObjectivesConfig, Point
+from fluvial.engines.errors import RunError
+
+COLUMNS = (
+    "recipe", "before", "after, mean (least to most)", "seeds", "reward's recogniser", "seconds", "samples", "updates",
+    "drift", "diversity kept",
+)  # fmt: skip
+
+
+def run(config: ObjectivesConfig) -> None:
+    """Train, write objectives.csv row by row, draw its plot, and print its tables.
+
+    Raises:
+        RunError: a run failed; the others are made nevertheless.
+    """
+    path = config.out / "objectives.csv"
+    failed = []
+    if not config.plot:
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made) if config.keep is None else config.keep
+            folder.mkdir(parents=True, exist_ok=True)
+            cases = _missing(config, read(path), folder)
+            for case, found in measure(cases, config, folder):
+                if isinstance(found, str):
+                    failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
+                    continue
+                write(path, [*(point for point in read(path) if not _is_of(point, case)), *found])
+                end = found[-1]
+                print(
+                    f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
+                    f"{end.seconds:.0f} s, {end.samples} samples",
+                    flush=True,
+                )
+    points = read(path)
+    if points:
+        draw(points, config.out / "objectives.png")
+    for limit in sorted({point.limit for point in points}, key=lambda limit: (limit.endswith("s"), limit)):
+        print("\n".join(["", limit, "", *table([point for point in points if point.limit == limit])]))
+    if failed:
+        raise RunError("; ".join(failed))
+
+
+def measure(cases: Sequence[Case], config: ObjectivesConfig, folder: Path) -> Iterator[tuple[Case, list[Point] | str]]:
+    """Yield each run with its evaluations, or with what it failed with, as it ends; distillation waits for its teacher."""
+    with ThreadPoolExecutor(config.parallel) as pool:
+        for learning in (False, True):
+            now = [case for case in cases if (case.recipe == "distill") == learning]
+            futures = {pool.submit(_run, case): case for case in now}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+            teacher, kept = folder / f"teacher-{config.seeds[0]}", folder / "teacher"
+            if teacher.is_dir() and not kept.exists():
+                teacher.rename(kept)
+
+
+def read(path: Path) -> list[Point]:
+    """Return the evaluations of a table."""
+    if not path.exists():
+        return []
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(Point)}
+    with path.open() as file:
+        return [Point(**{name: kinds[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
+
+
+def write(path: Path, points: Sequence[Point]) -> None:
+    """Write a table of evaluations, so that an interruption leaves the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".part")
+    with whole.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(point) for point in points)
+    whole.replace(path)
+
+
+def ends(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Return the last evaluation of each seed, by recipe, the best recipe first."""
+    last: dict[tuple[str, int], Point] = {}
+    for point in points:
+        known = last.get((point.recipe, point.seed))
+        if known is None or point.updates >= known.updates:
+            last[point.recipe, point.seed] = point
+    by_recipe: dict[str, list[Point]] = {}
+    for point in last.values():
+        by_recipe.setdefault(point.recipe, []).append(point)
+    return dict(sorted(by_recipe.items(), key=lambda item: -np.mean([point.heldout for point in item[1]])))
+
+
+def table(points: Sequence[Point]) -> list[str]:
+    """Return the lines of a Markdown table: mean and spread over seeds of each recipe's last evaluation."""
+    starts = {(point.recipe, point.seed): point for point in points if point.updates == 0}
+    first_diversity: dict[tuple[str, int], float] = {}
+    for point in points:
+        if point.updates and not math.isnan(point.diversity):
+            first_diversity.setdefault((point.recipe, point.seed), point.diversity)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, found in ends(points).items():
+        right = [point.heldout for point in found]
+        before = [starts[name, point.seed].heldout for point in found if (name, point.seed) in starts]
+        kept = [
+            point.diversity / first_diversity[name, point.seed] for point in found if (name, point.seed) in first_diversity
+        ]
+        cells = (
+            name,
+            f"{np.mean(before):.3f}" if before else "-",
+            f"{np.mean(right):.3f} ({min(right):.3f} to {max(right):.3f})",
+            f"{len(found)}",
+            f"{np.mean([point.reward for point in found]):.3f}",
+            f"{np.mean([point.seconds for point in found]):.0f}",
+            f"{np.mean([point.samples for point in found]):,.0f}",
+            f"{np.mean([point.updates for point in found]):.0f}",
+            f"{np.mean([point.drift for point in found]):.3f}",
+            f"{np.mean(kept):.2f}" if kept else "-",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Plot accuracy against samples (runs of equal samples) and seconds (of equal time), and its cost: drift, diversity."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(20, 9), layout="constrained")
+    places = figure.subplots(2, 3).ravel()
+    by_samples = [point for point in points if point.limit.endswith("rollouts")]
+    by_time = [point for point in points if not point.limit.endswith("rollouts")]
+    right = "whole held-out codes right"
+    panels = (
+        (by_samples, "samples", "heldout", f"{right}, equal samples"),
+        (by_time, "seconds", "heldout", f"{right}, equal time"),
+        (by_samples, "updates", "heldout", f"{right}, equal samples"),
+        (by_samples, "reward", "heldout", "unseen recogniser against the reward's"),
+        (by_samples, "updates", "drift", "drift from the base model"),
+        (by_samples, "updates", "diversity", "distance between samples of a group"),
+    )
+    names = list(ends(points))
+    for axes, (shown, across, up, title) in zip(places, panels, strict=True):
+        for i, name in enumerate(names):
+            seeds = sorted({point.seed for point in shown if point.recipe == name})
+            runs = [
+                sorted((p for p in shown if p.recipe == name and p.seed == seed), key=lambda p: p.updates) for seed in seeds
+            ]
+            if not runs:
+                continue
+            length, colour = min(len(one) for one in runs), colormaps["tab20"](i % 20)
+            x, y = (np.array([[getattr(p, of) for p in one[:length]] for one in runs], dtype=float) for of in (across, up))
+            if np.isnan(y[:, 1:]).all():
+                continue
+            axes.plot(x.mean(0), y.mean(0), color=colour, label=name, marker="o", markersize=3)
+            if across != "reward":
+                axes.fill_between(x.mean(0), y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
+        axes.set(title=title, xlabel=across, ylabel=up)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in places[:2]:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+    figure.savefig(path, dpi=80)
+
+
+def _missing(config: ObjectivesConfig, known: Sequence[Point], folder: Path) -> list[Case]:
+    """Return the cases whose rows are not in the table; the teacher's too if distillation has to wait for it."""
+    cases = config.cases(folder)
+    if config.again:
+        return cases
+    missing = [case for case in cases if not any(_is_of(point, case, same=True) for point in known)]
+    if any(case.recipe == "distill" for case in missing) and not (folder / "teacher").is_dir():
+        teachers = [case for case in cases if case.recipe == TEACHER and case.seed == config.seeds[0] and case.rollouts]
+        missing = [*(case for case in teachers if case not in missing), *missing]
+    return missing
+
+
+def _is_of(point: Point, case: Case, *, same: bool = False) -> bool:
+    """Return whether a row comes from a case, and from its very settings if `same`."""
+    alike = (point.recipe, point.seed, point.limit) == (case.recipe, case.seed, case.limit)
+    return alike and (not same or point.settings == case.settings)
+
+
+def _run(case: Case) -> list[Point] | str:
+    """Return the evaluations of a run, made by a process with one thread, or the last line of what it failed with."""
+    asked = json.dumps({**asdict(case), "folder": str(case.folder)})
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fluvial.bench.objectives.worker", asked],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return [Point(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]

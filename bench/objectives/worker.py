@@ -1,0 +1,119 @@
+"""One run, in a process of its own: drives a trainer, times its updates alone, and prints an evaluation per line as JSON."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fluvial.bench import harness
+from fluvial.bench.objectives.cases import EVALUATIONS, OFFLINE, TEACHER, Case, Point
+from fluvial.engines import Trainer
+from fluvial.engines.errors import RunError
+from fluvial.engines.train import metrics
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.diagnostics import Probe
+
+PROBED = 4  # updates from which the time of one is taken; the first is left out
+
+
+def points(case: Case) -> Iterator[Point]:
+    """Train once, and yield its evaluations, the base model's first."""
+    if case.recipe == OFFLINE:
+        _preferences(case)
+    config = case.config
+    if case.seconds:
+        config = replace(config, updates=affordable(_probed(config), case.seconds) * config.updates_per_rollout)
+    rollouts = config.updates // config.updates_per_rollout
+    samples, seconds, diversity, ratio = 0, 0.0, float("nan"), float("nan")
+
+    def point(updates: int, found: dict[str, Any], evaluated: int) -> Point:
+        return Point(
+            case.recipe, case.seed, case.limit, case.settings, updates, samples, round(seconds, 2), found["heldout"],
+            found["reward"], found["drift"], diversity, evaluated, ratio, harness.cpu(), metrics.versions()["torch"],
+            datetime.now(UTC).strftime("%Y-%m-%d"),
+        )  # fmt: skip
+
+    with Trainer(config) as trainer:
+        yield point(0, _base(trainer, case), config.final_samples)
+        with trainer.engine.inference(average=True) as module:
+            trainer.probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.micro_batch)
+        for done in range(1, rollouts + 1):
+            start = _clock(trainer)
+            record = trainer.update()
+            seconds += _clock(trainer) - start
+            samples, diversity = record["samples"], record.get("diversity", diversity)
+            if (first := record.get("first_pass_max_abs_log_ratio")) is not None:
+                ratio = max(first, 0.0 if ratio != ratio else ratio)
+            if done == rollouts or (done % -(-rollouts // EVALUATIONS) == 0):
+                evaluated = config.final_samples if done == rollouts else config.eval_samples
+                yield point(record["update"], _evaluated(trainer, evaluated), evaluated)
+        if case.recipe == TEACHER and case.rollouts:
+            trainer.export(case.folder / f"teacher-{case.seed}")
+
+
+def affordable(seconds: float, budget: float) -> int:
+    """Return how many rollouts with their updates fit into a budget, at least one."""
+    return max(1, int(budget / seconds))
+
+
+def _probed(config: TrainConfig) -> float:
+    """Return the seconds of a rollout with its updates, as the median of the first ones."""
+    with Trainer(config) as trainer:
+        spent = []
+        for _ in range(PROBED):
+            start = _clock(trainer)
+            trainer.update()
+            spent.append(_clock(trainer) - start)
+    return median(spent[1:])
+
+
+def _clock(trainer: Trainer) -> float:
+    """Return the process's CPU time, which a busy machine changes little; by the clock if an accelerator computes."""
+    return time.process_time() if trainer.world.device.type == "cpu" else time.perf_counter()
+
+
+def _evaluated(trainer: Trainer, samples: int) -> dict[str, Any]:
+    found = trainer.evaluate(samples)
+    return {**found.exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
+
+
+def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
+    """Return the evaluation of the base model, which runs of the same model with the same evaluation share."""
+    config = trainer.config
+    name = f"{config.model}-{config.evaluation_steps}-{config.evaluation_solver}-{config.evaluation_guidance.scale:g}"
+    path = case.folder / f"base-{name}-{config.final_samples}.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    found = _evaluated(trainer, config.final_samples)
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_text(json.dumps(found))
+    whole.replace(path)
+    return found
+
+
+def _preferences(case: Case) -> None:
+    """Draw the preferences that offline dpo learns from, unless they are there.
+
+    Raises:
+        RunError: it failed; the message has its last line.
+    """
+    folder = case.folder / f"preferences-{case.seed}"
+    if (folder / "preferences.jsonl").is_file():
+        return
+    words = ["preferences", "handwriting", "--out", str(folder), "--seed", str(case.seed)]
+    done = subprocess.run([sys.executable, "-P", "-m", "fluvial.engines", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"fluvial {' '.join(words)} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    for one in points(Case(**{**asked, "folder": Path(asked["folder"])})):
+        print(json.dumps(asdict(one)), flush=True)
