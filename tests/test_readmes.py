@@ -47,7 +47,8 @@ def inline(name: str, start: str) -> list[str]:
 
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
-    from fluvial.bench import aot, kernels, objectives, phases, traffic
+    from fluvial.bench import aot, kernels, phases, traffic
+    from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, sample
@@ -59,7 +60,7 @@ def every_flag() -> set[str]:
     configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig()]
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
     configs += [evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
-    configs += [aot.AotConfig(), kernels.KernelsConfig(), objectives.ObjectivesConfig(), phases.PhasesConfig()]
+    configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [traffic.TrafficConfig(), UpdateConfig()]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward"}
@@ -98,7 +99,8 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pyt
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
-    from fluvial.bench import aot, kernels, objectives, phases, traffic
+    from fluvial.bench import aot, kernels, phases, traffic
+    from fluvial.bench.objectives import report as objectives
     from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, sample

@@ -18,7 +18,7 @@ from fluvial.engines import Trainer
 from fluvial.engines.errors import RunError
 from fluvial.engines.train import metrics
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.diagnostics import Probe
+from fluvial.engines.train.monitoring.diagnostics import Probe
 
 PROBED = 4  # updates from which the time of one is taken; the first is left out
 
@@ -43,7 +43,7 @@ def points(case: Case) -> Iterator[Point]:
     with Trainer(config) as trainer:
         yield point(0, _base(trainer, case), config.final_samples)
         with trainer.engine.inference(average=True) as module:
-            trainer.probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.micro_batch)
+            trainer.probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
         for done in range(1, rollouts + 1):
             start = _clock(trainer)
             record = trainer.update()
