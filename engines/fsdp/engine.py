@@ -24,7 +24,7 @@ from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.gradient_sync import LastBackward
-from fluvial.engines.fsdp.items import check_items, micro_batches
+from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
 from fluvial.engines.fsdp.optimizer_state import sharded_like
@@ -48,6 +48,8 @@ class UpdateInfo(NamedTuple):
     max_abs: dict[str, float]
     items: int  # computed items of all ranks
     flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
+    parts: Parts | None = None  # diagnostics by part, where the items are split
+    memory: tuple[float, ...] = ()  # largest `World.peak_memory` of the ranks, in bytes
 
 
 class Engine:
@@ -128,6 +130,7 @@ class Engine:
         micro_batch: int | None = None,
         pad_to: int | None = None,
         inputs: PyTree[Tensor] = (),
+        parts: Tensor | None = None,
     ) -> UpdateInfo:
         """Take one optimizer step on sum(weight * loss_fn(items)) / count, where the sum is over the items of all ranks.
 
@@ -145,6 +148,7 @@ class Engine:
                 weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
                 the ranks finds it.
             inputs: tensors `[B, ...]` besides the items that `loss_fn` reads rows of, whose shapes decide its FLOPs.
+            parts: parts of the update that an item counts in, bool `[P, S]`; diagnostics are averaged over each as well.
 
         Raises:
             ValueError: items, weights or losses have the wrong shape.
@@ -166,10 +170,10 @@ class Engine:
         real = torch.zeros(n * micro_batch, device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
-        loss_sum, sums, peaks, names = torch.zeros((), device=device), None, None, ()
+        loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
         with self.sharded.train(), trusted_values():
             for i, (batch, factor) in enumerate(batches):
-                counted = real[i * micro_batch : (i + 1) * micro_batch]
+                rows = slice(i * micro_batch, (i + 1) * micro_batch)
                 self._set_last(i == n - 1)
                 with self._counted(shapes):
                     result = loss_fn(batch)
@@ -178,26 +182,18 @@ class Engine:
                         raise ValueError(
                             f"update: loss_fn returned shape {list(loss.shape)}, expected [{micro_batch}], one loss per item"
                         )
-                    total = (loss * factor * counted).sum() / count
+                    total = (loss * factor * real[rows]).sum() / count
                     total.backward()
-                names = info._fields if info else ()
-                leaves = (
-                    torch.stack([leaf.detach() for leaf in info]) * counted if info else counted.new_zeros(0, micro_batch)
-                )
                 loss_sum = loss_sum + total.detach()
-                sums = leaves.sum(1) if sums is None else sums + leaves.sum(1)
-                peak = leaves.abs().amax(1)
-                peaks = peak if peaks is None else torch.maximum(peaks, peak)
+                diagnostics.add(info, rows)
         self.last_backward.end()
-        assert sums is not None
-        assert peaks is not None
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        local = torch.cat([torch.stack([loss_sum, real.sum()]), sums, peaks])[None]
+        local = diagnostics.row(loss_sum, self.world.peak_memory())[None]
         # The one read-back of the update.
         table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
-        result_info = self._step(names, ranks=table[:-1], grad_norm=table[-1][0], norm=norm)
+        result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
         return result_info._replace(flops=n * self.flops[shapes])
 
     @contextmanager
@@ -211,8 +207,8 @@ class Engine:
             yield
         self.flops[shapes] = counter.model
 
-    def _step(self, names: tuple[str, ...], *, ranks: list[list[float]], grad_norm: float, norm: Tensor) -> UpdateInfo:
-        """Step the optimizer if the gradient is finite, and combine the ranks' numbers."""
+    def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
+        """Step the optimizer if the gradient is finite, and return what the update did."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
         if skip:
             self.skipped += 1
@@ -235,18 +231,17 @@ class Engine:
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
                 "lower optimizer.lr, or look at the reward and the last samples"
             )
-        loss, items = (sum(row[i] for row in ranks) for i in (0, 1))
-        columns = {name: [row[2 + k] for row in ranks] for k, name in enumerate(names)}
-        peaks = {name: [row[2 + len(names) + k] for row in ranks] for k, name in enumerate(names)}
         return UpdateInfo(
-            loss=loss,
+            loss=numbers.loss,
             grad_norm=grad_norm,
             lr=lr,
             skipped=skip,
-            mean={name: sum(values) / max(items, 1) for name, values in columns.items()},
-            max_abs={name: _max(values) for name, values in peaks.items()},
-            items=int(items),
+            mean=numbers.mean,
+            max_abs=numbers.max_abs,
+            items=numbers.items,
             flops=0,
+            parts=numbers.parts,
+            memory=numbers.memory,
         )
 
     def _warn_of_eps(self, grad_norm: float) -> None:
@@ -391,8 +386,3 @@ def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor that may be sharded; it shares the storage."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def _max(values: list[float]) -> float:
-    """Return the largest value, NaN if one of them is NaN."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values)

@@ -1,6 +1,8 @@
 """Items of an update: a pytree of tensors with one row per item, split into micro-batches of one size."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -43,3 +45,96 @@ def micro_batches(items: PyTree[Tensor], *, micro_batch: int, pad_to: int, devic
         stop = start + micro_batch
         rows = slice(start, stop) if stop <= held else torch.arange(start, stop, device=first.device) % held
         yield fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)
+
+
+class Parts(NamedTuple):
+    """Diagnostics by part of an update's items, e.g. by step: one number per part, 0 for a part without items."""
+
+    items: list[int]  # of all ranks
+    mean: dict[str, list[float]]
+    mean_abs: dict[str, list[float]]
+
+
+class Diagnostics:
+    """Numbers of an update's items, kept on the device until they are read back once, with everything else.
+
+    Args:
+        real: 1 for each item of this rank, 0 for the rows that fill up its last micro-batches, `[N]`.
+        parts: parts of the update that an item counts in, bool `[P, S]` with P <= N; None splits nothing.
+    """
+
+    def __init__(self, real: Tensor, parts: Tensor | None = None) -> None:
+        self.real, self.names = real, tuple[str, ...]()
+        self.sums: Tensor | None = None
+        self.peaks: Tensor | None = None
+        self.parts = parts
+        self._leaves: list[Tensor] = []  # of all items, where they are split
+
+    def add(self, info: Any, rows: slice) -> None:
+        """Add the diagnostics of a micro-batch.
+
+        Args:
+            info: NamedTuple of tensors `[b]`, or nothing.
+            rows: the micro-batch among the N rows.
+        """
+        counted = self.real[rows]
+        self.names = info._fields if info else ()
+        leaves = torch.stack([leaf.detach() for leaf in info]) * counted if info else counted.new_zeros(0, len(counted))
+        self.sums = leaves.sum(1) if self.sums is None else self.sums + leaves.sum(1)
+        peak = leaves.abs().amax(1)
+        self.peaks = peak if self.peaks is None else torch.maximum(self.peaks, peak)
+        if self.parts is not None:
+            self._leaves.append(leaves)
+
+    def row(self, loss: Tensor, memory: Sequence[float]) -> Tensor:
+        """Return this rank's numbers as one row.
+
+        Args:
+            loss: sum of the losses.
+            memory: bytes of this rank; they are written to the device without waiting for it.
+        """
+        assert self.sums is not None
+        assert self.peaks is not None
+        held = [loss.new_full((1,), size) for size in memory]
+        return torch.cat([torch.stack([loss, self.real.sum()]), self.sums, self.peaks, *self._by_part(), *held])
+
+    def _by_part(self) -> list[Tensor]:
+        """Return the number of items, the sums and the sums of absolute values of each part."""
+        if self.parts is None:
+            return []
+        leaves = torch.cat(self._leaves, dim=1)[:, None, : len(self.parts)]  # [K, 1, P]
+        mask = self.parts.T
+        # No product with the mask: a NaN belongs to its own part alone.
+        sums = [torch.where(mask, values, 0.0).sum(-1) for values in (leaves, leaves.abs())]
+        return [mask.sum(1).to(leaves.dtype), sums[0].flatten(), sums[1].flatten()]
+
+    def read(self, ranks: Sequence[Sequence[float]]) -> "Numbers":
+        """Return what the rows of all ranks say, once they are on the host."""
+        column = iter(zip(*ranks, strict=True))
+        loss, items = sum(next(column)), sum(next(column))
+        mean = {name: sum(next(column)) / max(items, 1) for name in self.names}
+        max_abs = {name: _max(next(column)) for name in self.names}
+        parts = None
+        if self.parts is not None:
+            held = [sum(next(column)) for _ in range(self.parts.shape[1])]
+            signed, size = (
+                {name: [sum(next(column)) / max(number, 1) for number in held] for name in self.names} for _ in range(2)
+            )
+            parts = Parts([int(number) for number in held], signed, size)
+        return Numbers(loss, int(items), mean, max_abs, parts, memory=tuple(max(sizes) for sizes in column))
+
+
+class Numbers(NamedTuple):
+    """The diagnostics of an update over all ranks."""
+
+    loss: float
+    items: int
+    mean: dict[str, float]
+    max_abs: dict[str, float]
+    parts: Parts | None
+    memory: tuple[float, ...]  # the largest of the ranks
+
+
+def _max(values: Sequence[float]) -> float:
+    """Return the largest value, NaN if one of them is NaN."""
+    return math.nan if any(math.isnan(value) for value in values) else max(values)

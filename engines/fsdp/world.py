@@ -2,7 +2,9 @@
 
 import os
 import re
+import resource
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +96,16 @@ class World:
     def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Return a mesh of all ranks with this world's timeout."""
         return _mesh(self.device, shape, names, self.timeout)
+
+    def peak_memory(self) -> tuple[float, ...]:
+        """Return the largest bytes of memory that this process has held since it began, without waiting for the device.
+
+        On a GPU these are what tensors took and what PyTorch reserved for them; on the CPU it is the resident set.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return (unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,)
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the equally shaped tensors of all ranks, concatenated by rank along the first dimension."""

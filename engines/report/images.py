@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -31,15 +32,44 @@ def sheet_of(
         width: approximate width of an image, in pixels.
     """
     drawn = [as_image(image, width=width) for image in images]
+    return captioned(drawn, prompts, scores, title=title, columns=columns).image
+
+
+class Sheet(NamedTuple):
+    """Captioned images side by side, and where each of them is."""
+
+    image: Image.Image
+    captions: list[str]
+    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom
+
+
+def captioned(
+    images: Sequence[Image.Image],
+    prompts: Sequence[str],
+    scores: Sequence[float] | Tensor | None = None,
+    *,
+    title: str = "",
+    columns: int = 4,
+) -> Sheet:
+    """Return images side by side, each captioned with its prompt and, if given, its score (green for 1).
+
+    Args:
+        images: n images of one size.
+        prompts: n captions.
+        scores: n scores.
+        title: text above the grid.
+        columns: images per row.
+    """
     font = ImageFont.load_default(size=18)
     gap, line = 14, 26
-    cell_w, cell_h = drawn[0].width + gap, drawn[0].height + line + gap
-    rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
+    cell_w, cell_h = images[0].width + gap, images[0].height + line + gap
+    rows, columns = -(-len(images) // columns), min(columns, len(images))
     top = line + gap if title else gap
     sheet = Image.new("RGB", (columns * cell_w + gap, rows * cell_h + top), PAPER)
     draw = ImageDraw.Draw(sheet)
     draw.text((gap, gap // 2), title, INK, font=font)
-    for i, (image, prompt) in enumerate(zip(drawn, prompts, strict=True)):
+    captions, boxes = [], []
+    for i, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
         x, y = gap + i % columns * cell_w, top + i // columns * cell_h
         caption, colour = prompt, INK
         if scores is not None:
@@ -47,7 +77,9 @@ def sheet_of(
             caption, colour = f"{prompt}   {score:.2f}", GOOD if score == 1 else BAD
         draw.text((x, y), caption, colour, font=font)
         sheet.paste(image, (x, y + line))
-    return sheet
+        captions.append(caption)
+        boxes.append((x, y + line, x + image.width, y + line + image.height))
+    return Sheet(sheet, captions, boxes)
 
 
 def join(path: Path, parts: Sequence[Path]) -> None:

@@ -1,26 +1,33 @@
 """The run folder: everything that a run writes, by rank 0.
 
-config.json  metrics.jsonl  summary.json  curves.png  probe.safetensors  samples/*.{png,csv}  tensorboard/  checkpoints/
-weights/
+config.json  metrics.jsonl  summary.json  report.html  curves.png  warnings.txt  tracker.json  probe.safetensors
+samples/*.{png,json,csv}  tensorboard/  checkpoints/  weights/
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import optree
+from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Scores
 from fluvial.engines.evaluation.table import read_scores, same_samples, write_scores
-from fluvial.engines.report import images, plots
+from fluvial.engines.report import images, page, plots, trackers
+from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import restart
+from fluvial.models.images import as_image
 
-CONFIG = "config.json"
+CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
+WIDTH = 256  # of a sample, in pixels, about
 
 
 def claim(out: Path, *, resume: bool) -> None:
@@ -51,20 +58,26 @@ class RunFolder:
         out: claimed folder.
         config: configuration of the run, as JSON.
         update: update that the run starts after; later records of an interrupted run are dropped.
+        tracker: tracker that receives numbers and images as well, see `trackers.find`.
+        say: where the line of a tracker that fails goes, besides warnings.txt.
     """
 
-    def __init__(self, out: Path, config: Mapping[str, Any], *, update: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.out = out
+    def __init__(
+        self, out: Path, config: Mapping[str, Any], *, update: int = 0, tracker: str = "tensorboard",
+        say: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.out, self.say = out, say
         self.records = self._kept(update)
         self.metrics = out / "metrics.jsonl"
         write_json(out / CONFIG, config)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
-        self.tensorboard = SummaryWriter(str(out / "tensorboard"), purge_step=update + 1 if update else None)
+        self.tracker: SafeTracker | None = None
+        if (maker := trackers.find(tracker)) is not None:
+            run = TrackedRun(out, finite(config), self._tracker_id(kept=maker is not trackers.TensorBoard), update)
+            self.tracker = SafeTracker(tracker, maker, run, self.warn)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and TensorBoard."""
+        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and the tracker."""
         record = finite(record)
         if record in self.records:  # a finished run that is resumed evaluates again
             return
@@ -74,14 +87,36 @@ class RunFolder:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
             raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
-        for path, number in zip(*optree.tree_flatten_with_path(record)[:2], strict=True):
-            self.tensorboard.add_scalar("/".join(map(str, path)), number, record["update"])
+        if self.tracker:
+            self.tracker.log(numbers(record), record["update"])
 
-    def samples(self, name: str, shown: Tensor, prompts: Sequence[str], scores: Tensor | None, *, title: str) -> Path:
-        """Write images `[n, C, H, W]` as a captioned grid to samples/NAME.png, and return its path."""
-        sheet = images.sheet_of(shown, prompts, scores, title=title)
+    def samples(
+        self, name: str, shown: Sequence[Tensor | Image.Image], prompts: Sequence[str], scores: Sequence[float] | None, *,
+        title: str, update: int = 0,
+    ) -> Path:  # fmt: skip
+        """Write images as a captioned grid to samples/NAME.png, and return its path.
+
+        Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The tracker gets them too.
+
+        Args:
+            name: what the images are.
+            shown: n images, or tensors `[C, H, W]` in [0, 1].
+            prompts: n prompts.
+            scores: n scores.
+            title: text above the grid.
+            update: update that they are of.
+        """
+        drawn = [image if isinstance(image, Image.Image) else as_image(image, width=WIDTH) for image in shown]
+        sheet = images.captioned(drawn, prompts, scores, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
-        sheet.save(path)
+        sheet.image.save(path)
+        rows = [
+            {"prompt": str(prompt), "score": None if scores is None else float(scores[i]), "box": list(sheet.boxes[i])}
+            for i, prompt in enumerate(prompts)
+        ]
+        write_json(path.with_suffix(".json"), rows)
+        if self.tracker:
+            self.tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
 
     def scores(self, name: str, scores: Scores) -> None:
@@ -129,9 +164,55 @@ class RunFolder:
         )
         return path
 
+    def warn(self, line: str) -> None:
+        """Keep a warning for the report, and print it."""
+        self._keep(line)
+        if self.say:
+            self.say(line)
+
+    @contextlib.contextmanager
+    def keeping_warnings(self) -> Iterator[None]:
+        """Keep what Python warns of in the block for the report, besides showing it."""
+        shown = warnings.showwarning
+
+        def keep(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category in (UserWarning, RuntimeWarning):
+                self._keep(str(message))
+            shown(message, category, *where, **more)
+
+        warnings.showwarning = keep
+        try:
+            yield
+        finally:
+            warnings.showwarning = shown
+
+    def report(self) -> Path:
+        """Write report.html, and return its path."""
+        return page.write(self.out)
+
     def close(self) -> None:
-        """Flush the buffered records."""
-        self.tensorboard.close()
+        """Flush the buffered records, and end the tracker."""
+        if self.tracker:
+            self.tracker.finish()
+
+    def _keep(self, line: str) -> None:
+        # What cannot be kept must not stop training.
+        with contextlib.suppress(OSError), (self.out / WARNINGS).open("a", encoding="utf-8") as file:
+            file.write(" ".join(line.split()) + "\n")
+
+    def _tracker_id(self, *, kept: bool) -> str:
+        """Return the id of the run for a tracker: that of the folder, or a new one, which is kept there if asked for."""
+        path = self.out / TRACKER
+        try:
+            known = json.loads(path.read_text())["id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            known = None
+        if isinstance(known, str):
+            return known
+        made = uuid.uuid4().hex[:21]  # as many characters as SwanLab asks for
+        if kept:
+            write_json(path, {"id": made})
+        return made
 
     def _kept(self, update: int) -> list[dict[str, Any]]:
         """Return the records of an interrupted run up to an update; a last line that a crash cut short is dropped."""
@@ -151,6 +232,12 @@ class RunFolder:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON to a file atomically."""
     _write(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their path, e.g. "reward/mean"."""
+    paths, leaves = optree.tree_flatten_with_path(record)[:2]
+    return {"/".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def finite(record: Any) -> Any:

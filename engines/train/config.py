@@ -129,6 +129,9 @@ class TrainConfig:
         checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`.
         keep_checkpoints: Number of checkpoints that are kept.
         export_dtype: Dtype of the weights that are exported at the end.
+        tracker: Where numbers, images and settings go besides the run folder: tensorboard (its folder tensorboard), wandb,
+            trackio, swanlab (each needs the extra of its name, and is offline without a login), none, or your own as
+            module:name.
         collective_timeout: Seconds that processes wait for each other in a collective before they give up on one that died
             or hangs.
         resume: Continue the run in `out` from its newest checkpoint, with its recorded settings where none is given.
@@ -173,6 +176,7 @@ class TrainConfig:
     checkpoints: str | None = None
     keep_checkpoints: int = 2
     export_dtype: Literal["float32", "bfloat16"] = "float32"
+    tracker: str = "tensorboard"
     collective_timeout: float = 600.0
     resume: bool = False
     resume_from: str | None = None

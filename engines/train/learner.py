@@ -30,6 +30,7 @@ from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.rollout.window import trained_steps
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.monitoring.signal import parts_of
 from fluvial.engines.train.policies import Policies, predictions
 from fluvial.engines.train.prompt_statistics import History, PromptStatistics
 from fluvial.kernels import step_log_prob
@@ -43,6 +44,7 @@ class Learnt(NamedTuple):
 
     updates: list[UpdateInfo]
     correction: CorrectionInfo | None = None
+    advantage: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
 
 
 class Work(NamedTuple):
@@ -55,6 +57,7 @@ class Work(NamedTuple):
     share: Share
     correction: CorrectionInfo | None = None
     target_weight: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
+    advantage: Tensor | None = None  # likewise
 
 
 class Learner:
@@ -152,7 +155,7 @@ class Learner:
         kept = (advantage if drops else target_weight) != 0
         adds = taken if every else taken * kept.to(taken.dtype)[:, None]
         count = int((adds if over_kept else taken).sum())
-        return Work(flat, samples.cond, adds, count, share, correction, target_weight)
+        return Work(flat, samples.cond, adds, count, share, correction, target_weight, advantage)
 
     def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
         """Return the items of given preferences; each rank takes its share of them.
@@ -250,7 +253,7 @@ class Learner:
             for minibatch in range(minibatches):
                 chosen = work.adds * (part == minibatch)[:, None] if minibatches > 1 else work.adds
                 infos.append(self._update(work, chosen, work.divisor / minibatches))
-        return Learnt(infos, work.correction)
+        return Learnt(infos, work.correction, work.advantage)
 
     def _update(self, work: Work, adds: Tensor, count: float) -> UpdateInfo:
         """Take one optimizer step on the items that add something to the loss.
@@ -276,6 +279,7 @@ class Learner:
             micro_batch=self.config.items_per_pass,
             pad_to=longest,
             inputs=cond,
+            parts=parts_of(flat, self.schedule.levels),
         )
 
     def _gathered(self, work: Work, adds: Tensor) -> Items:

@@ -11,9 +11,12 @@ from fluvial.engines.run import run_folder
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.train import metrics
 from fluvial.engines.train.monitoring.diagnostics import Probe
+from fluvial.engines.train.monitoring.extremes import KeptImages
 
 if TYPE_CHECKING:
     from fluvial.engines.train.trainer import Trainer
+
+EXTREMES = 8  # best and worst samples that a report shows
 
 
 class Loop:
@@ -79,14 +82,27 @@ class Loop:
         done = self.trainer.engine.updates
         return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
 
-    def _evaluate(self, name: str, samples: int) -> Evaluation:
-        result = self.trainer.evaluate(samples)
+    def _evaluate(self, name: str, samples: int, *, extremes: int = 0) -> Evaluation:
+        kept = KeptImages() if extremes and self.trainer.evaluated.evaluators else None
+        result = self.trainer.evaluate(samples, keep=kept)
         if self.folder:
             self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
             self.folder.scores(name, result.scores)
             title = metrics.evaluation_title(name, result)
-            self.folder.samples(name, result.images, result.prompts, result.images_score, title=title)
+            shown = result.images, result.prompts, result.images_score
+            self.folder.samples(name, *shown, title=title, update=self.trainer.engine.updates)
+        if kept is not None:
+            self._show(kept, result, extremes)
         return result
+
+    def _show(self, kept: KeptImages, result: Evaluation, count: int) -> None:
+        """Write the best and the worst samples of an evaluation; every rank must take part."""
+        for kind, chosen in zip(
+            ("best", "worst"), kept.extremes(result.scores, self.trainer.world, count=count), strict=True
+        ):
+            if self.folder and chosen.images:
+                title = f"{kind} of {result.samples} samples, by {result.scores.evaluators[-1]}"
+                self.folder.samples(kind, *chosen, title=title, update=self.trainer.engine.updates)
 
     def _probe(self) -> Probe:
         """Return the probe of the model that training began with: taken now, or read where the run is resumed."""
@@ -104,7 +120,7 @@ class Loop:
     def _finish(self) -> dict[str, Any]:
         """Evaluate, export, draw, and return the summary."""
         trainer, config, out = self.trainer, self.config, self.config.out
-        after = self._evaluate("after", self.final_samples)
+        after = self._evaluate("after", self.final_samples, extremes=EXTREMES)
         trainer.export(out)
         counted = trainer.progress
         assert counted.before is not None
@@ -124,6 +140,7 @@ class Loop:
             run_folder.write_json(out / "summary.json", summary)
             self.folder.curves()
             images.join(out / "samples" / "before-after.png", sheets)
+            self.folder.report()
         if trainer.console:
             self.progress.say("")
             trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
@@ -131,5 +148,5 @@ class Loop:
                 f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of "
                 f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
-            self.progress.say(f"images: {out / 'samples' / 'before-after.png'} and {out / 'curves.png'}")
+            self.progress.say(f"report: {out / 'report.html'}; images: {out / 'samples' / 'before-after.png'}")
         return summary

@@ -71,13 +71,31 @@ def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | N
     return record
 
 
-def speed(updates: list[UpdateInfo], seconds: float, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Return the model FLOPs per second of updates on this rank, and as a fraction of the device's peak if it is known."""
+def speed(
+    updates: list[UpdateInfo], seconds: Mapping[str, float], samples: int, *, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
+
+    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known.
+
+    Args:
+        updates: updates of the rollout.
+        seconds: seconds of each phase.
+        samples: samples of the rollout on all ranks.
+        device: device of this rank.
+        dtype: dtype of the computation.
+    """
     work = sum(update.flops for update in updates)
-    found = {"update_flops": work / seconds}
+    found = {"samples_per_second": samples / sum(seconds.values()), "update_flops": work / seconds["update"]}
     if (most := flops.peak(device, dtype)) is not None:
-        found["mfu"] = flops.mfu(work, seconds, peak=most, ranks=1)
+        found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
     return found
+
+
+def memory(update: UpdateInfo) -> dict[str, float]:
+    """Return the largest memory of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident."""
+    names = ("allocated", "reserved") if len(update.memory) == 2 else ("resident",)
+    return {name: size / 2**30 for name, size in zip(names, update.memory, strict=True)}
 
 
 def shown(record: Mapping[str, Any]) -> dict[str, float]:

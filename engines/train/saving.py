@@ -22,8 +22,8 @@ from fluvial.engines.train.record import as_record
 # Settings that may change between the start of a run and its resumption.
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
-    "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "collective_timeout", "resume", "resume_from",
-    "engine", "evaluation",
+    "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "tracker", "collective_timeout", "resume",
+    "resume_from", "engine", "evaluation",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Training: samples -> rewards -> update, a rollout at a time; and whole runs with folder, evaluations and checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.micro_batch import Choice
+from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.run import restart, run_folder
@@ -32,6 +33,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.loop import Loop
+from fluvial.engines.train.monitoring import signal
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
@@ -116,7 +118,8 @@ class Trainer:
         if self.config.followers:
             with metrics.timed(seconds, "update"):
                 self.policies.follow(self.engine, rollouts + 1)
-        self.progress.samples += 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
+        samples = 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
+        self.progress.samples += samples
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
         self._watch_ratio(learnt.updates[0])
@@ -125,22 +128,33 @@ class Trainer:
             "update": self.engine.updates,
             "samples": self.progress.samples,
             **metrics.learnt_record(learnt, self.learner.texts.padding, self.source.size),
+            **signal.parts_record(learnt.updates[-1].parts, steps=self.config.objective.traits.trains_on == "steps"),
             **metrics.reward_record(rewards, self.runners.weights, list(self.rewards), asked),
-            "speed": metrics.speed(learnt.updates, seconds["update"], device=self.world.device, dtype=dtype),
+            **signal.group_record(rewards, self.runners.weights, self.config.rollout.group),
+            **(signal.advantage_record(learnt.advantage) if self.rewards else {}),
+            "speed": metrics.speed(learnt.updates, seconds, samples, device=self.world.device, dtype=dtype),
+            "memory": metrics.memory(learnt.updates[-1]),
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
         }
         return record if spread is None else {**record, "diversity": spread}
 
-    def evaluate(self, samples: int | None = None) -> Evaluation:
-        """Return the scores of held-out prompts, of `config.eval_samples` samples by default; every rank must take part."""
+    def evaluate(
+        self, samples: int | None = None, *, keep: Callable[[Sequence[str], Tensor], None] | None = None
+    ) -> Evaluation:
+        """Return the scores of held-out prompts; every rank must take part.
+
+        Args:
+            samples: number of samples, by default `config.eval_samples`.
+            keep: function of the names and the images of each chunk of this rank.
+        """
         self.settle()
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
                 self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
                 seeds=config.evaluation.seeds, micro_batch=config.samples_per_pass, world=self.world,
-                guidance=config.evaluation_guidance, solver=config.evaluation.solver,
+                guidance=config.evaluation_guidance, solver=config.evaluation.solver, keep=keep,
             )  # fmt: skip
             if self.probe is not None:
                 drift = self.probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)
@@ -271,6 +285,7 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             if job is None:
                 job = jobs.of_run(config)
             if world.is_main:
+                trackers.find(config.tracker)  # before anything is written
                 run_folder.claim(config.out, resume=config.resume or config.resume_from is not None)
         with Trainer(config, job, world, console=console if world.is_main else None) as trainer:
             saved = checkpoint.listed(config.checkpoint_folder)
@@ -281,17 +296,18 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
             trainer.stop = stop
             choice = trainer.settle()
             record = as_record(trainer.config)  # with the micro-batch that was chosen
-            folder = RunFolder(config.out, record, update=trainer.engine.updates) if world.is_main else None
-            try:
-                with RunProgress(trainer.console, total=config.updates, done=trainer.engine.updates) as progress:
-                    if choice is not None:
-                        progress.say(str(choice))
-                    if choice is not None and folder:
-                        folder.log({"update": trainer.engine.updates, "micro_batch": choice.record})
-                    return Loop(trainer, folder, progress).run()
-            finally:
-                if folder:
-                    folder.close()
+            with ExitStack() as stack:
+                done, folder = trainer.engine.updates, None
+                progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
+                if world.is_main:
+                    folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
+                    stack.callback(folder.close)
+                    stack.enter_context(folder.keeping_warnings())
+                if choice is not None:
+                    progress.say(str(choice))
+                    if folder:
+                        folder.log({"update": done, "micro_batch": choice.record})
+                return Loop(trainer, folder, progress).run()
 
 
 def _opened_world(config: TrainConfig, stack: ExitStack) -> World:

@@ -318,7 +318,7 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
 
 
 def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers leave the device once per update, however many micro-batches it has."""
+    """Numbers leave the device once per update, however many micro-batches it has, and parts that it is split into."""
     reads: Counter[str] = Counter()
 
     def spied(name: str) -> Any:
@@ -334,6 +334,7 @@ def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Tensor, name, spied(name))
     items, weight = data(16)
     trained = engine(one)
-    reads.clear()
-    trained.update(items, squared(trained.module), weight, count=5, micro_batch=2, pad_to=16)
-    assert reads == {"tolist": 1}
+    for parts in (None, torch.eye(16, dtype=torch.bool)):
+        reads.clear()
+        trained.update(items, squared(trained.module), weight, count=5, micro_batch=2, pad_to=16, parts=parts)
+        assert reads == {"tolist": 1}

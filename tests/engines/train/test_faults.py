@@ -27,7 +27,7 @@ from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import train
 
 FLAGS = ["--updates", "9", "--optimizer.ema-decay", "0.9"]
-TIMED = {"seconds", "speed"}
+TIMED = {"seconds", "speed", "memory"}
 LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with --resume --out {}"
 
 

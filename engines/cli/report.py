@@ -1,0 +1,28 @@
+"""`fluvial report RUN`: write the report of a run folder, whether the run has ended or not."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fluvial.engines.errors import UsageError
+
+USAGE = """usage: fluvial report RUN
+
+Write report.html to the run folder RUN: curves, images, numbers and settings in one file, which needs no network.
+fluvial train writes it when a run ends.
+"""
+
+
+def run(args: Sequence[str]) -> None:
+    """Write a report and print its path.
+
+    Raises:
+        UsageError: the arguments are wrong, or the folder holds no run.
+    """
+    if args and args[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if len(args) != 1:
+        raise UsageError(f"report takes the folder of one run, got {len(args)} words (fluvial report --help)")
+    from fluvial.engines.report import page
+
+    print(page.write(Path(args[0])))
