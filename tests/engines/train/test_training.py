@@ -56,6 +56,7 @@ def test_the_run_folder(run: Path) -> None:
         *("config.json", "metrics.jsonl", "summary.json", "report.html", "curves.png", "probe.safetensors"),
         *(f"samples/{name}.png" for name in ("before", "update-0001", "after", "best", "worst", "before-after")),
         *(f"samples/{name}.json" for name in ("before", "update-0001", "after", "best", "worst")),
+        *(f"samples/{name}.csv" for name in ("before", "update-0001", "after")),
         *("checkpoints/000002/manifest.json", "checkpoints/000002/shard-00001-model-00001-of-00001.safetensors"),
         *("weights/config.json", "weights/diffusion_pytorch_model.safetensors"),
     }
