@@ -102,6 +102,8 @@ class RunSettings(Protocol):
     @property
     def makes_samples(self) -> bool: ...
     @property
+    def scores_samples(self) -> bool: ...
+    @property
     def takes_ratios(self) -> bool: ...
     @property
     def followers(self) -> tuple[Follower, ...]: ...
@@ -136,6 +138,8 @@ class ObjectiveTraits:
             the predictions of other policies, are guided before.
         takes_implementation: the loss calls a kernel (`LossConfig.implementation`); otherwise a choice is an error.
         offline: samples are given, and there is no rollout.
+        groups: what the samples of a group have in common: their prompt; or, offline, their caption, each being another
+            image of it, or nothing, each being the next one of the data.
         recorded_form: form of the log-probabilities that the rollout records, if not `rollout.form`.
         teacher: folder of the teacher's weights.
         preferences: folder of given preferences.
@@ -160,6 +164,7 @@ class ObjectiveTraits:
     folds_guidance: bool = False
     takes_implementation: bool = False
     offline: bool = False
+    groups: Literal["prompt", "caption", "data"] = "prompt"
     recorded_form: Form | None = None
     teacher: Path | None = None
     preferences: Path | None = None

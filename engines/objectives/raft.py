@@ -1,15 +1,26 @@
 """RAFT: flow matching on the best samples of each group."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import Transition
 from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
 from fluvial.engines.rollout.items import Items, given
 from fluvial.kernels import velocity_error
+
+
+def _refuses(config: RunSettings) -> Iterator[str]:
+    if config.data and not config.objective.traits.offline:
+        yield (
+            "data is set, and raft compares the samples of a rollout: set objective.compare to caption (images with the "
+            "same caption) or data (any images)"
+        )
 
 
 @dataclass(frozen=True)
@@ -18,12 +29,21 @@ class Raft:
 
     Args:
         best: Fraction of a group that is fitted, at least one sample. Groups whose rewards are all equal are skipped.
+        compare: What a group is: the samples of a prompt in a rollout; or, of given images (data) and without a rollout,
+            the images of a caption (best of n), or images of any captions (supervised fine-tuning on the best of the data).
     """
 
     best: float = 0.25
-    traits = ObjectiveTraits(
-        trains_on="noised", rewards="order", skips_zero=True, mean_over_kept=True, takes_kl=True, takes_implementation=True
-    )
+    compare: Literal["rollout", "caption", "data"] = "rollout"
+
+    @cached_property
+    def traits(self) -> ObjectiveTraits:
+        """Given images make the objective offline."""
+        return ObjectiveTraits(
+            trains_on="noised", rewards="order", skips_zero=True, mean_over_kept=True, takes_kl=True,
+            takes_implementation=True, offline=self.compare != "rollout",
+            groups="prompt" if self.compare == "rollout" else self.compare, refuses=_refuses,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", best=(1e-9, 1))

@@ -43,6 +43,7 @@ class Stream(IntEnum):
     PROMPTS = "rollout", 1  # which prompts, or which given preferences
     SAMPLES = "rollout", 2
     SIZE = "rollout", 3  # size of the samples, where it is drawn
+    CAPTIONS = "rollout", 4  # which images of a caption; the number of the group is folded in
     NOISING = "rollout", 10  # noise put on clean samples
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on

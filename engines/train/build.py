@@ -106,7 +106,8 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     schedule, _ = schedules.of(job.shape)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
-    source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
+    with world.agreed():
+        source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
     return Parts(job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
 
 
@@ -158,8 +159,8 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
     Raises:
         UsageError: there is no reward to learn from, or one of the rewards or evaluators is not a reward.
     """
-    rewards = select(job.rewards, config.rewards) if config.makes_samples else {}
-    if config.makes_samples and not rewards and config.objective.traits.rewards != "nothing":
+    rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
+    if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or set "
             "rewards to module:name"

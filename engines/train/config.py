@@ -104,8 +104,8 @@ class TrainConfig:
             training codes of the built-in models.
         prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled) or draws (at random, with
             replacement).
-        data: Images with captions to learn from without a rollout (sft), each with or without a weight: folders of images,
-            or files of records with a column image.
+        data: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without a
+            weight: folders of images, or files of records with a column image.
         data_cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and
             images may share one.
         data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
@@ -242,6 +242,11 @@ class TrainConfig:
     def makes_samples(self) -> bool:
         """Whether there is a rollout; with given data there is none."""
         return not self.objective.traits.offline
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether rewards score the samples: those of a rollout, or given ones that the objective compares."""
+        return self.makes_samples or self.objective.traits.groups != "prompt"
 
     @property
     def evaluation_steps(self) -> int:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import optree
+import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
 from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch
+from fluvial.engines.data.captions import Captions
 from fluvial.engines.data.order import order_key
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import as_prompt
@@ -34,6 +36,8 @@ from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
 
+FIRST = 0  # updates before the first rollout
+
 
 class RolloutSource:
     """Makes this rank's samples of each rollout.
@@ -46,6 +50,9 @@ class RolloutSource:
         policies: policy that makes the rollouts, where it is not the engine's.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
+
+    Raises:
+        UsageError: images of one caption are compared, and no caption has two.
     """
 
     def __init__(
@@ -63,27 +70,40 @@ class RolloutSource:
         self.engine, self.policies, self.schedules, self.texts = engine, policies, schedules, texts
         self.size: Size | None = None  # of the last samples, where there are several sizes
         self._order: BatchOrder | None = None
+        self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
 
     def prompts(self, root: Key) -> list[str]:
-        """Return the prompt of each group of the next rollout, the same on every rank."""
-        return [self.job.prompts[place] for place in self._places(root, self.job.prompts)]
+        """Return the prompt of each group of the next rollout, the same on every rank.
+
+        Where the samples of a group are different images, it is the prompt of each sample.
+        """
+        known, rollout = self.job.prompts, self.config.rollout
+        if self._captions is not None:
+            keys, groups = (
+                fold_in(root, Stream.CAPTIONS),
+                enumerate(self._places(root, self._captions.firsts, rollout.prompts)),
+            )
+            drawn = (self._captions.drawn(caption, fold_in(keys, group), rollout.group) for group, caption in groups)
+            return [known[place] for places in drawn for place in places]
+        different = self.config.objective.traits.groups == "data"
+        return [known[place] for place in self._places(root, known, rollout.batch if different else rollout.prompts)]
 
     def samples(self, root: Key, asked: list[str], rewards: RewardRunners) -> SampleBatch:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
 
         Args:
             root: key of the rollout.
-            asked: prompt of each group.
-            rewards: scorers of the images of a rollout; scoring starts while the next chunk is generated.
+            asked: prompt of each group, or of each sample.
+            rewards: scorers of the images; scoring starts while the next chunk is generated.
         """
         rollout = self.config.rollout
         ids, _ = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
-        prompts, shape = [asked[i // rollout.group] for i in ids], self._shape(root, asked)
+        prompts, shape = [asked[i * len(asked) // rollout.batch] for i in ids], self._shape(root, asked)
         key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
         negative = [] if self.config.kl.guidance is None else [guidance.negative]
         tokens = self.texts.of([*guidance.texts(self.job.model, prompts), *negative])
         if not self.config.makes_samples:
-            return self._data(ids, prompts, key, tokens)
+            return self._data(ids, prompts, key, tokens, rewards)
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
@@ -100,13 +120,13 @@ class RolloutSource:
     def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
         prompts = given.prompts if isinstance(given, EncodedPreferences) else [preference.prompt for preference in given]
-        places = self._places(root, prompts)
+        places = self._places(root, prompts, self.config.rollout.prompts)
         self.size = as_prompt(prompts[places[0]]).size
         return [given[place] for place in places]
 
-    def _places(self, root: Key, of: Sequence[str]) -> list[int]:
-        """Return the indices of the prompts that the next rollout takes, one per group."""
-        config, count, done = self.config, self.config.rollout.prompts, self.engine.updates
+    def _places(self, root: Key, of: Sequence[str], count: int) -> list[int]:
+        """Return the indices of the `count` prompts that the next rollout takes."""
+        config, done = self.config, self.engine.updates
         if config.prompt_order == "draws":
             drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
             return drawn_batch(of, fold_in(drawn, Stream.PROMPTS), count)
@@ -127,7 +147,7 @@ class RolloutSource:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, self.engine.updates // config.updates_per_rollout
-        first = fold_in(key(config.seed), 0)  # key of the first rollout
+        first = fold_in(key(config.seed), FIRST)  # key of the first rollout
         schedule, sampler = self.schedules.of(shape)
         if on_steps or not rollout.is_deterministic:
             stochastic = StochasticSteps(
@@ -163,14 +183,17 @@ class RolloutSource:
         same = rollout.window_draw == "rollout"
         return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
 
-    def _data(self, ids: list[int], prompts: list[str], key: Key, tokens: int | None) -> SampleBatch:
-        """Return clean samples of the job's data."""
+    def _data(self, ids: list[int], prompts: list[str], key: Key, tokens: int | None, rewards: RewardRunners) -> SampleBatch:
+        """Return clean samples of the job's data; rewards score their images, where the objective compares them."""
         assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []
         for start in range(0, len(ids), size):
             part = prompts[start : start + size]
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
             x0: Tensor = self.job.data(fold_in(key, ids[start]), part).to(device)
+            if self.config.scores_samples:
+                with torch.no_grad():
+                    rewards.submit(self.job.model.decode(x0), part)
             cond = optree.tree_map(
                 lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )

@@ -113,14 +113,14 @@ def _rewards(config: RunSettings) -> Iterator[str]:
     """Yield what does not fit what rewards are to the objective."""
     objective, rollout, name = config.objective, config.rollout, name_of(config.objective)
     compares = objective.traits.rewards in ("advantages", "order") and not config.advantage.history
-    if compares and config.makes_samples and rollout.group < 2:
+    if compares and config.scores_samples and rollout.group < 2:
         yield (
             f"rollout.group is {rollout.group}, expected at least 2: {name} compares a sample with the others of its group, "
             "and there is nothing to be learnt from a group of one"
         )
     if objective.traits.rewards != "advantages" and config.advantage != AdvantageConfig(combine=config.advantage.combine):
         yield f"advantage is set, and {name} takes no advantages: leave it as it is"
-    if not config.makes_samples and config.rewards:
+    if not config.scores_samples and config.rewards:
         yield f"rewards is set, and {name} generates no samples that could be scored: leave it as it is"
 
 
@@ -215,7 +215,7 @@ def _given_samples(config: RunSettings) -> Iterator[str]:
     if rollout.sampler != "ode" or rollout.solver != "euler" or rollout.shared_noise or rollout.autocast:
         yield (
             f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from data without a rollout: "
-            "use sampler ode, and leave the others as they are"
+            "use sampler ode and solver euler, and leave the others as they are"
         )
     if config.prompts and config.objective.traits.preferences is not None:
         yield "prompts is set, and a folder of preferences has its own: leave it as it is"

@@ -105,6 +105,17 @@ def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytes
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
+def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
+    given = ["--data", str(folder / "foxes"), "--objective.compare", "data", "--noising.each", "2", *SIZES]
+    code = run(folder, "sd3", "raft", tmp_path / "run", *given, "--rollout.prompts", "1", "--rollout.group", "4")
+    assert code == 0, capfd.readouterr().err
+    found = updates(tmp_path / "run")
+    assert [record["pairs"] for record in found] == [2] * 4
+    assert {record["size"] for record in found} == {"16x16", "16x24"}
+    assert all(record["grad_norm"] > 0 and record["reward"]["std"] > 0 for record in found)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
