@@ -6,13 +6,10 @@ Each has settings for large models and others for the built-in ones, which train
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
     AlignProp,
     Awm,
@@ -31,11 +28,8 @@ from fluvial.engines.objectives.table import (
 )
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import BUILT_IN, PipelineConfig, TrainConfig
-from fluvial.engines.train.published.resolve import resolve
-from fluvial.engines.train.published.runs import find
-from fluvial.engines.train.validate import fixed_micro_batch
-from fluvial.models import LoraConfig
+from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.train.published.settings import of_model, of_published
 
 HANDWRITING, UNET = BUILT_IN
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
@@ -56,7 +50,7 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a KL there:
     train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
-    return _published("flow_grpo/sd3.5-medium/ocr", model, objective=Clipped(), rollout=NOISIEST, advantage=BATCH)
+    return of_published("flow_grpo/sd3.5-medium/ocr", model, objective=Clipped(), rollout=NOISIEST, advantage=BATCH)
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -66,7 +60,7 @@ def dance(model: str = HANDWRITING) -> TrainConfig:
     which the last takes no noise and 60 % of the others are trained on, groups of 12 samples that start from the same
     noise, full fine-tuning. On handwriting it trains LoRA, with eta 0.8, on the noisier steps alone.
     """
-    return _published(
+    return of_published(
         "dancegrpo/flux.1-dev/hpsv2-16gpu",
         model,
         objective=Clipped(),
@@ -84,7 +78,7 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
     steps in the first half, and the negative squared error as log-probability (rollout.form unscaled). The authors' own
     runs (flow_cps/...) take all steps. On handwriting the log-probability is the true density.
     """
-    return _published(
+    return of_published(
         "flow_grpo/sd3.5-medium/geneval-fast-nocfg",
         model,
         objective=Clipped(),
@@ -99,7 +93,7 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     The settings of large models are those of the published run grpo_guard/sd3.5-medium/ocr. On handwriting the clip range
     is 1e-3.
     """
-    return _published("grpo_guard/sd3.5-medium/ocr", model, objective=Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH)
+    return of_published("grpo_guard/sd3.5-medium/ocr", model, objective=Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH)
 
 
 def dppo(model: str = HANDWRITING) -> TrainConfig:
@@ -108,7 +102,7 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
     The settings of large models are those of the published run unirl/sd3.5-medium/flowdppo. On handwriting the KL threshold
     is 1e-4 nats per dimension.
     """
-    return _published(
+    return of_published(
         "unirl/sd3.5-medium/flowdppo", model, objective=Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
     )
 
@@ -120,7 +114,7 @@ def ddpo(model: str = UNET) -> TrainConfig:
     in place of its statistics per prompt over past rollouts. On handwriting-unet it takes 10 steps, the noisier ones
     stochastic, and a learning rate of 2e-3: at 5e-4, 50 updates end at 0.93 of the codes right, at 2e-3 above 0.99.
     """
-    config = _published(
+    config = of_published(
         "ddpo/sd1.4/aesthetic",
         model,
         **ONE_UPDATE,
@@ -139,7 +133,7 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
     guidance, 9 random levels of the 10 per sample, and an old policy with decay min(0.001 n, 0.5) after n updates. On
     handwriting it trains on 4 levels per sample.
     """
-    return _published(
+    return of_published(
         "diffusion_nft/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
@@ -157,7 +151,7 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
     average of the policy, and SA-Solver. On handwriting it samples with Euler's steps and trains on 4 levels per sample,
     without a KL.
     """
-    return _published(
+    return of_published(
         "awm/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
@@ -175,7 +169,7 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     preferences` wrote (objective.preferences), as in the published runs, which train on pairs that people chose, with
     beta 2000 (paper, SD 1.5) or 5000 (code). On handwriting it is online, with groups of 8 and beta 100.
     """
-    return _recipe(
+    return of_model(
         model,
         Dpo(beta=2000.0),
         RolloutConfig(prompts=64, group=8, sampler="ode", eta=0.0),
@@ -196,7 +190,7 @@ def dgpo(model: str = HANDWRITING) -> TrainConfig:
     4 of the 5 noisiest levels, the same for all samples, and one noise per group; the update is without guidance. On
     handwriting it trains on 4 of all levels.
     """
-    return _published(
+    return of_published(
         "dgpo/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
@@ -214,7 +208,7 @@ def crd(model: str = HANDWRITING) -> TrainConfig:
     its reference, and with as many levels per sample as its schedule has steps. On handwriting it trains on 4 levels per
     sample.
     """
-    return _published(
+    return of_published(
         "flow_factory/sd3.5-medium/crd-ocr",
         model,
         **ONE_UPDATE,
@@ -233,7 +227,7 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     noise, and a KL whose weight is exact. The branching step is the next one in each rollout, where that run branches at
     every step. On handwriting 8 branches, at one of the six noisiest steps.
     """
-    return _published(
+    return of_published(
         "tempflow_grpo/flux.1-dev/hpsv3",
         model,
         objective=TempFlow(),
@@ -247,7 +241,7 @@ def d3po(model: str = UNET) -> TrainConfig:
     The settings of large models are those of the published run d3po/sd1.5/compressibility: two samples per prompt from the
     same noise, on 20 DDIM steps. On handwriting-unet groups of 8, and beta 100, because the log-ratios are per dimension.
     """
-    config = _published(
+    config = of_published(
         "d3po/sd1.5/compressibility",
         model,
         **ONE_UPDATE,
@@ -264,7 +258,7 @@ def alignprop(model: str = HANDWRITING) -> TrainConfig:
     The settings of large models are those of the published run alignprop/sd1.5/aesthetic: 50 DDIM steps, of which the
     gradient flows through the last 8 or so. On handwriting it flows through 2, from likeness, a density of real digits.
     """
-    return _published(
+    return of_published(
         "alignprop/sd1.5/aesthetic",
         model,
         **ONE_UPDATE,
@@ -280,7 +274,7 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
     On handwriting with a velocity KL of 1: samples of few steps are paler than the data of pre-training. Without the KL,
     a model that learns from its own samples fades to blank images (from 0.51 of the codes right to none in 50 updates).
     """
-    return _recipe(
+    return of_model(
         model,
         Raft(best=0.25),
         RolloutConfig(prompts=48, group=24, sampler="ode", eta=0.0),
@@ -295,7 +289,7 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
 
 def sft(model: str = HANDWRITING) -> TrainConfig:
     """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
-    return _recipe(
+    return of_model(
         model,
         Sft(),
         RolloutConfig(prompts=128, group=1, sampler="ode", eta=0.0),
@@ -314,7 +308,7 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     The teacher is a folder of weights (objective.teacher), by default what `fluvial train grpo` exports. Rewards are
     measured, not learnt from.
     """
-    return _recipe(
+    return of_model(
         model,
         Distill(teacher=teacher),
         RolloutConfig(prompts=128, group=1, eta=0.7),
@@ -347,51 +341,3 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "distill": distill,
     "handwriting": handwriting,
 }
-
-
-def _published(run: str, model: str, **tuned: Any) -> TrainConfig:
-    """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
-
-    Large models keep their own LoRA targets, image size, length of prompts, micro-batch, and the rollout's steps in
-    evaluations. Their moving average follows every update, so that a short run, too, exports what it has learnt.
-    """
-    if model in BUILT_IN:
-        return _built_in(model, **tuned)
-    config = resolve(find(run)).config
-    return replace(
-        config, out=Path("runs") / "x", model=model, seed=0, data_seed=None, updates=100 * config.updates_per_rollout,
-        lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1),
-        pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
-        micro_batch="auto" if fixed_micro_batch(config) is None else config.micro_batch,
-    )  # fmt: skip
-
-
-def _recipe(
-    model: str, objective: Objective, rollout: RolloutConfig, *, tuned: dict[str, Any] | None = None, **settings: Any
-) -> TrainConfig:
-    """Return a run of an objective that has no published run of its own here.
-
-    Args:
-        model: what is trained.
-        objective: objective, of large models and, if `tuned` has no other, of the built-in ones.
-        rollout: rollout, likewise.
-        tuned: settings of the built-in models, where they differ.
-        settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
-    """
-    settings = {"objective": objective, "rollout": rollout, **settings}
-    if model in BUILT_IN:
-        return _built_in(model, **{**settings, **(tuned or {})})
-    return TrainConfig(
-        Path("runs") / "x", model=model, train="lora", lora=LoraConfig(rank=32, alpha=64.0), micro_batch="auto",
-        eval_samples=32, final_samples=64, optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), **settings,
-    )  # fmt: skip
-
-
-def _built_in(model: str, **settings: Any) -> TrainConfig:
-    """Return a run of a built-in model."""
-    shared: dict[str, Any] = {
-        "train": "lora", "lora": LoraConfig(), "prompt_order": "draws", "updates": 100, "minibatches": 2, "micro_batch": 128,
-        "eval_every": 20, "eval_samples": 200, "final_samples": 1000,
-        "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
-    }  # fmt: skip
-    return TrainConfig(Path("runs") / "x", model=model, **{**shared, **settings})

@@ -11,13 +11,13 @@ from fluvial.models import LoraConfig, add_lora
 from fluvial.models import lora_layer as light
 
 
-def layers(scale: float, *, bias: bool = True) -> tuple[Any, Any]:
+def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Product = "factors") -> tuple[Any, Any]:
     """Return PEFT's adapted layer and the light one, with the same values."""
     pair = []
     for lightened in (False, True):
         torch.manual_seed(0)
         module = nn.ModuleDict({"to_q": nn.Linear(6, 5, bias=bias)})
-        add_lora(module, LoraConfig(rank=2, alpha=2 * scale), ["to_q"])
+        add_lora(module, LoraConfig(rank=rank, alpha=rank * scale, product=product), ["to_q"])
         layer: Any = module["to_q"]
         nn.init.normal_(layer.lora_B["default"].weight)
         if not lightened:
@@ -52,6 +52,54 @@ def test_the_light_pass_is_that_of_peft(shape: tuple[int, ...], scale: float, bi
     with torch.no_grad():
         alone = ours(x)
     assert torch.equal(alone, ours(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rank", [1, 2])  # of a layer of 5 x 6, the gradients of rank 1 take the factors
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4, 6)])
+def test_the_merged_product_is_that_of_peft(shape: tuple[int, ...], rank: int, bias: bool) -> None:
+    """Output and gradients agree to rounding; without gradient the output has the same bits as with it."""
+    theirs, ours = layers(1.5, bias=bias, rank=rank, product="merged")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for left, right in zip(passes(theirs, x), passes(ours, x), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        alone = ours(x)
+    assert torch.equal(alone, ours(x))
+
+
+def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the gradient of the whole weight, out x in numbers per row, or through the factors, 2 R (out + in)."""
+    taken, matmul = [], Tensor.mm
+
+    def spy(left: Tensor, right: Tensor) -> Tensor:
+        taken.append((left.shape[0], right.shape[1]))
+        return matmul(left, right)
+
+    monkeypatch.setattr(Tensor, "mm", spy)
+    for rank, dense in ((1, False), (2, True)):
+        taken.clear()
+        a, b, rows = torch.randn(rank, 6), torch.randn(5, rank), torch.randn(9, 6)
+        light._factor_gradients(torch.randn(9, 5), rows, a, b, 1.0, need_a=True, need_b=True)
+        assert ((5, 6) in taken) is dense
+
+
+def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the sum W + scale B A would lose small adapters."""
+    seen: list[torch.dtype] = []
+    merged = light.merged_linear
+
+    def spy(x: Tensor, *args: Any) -> Tensor:
+        seen.append(x.dtype)
+        return merged(x, *args)
+
+    monkeypatch.setattr(light, "merged_linear", spy)
+    for product, expected in (("factors", []), ("merged", [torch.float32])):
+        layer = layers(2.0, product=product)[1]  # type: ignore[arg-type]
+        x = torch.randn(3, 6)
+        single = layer(x)
+        torch.testing.assert_close(layer.to(torch.bfloat16)(x.bfloat16()).float(), single, rtol=5e-2, atol=5e-2)
+        assert seen == expected
 
 
 def test_a_part_of_a_batch_that_is_not_contiguous_has_the_same_gradients() -> None:
@@ -101,9 +149,10 @@ def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytes
     assert len(seen) == 1
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+@pytest.mark.parametrize("product", ["factors", "merged"])
+def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
     """The first layer's input, and a frozen factor."""
-    _, ours = layers(2.0)
+    _, ours = layers(2.0, product=product)
     ours.lora_A["default"].weight.requires_grad_(False)
     ours(torch.randn(3, 6)).sum().backward()
     assert ours.lora_A["default"].weight.grad is None
@@ -112,9 +161,10 @@ def test_what_needs_no_gradient_gets_none() -> None:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_of_zeros_has_the_bits_of_the_layer_without_it(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("product", ["factors", "merged"])
+def test_an_adapter_of_zeros_has_the_bits_of_the_layer_without_it(product: light.Product, dtype: torch.dtype) -> None:
     """A policy begins exactly as its reference, for an input that is part of a larger tensor, too."""
-    layer = layers(2.0)[1].to(dtype)
+    layer = layers(2.0, product=product)[1].to(dtype)
     nn.init.zeros_(layer.lora_B["default"].weight)
     layer.base_layer.requires_grad_(False)
     for x in (torch.randn(3, 9, 6), torch.randn(3, 9, 6)[:, 2:7], torch.randn(9, 6)):
