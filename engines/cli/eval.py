@@ -9,7 +9,7 @@ from typing import Literal
 from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, parsed, typed
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.solvers import SolverChoice, serving_solver
 from fluvial.engines.train.config import PipelineConfig
 
 
@@ -35,7 +35,7 @@ class EvalConfig:
         steps: Number of steps of the sampling schedule.
         guidance: Scale of classifier-free guidance; 1 is none.
         negative: Negative prompt, which guided samples are guided away from.
-        solver: Solver of the ODE: euler, dpmpp_2m, unipc or sa_solver.
+        solver: Solver of the ODE: euler, dpmpp_2m, unipc, sa_solver or auto (that the model is served with).
         average: Take the moving average of a checkpoint's weights, if it has one.
         micro_batch: Number of samples per forward pass.
         compute: Dtype of the network's computation: float32, bfloat16, or auto (bfloat16 on CUDA).
@@ -53,7 +53,7 @@ class EvalConfig:
     steps: int = 10
     guidance: float = 1.0
     negative: str = ""
-    solver: Solver = "euler"
+    solver: SolverChoice = "auto"
     average: bool = True
     micro_batch: int = 64
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -120,7 +120,7 @@ def score(name: str, config: EvalConfig) -> None:
                 found[kind] = evaluate(
                     subject.job, module, samples=config.samples, seeds=config.seeds, micro_batch=config.micro_batch,
                     schedule=on_device(subject.job.model.schedule(config.steps, subject.job.shape), world.device),
-                    world=world, guidance=subjects.guidance, solver=config.solver,
+                    world=world, guidance=subjects.guidance, solver=serving_solver(config.solver, subject.job.model),
                     keep=None if folder is None else folder.keep(kind),
                 )  # fmt: skip
         ours, base = found[IMAGES], found.get(BASE)

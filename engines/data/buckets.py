@@ -4,6 +4,8 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.records import Prompt, as_prompt
@@ -107,6 +109,19 @@ def drawn_batch(prompts: Sequence[str], key: Key, count: int) -> list[int]:
         same = [place for place, size in enumerate(sizes) if size == sizes[places[0]]]
         places = [places[0], *(same[place] for place in (draws[1:] * len(same)).long().tolist())]
     return places
+
+
+def distinct_batch(prompts: Sequence[str], key: Key, count: int) -> list[int]:
+    """Return the indices of prompts that are drawn without replacement, all of them before one comes again.
+
+    All have the size of one that is drawn.
+    """
+    sizes = [as_prompt(prompt).size for prompt in prompts]
+    size = sizes[int(uniform(key, (1,)) * len(sizes))]
+    members = [place for place, other in enumerate(sizes) if other == size]
+    rounds = -(-count // len(members))
+    orders = uniform(fold_in(key, torch.arange(rounds)), (rounds, len(members))).argsort(dim=1, stable=True)
+    return [members[i] for i in orders.flatten()[:count].tolist()]
 
 
 def size_of_batch(prompts: Sequence[str], key: Key, sizes: Sequence[Size]) -> Size:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.solvers import SolverChoice
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class EvaluationConfig:
         steps: Number of steps of the schedule; None is that of the rollout.
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
-        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867, which Wan
-            is served with) or sa_solver (SA-Solver, 2309.05019, without noise).
+        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867), sa_solver
+            (SA-Solver, 2309.05019, without noise) or auto (that the model is served with: unipc for Wan, else euler).
         height: Height of the images, in pixels; None is that of the rollout.
         width: Width of the images, in pixels; None is that of the rollout.
         average: Evaluate and export the moving average of the weights, if there is one, instead of the weights.
@@ -32,7 +32,7 @@ class EvaluationConfig:
     seeds: int | None = None
     steps: int | None = None
     guidance: float | None = None
-    solver: Solver = "euler"
+    solver: SolverChoice = "auto"
     height: int | None = None
     width: int | None = None
     average: bool = True

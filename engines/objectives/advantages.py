@@ -30,6 +30,9 @@ class AdvantageConfig:
             Flow-GRPO's code does. Otherwise they get the KL term, and count.
         rescale: Bound that clipped advantages are scaled to, A rescale / clip (AWM's code divides by the clip); None scales
             nothing.
+        extremes: Number of the best and of the worst samples per group that are trained on, by the weighted sum of their
+            rewards (DanceGRPO's code for HunyuanVideo takes 4 and 4 of 24); the others count for their group's mean alone.
+            0 trains on all.
         history: Number of the last rewards of each prompt, over past rollouts, whose mean and standard deviation normalise
             its rewards in place of its group's (DDPO's code); 0 takes the group's.
         history_min: Number of rewards of a prompt below which those of all samples of the rollout are taken.
@@ -42,11 +45,20 @@ class AdvantageConfig:
     ddof: Literal[0, 1] = 1
     drop_zero: bool = False
     rescale: float | None = None
+    extremes: int = 0
     history: int = 0
     history_min: int = 16
 
     def __post_init__(self) -> None:
-        check_fields(self, eps=SMALLEST, clip=SMALLEST, rescale=SMALLEST, history=(0, 2**31), history_min=(2, 2**31))
+        check_fields(
+            self,
+            eps=SMALLEST,
+            clip=SMALLEST,
+            rescale=SMALLEST,
+            extremes=(0, 2**31),
+            history=(0, 2**31),
+            history_min=(2, 2**31),
+        )
         if self.rescale is not None and self.clip is None:
             raise ValueError(
                 f"advantage.rescale is {self.rescale:g}, and advantage.clip is None: set the clip that it scales"
@@ -85,6 +97,26 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
     else:
         advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     return bounded(advantage, config)
+
+
+def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
+    """Return 1 for the `count` best and the `count` worst samples of each group, else 0, `[B]`; all 1 for count 0.
+
+    Samples of equal reward are taken in their order in the batch.
+
+    Args:
+        reward: `[B]`.
+        group: index of each sample's group, `[B]`.
+        count: number of samples at each end.
+    """
+    if not count:
+        return torch.ones_like(reward)
+    found = torch.zeros_like(reward)
+    for number in group.unique():
+        members = torch.nonzero(group == number).flatten()
+        order = members[reward[members].argsort(stable=True)]
+        found[order[:count]] = found[order[-count:]] = 1.0
+    return found
 
 
 def bounded(advantage: Tensor, config: AdvantageConfig) -> Tensor:

@@ -12,6 +12,7 @@ from fluvial.core.types import Samples
 from fluvial.models import Prediction, Schedule
 
 Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver"]
+SolverChoice = Literal["auto", "euler", "dpmpp_2m", "unipc", "sa_solver"]
 NOISY = 0.3, 0.9  # levels between which AWM's SA-Solver adds noise
 
 
@@ -75,6 +76,14 @@ def solve(
         v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
         x = scheduler.step(v, scheduler.timesteps[step], x, return_dict=False)[0]
     return x
+
+
+def serving_solver(choice: SolverChoice, model: Any) -> Solver:
+    """Return a solver; auto is that which the model is served with, `serving_solver` of its adapter, else Euler's."""
+    if choice != "auto":
+        return choice
+    found: Solver = getattr(model, "serving_solver", "euler")
+    return found
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:

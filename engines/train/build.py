@@ -216,8 +216,10 @@ def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
     uneven = len({prompt.weight for prompt in map(as_prompt, job.prompts)}) > 1 or len({*weights}) > 1
-    if config.prompt_order == "draws" and uneven:
-        raise UsageError("prompt_order is draws, which draws all prompts alike, and some have a weight: use epochs")
+    if config.prompt_order != "epochs" and uneven:
+        raise UsageError(
+            f"prompt_order is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
+        )
 
 
 def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:

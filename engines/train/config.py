@@ -18,7 +18,7 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.solvers import SolverChoice
 from fluvial.engines.train.validate import DEFAULT_MAX_LOG_RATIO, config_problems
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
@@ -102,8 +102,8 @@ class TrainConfig:
         prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
             line, or .jsonl, .csv or .parquet with a column prompt, whose further columns reach the rewards. By default all
             training codes of the built-in models.
-        prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled) or draws (at random, with
-            replacement).
+        prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with
+            replacement) or distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
         data: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without a
             weight: folders of images, or files of records with a column image.
         data_cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and
@@ -159,7 +159,7 @@ class TrainConfig:
     train: Literal["full", "lora"] = "full"
     weights: Path | None = None
     prompts: tuple[str, ...] = ()
-    prompt_order: Literal["epochs", "draws"] = "epochs"
+    prompt_order: Literal["epochs", "draws", "distinct"] = "epochs"
     data: tuple[str, ...] = ()
     data_cache: Path | None = None
     data_errors: Literal["refuse", "skip"] = "refuse"
@@ -254,7 +254,7 @@ class TrainConfig:
         return self.evaluation.steps or self.rollout.steps
 
     @property
-    def evaluation_solver(self) -> Solver:
+    def evaluation_solver(self) -> SolverChoice:
         """Solver of the ODE in evaluations."""
         return self.evaluation.solver
 

@@ -15,7 +15,7 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.advantages import advantages
+from fluvial.engines.objectives.advantages import advantages, extreme
 from fluvial.engines.objectives.losses import LossConfig, add_ema_kl
 from fluvial.engines.objectives.table import check_loss, check_target_weight, located, name_of
 from fluvial.engines.rewards.protocol import Reward
@@ -148,6 +148,7 @@ class Learner:
         else:
             taken = torch.ones(batch, config.noising.each)
             flat = self._noised(samples.trajectory.final, share.numbers, own_target, own_weight, key)
+        taken = taken * extreme(reward, group, config.advantage.extremes).to(taken.dtype)[:, None]
         # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
         drops = config.advantage.drop_zero
         over_kept = traits.mean_over_kept or drops

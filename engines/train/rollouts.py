@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
-from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch
+from fluvial.engines.data.buckets import BatchOrder, distinct_batch, drawn_batch, size_of_batch
 from fluvial.engines.data.captions import Captions
 from fluvial.engines.data.order import order_key
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
@@ -127,9 +127,10 @@ class RolloutSource:
     def _places(self, root: Key, of: Sequence[str], count: int) -> list[int]:
         """Return the indices of the `count` prompts that the next rollout takes."""
         config, done = self.config, self.engine.updates
-        if config.prompt_order == "draws":
+        if config.prompt_order != "epochs":
             drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
-            return drawn_batch(of, fold_in(drawn, Stream.PROMPTS), count)
+            batch = drawn_batch if config.prompt_order == "draws" else distinct_batch
+            return batch(of, fold_in(drawn, Stream.PROMPTS), count)
         if self._order is None:
             seed = config.seed if config.data_seed is None else config.data_seed
             self._order = BatchOrder(of, order_key(seed), self.job.source_weights)

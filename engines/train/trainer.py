@@ -23,6 +23,7 @@ from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run import restart, run_folder
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import StopRequest, stop_request
@@ -154,7 +155,8 @@ class Trainer:
             result = evaluate(
                 self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
                 seeds=config.evaluation.seeds, micro_batch=config.samples_per_pass, world=self.world,
-                guidance=config.evaluation_guidance, solver=config.evaluation.solver, keep=keep,
+                guidance=config.evaluation_guidance, keep=keep,
+                solver=serving_solver(config.evaluation.solver, self.evaluated.model),
             )  # fmt: skip
             if self.probe is not None:
                 drift = self.probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)

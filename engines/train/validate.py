@@ -118,6 +118,11 @@ def _rewards(config: RunSettings) -> Iterator[str]:
             f"rollout.group is {rollout.group}, expected at least 2: {name} compares a sample with the others of its group, "
             "and there is nothing to be learnt from a group of one"
         )
+    if 2 * config.advantage.extremes > rollout.compared:
+        yield (
+            f"advantage.extremes is {config.advantage.extremes}, and a group has {rollout.compared} samples: use at most "
+            "half of them"
+        )
     if objective.traits.rewards != "advantages" and config.advantage != AdvantageConfig(combine=config.advantage.combine):
         yield f"advantage is set, and {name} takes no advantages: leave it as it is"
     if not config.scores_samples and config.rewards:

@@ -34,6 +34,7 @@ class Wan(Pipeline):
     network = "WanTransformer3DModel"
     text_lengths = (512, 512)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
+    serving_solver = "unipc"  # that of the folder's scheduler
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)

@@ -134,6 +134,14 @@ def _per_rollout(interval: Callable[[TrainConfig], int]) -> Ours:
     return lambda config, run: interval(config) / config.updates_per_rollout
 
 
+def _per_update(config: TrainConfig, run: PublishedRun) -> float:
+    """Return the number of samples behind an optimizer step, without those that best-of-n leaves out."""
+    samples = config.rollout.batch / _places(config)
+    if config.advantage.extremes:
+        samples *= 2 * config.advantage.extremes / config.rollout.compared
+    return samples / config.minibatches
+
+
 def _epochs(config: TrainConfig, run: PublishedRun) -> Any:
     published = run.settings["total_epochs"]
     if published == "open" or "total_updates" in run.settings:
@@ -212,7 +220,7 @@ OURS: dict[str, Ours] = {
     "prompts_per_rollout": lambda config, run: config.rollout.prompts,
     "samples_per_prompt": lambda config, run: config.rollout.group / _places(config),
     "samples_per_rollout": lambda config, run: config.rollout.batch / _places(config),
-    "samples_per_update": lambda config, run: config.rollout.batch / _places(config) / config.minibatches,
+    "samples_per_update": _per_update,
     "updates_per_rollout": lambda config, run: config.minibatches,
     "inner_epochs": lambda config, run: config.epochs,
     "micro_batch_per_gpu": lambda config, run: config.micro_batch,

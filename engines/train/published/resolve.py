@@ -21,9 +21,11 @@ from fluvial.engines.train.published.texts import (
     averaged_every,
     averages_reference,
     averages_rollouts,
+    extremes,
     fraction_of_steps,
     level_draw,
     noisy_steps,
+    prompt_order,
 )
 from fluvial.models import LoraConfig
 
@@ -91,6 +93,7 @@ def _config(run: PublishedRun) -> TrainConfig:
         model=run.model,
         seed=s.get("seed", 0),
         data_seed=s.get("data_seed"),
+        prompt_order=prompt_order(run),
         updates=updates,
         epochs=epochs,
         minibatches=minibatches,
@@ -102,7 +105,7 @@ def _config(run: PublishedRun) -> TrainConfig:
         checkpoint_every=max(_interval(s, "save_interval") * minibatches * epochs, 1),
         objective=objective,
         rollout=rollout,
-        advantage=_advantage(s) if objective.traits.rewards == "advantages" else AdvantageConfig(),
+        advantage=_advantage(run) if objective.traits.rewards == "advantages" else AdvantageConfig(),
         noising=NoisingConfig() if on_steps else _noising(run, rollout),
         kl=_kl(run) if objective.traits.takes_kl else KLConfig(),
         optimizer=_optimizer(run),
@@ -138,8 +141,8 @@ def _kl(run: PublishedRun) -> KLConfig:
     return KLConfig(coef=coef, ema_coef=extra["ema_kl_coef"], ema_cap=float(found[1]), ema_rise=float(found[2]))
 
 
-def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
-    extra = s.get("loss_extra", {})
+def _advantage(run: PublishedRun) -> AdvantageConfig:
+    s, extra = run.settings, run.settings.get("loss_extra", {})
     return AdvantageConfig(
         scale={"group": "group", "global": "batch"}.get(s.get("advantage_scale", "group"), "group"),  # type: ignore[arg-type]
         eps=s.get("advantage_eps", 1e-4),
@@ -148,6 +151,7 @@ def _advantage(s: Mapping[str, Any]) -> AdvantageConfig:
         rescale=extra.get("advantage_rescale_max"),
         history=extra.get("stat_buffer_size", 0),
         history_min=extra.get("stat_min_count", 16),
+        extremes=extremes(run),
         ddof=s.get("advantage_std_ddof", 1),
         drop_zero=s.get("zero_advantage_filter", False),
     )
@@ -214,4 +218,8 @@ def _pipeline(run: PublishedRun) -> PipelineConfig:
 
 def _evaluation(s: Mapping[str, Any]) -> EvaluationConfig:
     guided = s.get("guidance_kind") in ("cfg", "true_cfg_renorm", "none")
-    return EvaluationConfig(steps=s.get("eval_sampling_steps"), guidance=s.get("eval_guidance_scale") if guided else None)
+    return EvaluationConfig(
+        steps=s.get("eval_sampling_steps"),
+        guidance=s.get("eval_guidance_scale") if guided else None,
+        solver="euler" if s.get("eval_sampler") in ("euler_ode", "deterministic") else "auto",
+    )

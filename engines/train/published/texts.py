@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.published.runs import PublishedRun
@@ -16,6 +16,11 @@ PER_ROLLOUT = (
     "fixed",
     "window size 0: all steps but",
     "each step in turn",
+)
+
+# Projects with Flow-GRPO's sampler: each call draws its prompts without a repeat, and independently of the others.
+K_REPEATED = frozenset(
+    ("flow_grpo", "grpo_guard", "flow_cps", "tempflow_grpo", "gardo", "diffusion_nft", "awm", "dgpo", "flow_factory")
 )
 
 
@@ -73,6 +78,19 @@ def averages_rollouts(run: PublishedRun) -> bool:
 def averages_reference(run: PublishedRun) -> bool:
     """Return whether the averaged weights of a run are those that its second KL term is to."""
     return "ema_kl_beta" in run.settings.get("loss_extra", {})
+
+
+def extremes(run: PublishedRun) -> int:
+    """Return how many of the best, and of the worst, samples of a group are trained on; 0 is all."""
+    found = (re.match(r"Best-of-n: of \d+ samples per prompt the (\d+) best and \1 worst", line) for line in run.unusual)
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def prompt_order(run: PublishedRun) -> Literal["epochs", "draws", "distinct"]:
+    """Return how a project draws its prompts: by Flow-GRPO's sampler, by a function at random, or in epochs."""
+    if run.project in K_REPEATED:
+        return "distinct"
+    return "draws" if run.project in ("ddpo", "d3po", "alignprop") else "epochs"
 
 
 def fraction_of_steps(run: PublishedRun) -> int:

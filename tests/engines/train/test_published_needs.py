@@ -1,4 +1,4 @@
-"""Branches of a trajectory, windows that are drawn once per run, and a reference with guidance of its own."""
+"""What single published runs need: branches, windows of a run, a guided reference, best-of-n, distinct prompts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +14,16 @@ from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.advantages import AdvantageConfig, extreme
 from fluvial.engines.objectives.table import Nft
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.rollout.window import WindowMoves, windows
+from fluvial.engines.train import trainer as trainers
 from fluvial.engines.train.config import KLConfig
+from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.train.validate import check_model
+from fluvial.models.pipelines.wan import Wan
 
 BRANCHES = replace(STEPS, group=12, branches=2, window=1, window_high=3)
 
@@ -118,3 +123,77 @@ def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
     conditional = replace(ODE, guidance=Guidance(scale=2.0, update="conditional"))
     with pytest.raises(ValueError, match=r"rollout.guidance.update is conditional"):
         replace(guided, rollout=conditional)
+
+
+@given(st.integers(0, 3), st.lists(st.floats(-5, 5), min_size=12, max_size=12), st.randoms())
+def test_the_best_and_the_worst_of_a_group(count: int, rewards: list[float], random: Any) -> None:
+    """As many of each end of the sorted rewards are kept, whatever the order of the samples."""
+    order = list(range(12))
+    random.shuffle(order)
+    reward, group = torch.tensor(rewards), torch.tensor(order) % 2
+    kept = extreme(reward, group, count)
+    for number in (0, 1):
+        mine = group == number
+        ranked = sorted(reward[mine].tolist())
+        expected = ranked[:count] + ranked[len(ranked) - count :] if count else ranked
+        assert sorted(reward[mine][kept[mine] == 1].tolist()) == expected
+    assert set(kept.tolist()) <= {0.0, 1.0}
+
+
+def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None:
+    """DanceGRPO's best-of-n: the others are not computed and not counted, and their group's mean is of all."""
+    found = {}
+    for extremes in (0, 1):
+        run = Spied(tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=extremes), micro_batch=8), one)
+        run.rollout()
+        found[extremes] = run.updates[0]
+    whole, part = found[0].items, found[1].items
+    assert found[1].over == found[0].over / 2 == len(part.level)
+    rows = torch.isin(whole.sample, part.sample)
+    assert torch.equal(whole.target_weight[rows], part.target_weight)
+    assert len(part.sample.unique()) == 4
+    with pytest.raises(ValueError, match=r"advantage.extremes is 3, and a group has 4 samples"):
+        tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=3))
+
+
+def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
+    """Each prompt comes at most once per rollout while there are enough; rollouts are drawn apart, and by the data seed."""
+    found = {}
+    for seeds in ((0, 5), (1, 5), (0, 6)):
+        rollout = replace(STEPS, prompts=3, group=2)
+        config = tiny.config(
+            tmp_path, rollout=rollout, prompt_order="distinct", seed=seeds[0], data_seed=seeds[1], updates=4
+        )
+        run = Spied(config, one)
+        drawn = []
+        for _ in range(4):
+            run.rollout()
+            drawn.append(run.prompts[::2])
+        assert all(len(set(prompts)) == 3 for prompts in drawn)
+        assert len({tuple(prompts) for prompts in drawn}) > 1
+        found[seeds] = drawn
+    assert found[0, 5] == found[1, 5] != found[0, 6]
+    more = Spied(tiny.config(tmp_path, rollout=replace(STEPS, prompts=6, group=2), prompt_order="distinct"), one)
+    more.rollout()
+    assert set(more.prompts[:8:2]) == set(tiny.PROMPTS)
+
+
+def test_wan_is_evaluated_with_the_solver_that_it_is_served_with(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UniPC, not the Euler's method that it is trained on; a solver that is named stays, and other models have Euler's."""
+    assert (serving_solver("auto", Wan), serving_solver("auto", tiny.Tiny())) == ("unipc", "euler")
+    assert (serving_solver("euler", Wan), serving_solver("dpmpp_2m", tiny.Tiny())) == ("euler", "dpmpp_2m")
+    seen = []
+    monkeypatch.setattr(trainers, "evaluate", lambda *args, **options: seen.append(options["solver"]))
+    served = replace(tiny.job(), model=Served())
+    for job in (tiny.job(), served):
+        with Trainer(tiny.config(tmp_path, rollout=STEPS), job, one) as trainer:
+            trainer.evaluate()
+    assert seen == ["euler", "unipc"]
+
+
+class Served(tiny.Tiny):
+    """A model that is served with UniPC."""
+
+    serving_solver = "unipc"
