@@ -224,8 +224,8 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     """TempFlow-GRPO (arXiv 2508.04324): branches that differ in one step's noise, and steps weighted by their noise.
 
     The settings of large models are those of the published run tempflow_grpo/flux.1-dev/hpsv3: 6 branches of each initial
-    noise, and a KL whose weight is exact. The branching step is the next one in each rollout, where that run branches at
-    every step. On handwriting 8 branches, at one of the six noisiest steps.
+    noise at each of 9 steps, 4 initial noises per prompt, and a KL whose weight is exact. On handwriting 8 branches of one
+    initial noise, at one of the six noisiest steps.
     """
     return of_published(
         "tempflow_grpo/flux.1-dev/hpsv3",

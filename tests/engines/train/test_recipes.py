@@ -70,8 +70,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "kl.coef": 0.1, "minibatches": 2, "rollout.group": 24,
     },
     "tempflow": {
-        "rollout.group": 6, "rollout.shared_noise": True, "rollout.window": 1, "rollout.window_high": 9, "kl.coef": 0.004,
-        "rollout.moves.every": 1,
+        "rollout.group": 216, "rollout.branches": 6, "rollout.window": 1, "rollout.window_high": 9, "kl.coef": 0.004,
         "kl.weight": "exact", "objective.scale": 1.73,
     },
     "d3po": {
