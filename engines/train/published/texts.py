@@ -35,7 +35,7 @@ def window_draw(text: str) -> dict[str, Any] | None:
     if moved := re.match(r"progressive: start moves by (\d+) every (\d+) iterations(, with roll-back)?", text):
         return {"moves": WindowMoves(every=int(moved[2]), stride=int(moved[1]), repeat=moved[3] is not None)}
     if moved := re.match(r"progressive, (\d+) rollouts per position, stride (\d+)", text):
-        return {"moves": WindowMoves(every=int(moved[1]), stride=int(moved[2]), repeat=False)}
+        return {"moves": WindowMoves(every=int(moved[1]), stride=int(moved[2]))}
     if "need not be adjacent" in text:
         return {"contiguous": False}
     if text.startswith("frozen: overlap 0, steps 0-3"):

@@ -186,7 +186,7 @@ def test_windows_of_published_runs() -> None:
     assert rollouts["verl_omni/qwen-image/ocr-flowdppo"].window_draw == "sample"
     mix, unirl = rollouts["mixgrpo/flux.1-dev/multi-reward"], rollouts["unirl/sd3.5-medium/mixgrpo"]
     assert (mix.window, mix.window_range, mix.moves) == (4, (0, 23), WindowMoves(every=25))
-    assert unirl.moves == WindowMoves(every=25, stride=3, repeat=False)
+    assert unirl.moves == WindowMoves(every=25, stride=3)
     assert not rollouts["unirl/sd3.5-medium/flowgrpo"].contiguous
 
 
