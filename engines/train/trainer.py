@@ -284,10 +284,10 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
     with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
         config = _restarted(config if job is not None else jobs.from_run(config), world, console)
         with world.agreed():
+            trackers.find(config.tracker)  # before anything is written
             if job is None:
                 job = jobs.of_run(config)
             if world.is_main:
-                trackers.find(config.tracker)  # before anything is written
                 run_folder.claim(config.out, resume=config.resume or config.resume_from is not None)
         with Trainer(config, job, world, console=console if world.is_main else None) as trainer:
             saved = checkpoint.listed(config.checkpoint_folder)
