@@ -129,7 +129,8 @@ def opened(name: str, config: "EvalConfig", world: World, stack: ExitStack) -> S
             raise UsageError(f"weights or lora is set, and {name} has its own: leave them out, or name the model {model}")
         if config.base == START and source is None and config.weights is None and config.lora is None:
             raise UsageError(
-                "base is start, and there is nothing to compare with it: set weights or lora, or name a run or a checkpoint"
+                "base is start, and there is nothing to compare with it: weights is None and lora is None, expected one of "
+                "them, or the name of a run or a checkpoint"
             )
     known = bool(config.prompts or asked.prompts)
     if source is not None and source.checkpoint is not None:

@@ -1,0 +1,206 @@
+"""`fluvial eval` of runs, checkpoints and pipelines: the numbers of the run, a base on the same noise, and wrong input."""
+
+import csv
+import json
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import tiny_pipelines
+import torch
+from torch import Tensor
+
+from fluvial.engines.cli import main as cli
+
+TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
+SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
+SMALL = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 --eval-every 1"
+# Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
+OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --eval-samples 4"
+
+
+def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score images by their mean."""
+    return images.flatten(1).mean(1)
+
+
+def passes(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
+    """Pass the images of one tag, those of a height that was asked for."""
+    return [float(record["tag"] == "colors" and images.shape[-2] == 32) for record in metadata]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine() -> Iterator[None]:
+    """A person's own module with evaluators."""
+    module: Any = types.ModuleType("evaluators")
+    module.brightness, module.passes = brightness, passes
+    sys.modules["evaluators"] = module
+    yield
+    del sys.modules["evaluators"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny SD3, a run on it with an evaluation of its own, and a run of the built-in model."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder / "sd3")
+    (folder / "train.txt").write_text("a dog\na house\na tree\n")
+    lines = (json.dumps({"prompt": prompt, "tag": tag}) for prompt, tag in TAGGED)
+    (folder / "tagged.jsonl").write_text("\n".join(lines) + "\n")
+    own = [*OWN.split(), "--evaluation.prompts", str(folder / "tagged.jsonl")]
+    own += ["--evaluation.rewards", "evaluators:passes", "evaluators:brightness"]
+    model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *SIZE]
+    typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
+    assert cli.run([*typed, "--rollout.guidance.scale", "1", "--out", str(folder / "run")]) == 0
+    assert cli.run(["train", "handwriting", "--out", str(folder / "codes"), *launch.SMALL, "--updates", "2"]) == 0
+    return folder
+
+
+def table(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return the rows of an evaluation's table, or of a run's summary, by evaluator, part and name."""
+    file = folder / "table.json"
+    rows = json.loads((file if file.exists() else folder / "summary.json").read_text())
+    found = rows["rows"] if file.exists() else rows["evaluation"]
+    return {(row["evaluator"], row["part"], row["name"]): row for row in found}
+
+
+def test_a_run_is_evaluated_as_its_settings_say(folder: Path) -> None:
+    """With guidance, size, prompts, seeds and evaluators that its training has not; in its records and its summary."""
+    before, *_, after = (record for record in launch.records(folder / "run") if "score" in record)
+    assert set(before["score"]) == {"evaluators:passes", "evaluators:brightness"}
+    for record in (before, after):
+        assert record["tags"]["colors"]["evaluators:passes"] == 1  # so the images have the evaluation's size
+        assert record["tags"]["counting"]["evaluators:passes"] == 0
+        assert {tag: part["samples"] for tag, part in record["tags"].items()} == {"colors": 4, "counting": 2}
+        assert record["overall"] == {"evaluators:passes": 0.5}
+    part = next(record for record in launch.records(folder / "run") if "score" in record and record["update"] == 1)
+    assert {tag: found["samples"] for tag, found in part["tags"].items()} == {"colors": 2, "counting": 2}
+    rows = table(folder / "run")
+    assert rows["evaluators:passes", "tags", "mean over tags"]["mean"] == 0.5
+    assert rows["evaluators:passes", "all", ""]["mean"] == pytest.approx(2 / 3)
+    bright = rows["evaluators:brightness", "all", ""]
+    assert bright["mean"] == after["score"]["evaluators:brightness"]
+    assert bright["base_mean"] == before["score"]["evaluators:brightness"]
+    assert bright["difference"] != 0
+    record = json.loads((folder / "run" / "config.json").read_text())
+    assert record["rollout"]["guidance"]["scale"] == 1
+    assert (folder / "run" / "samples" / "update-0001.csv").exists()
+
+
+def test_a_checkpoint_has_the_numbers_of_its_run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """To the bit, and so has the model that the run started from."""
+    checkpoint = str(folder / "run" / "checkpoints" / "000002")
+    assert cli.run(["eval", checkpoint, "--base", "start", "--out", str(tmp_path)]) == 0, capfd.readouterr().err
+    assert table(tmp_path) == table(folder / "run")
+    assert "against the base on the same noise" in capfd.readouterr().out
+    assert len(list((tmp_path / "images").glob("*.png"))) == len(list((tmp_path / "base").glob("*.png"))) == 6
+
+
+def test_guidance_that_is_typed_replaces_the_runs(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without guidance the same weights draw other images; prompts and evaluators stay those of the run."""
+    for name, scale in (("guided", "4.5"), ("plain", "1")):
+        typed = ["eval", str(folder / "run"), "--guidance", scale, "--out", str(tmp_path / name)]
+        assert cli.run(typed) == 0, capfd.readouterr().err
+    key, run = ("evaluators:brightness", "all", ""), table(folder / "run")
+    guided, plain = table(tmp_path / "guided"), table(tmp_path / "plain")
+    assert guided[key]["mean"] == pytest.approx(run[key]["mean"], abs=1e-4)  # of the merged weights, to rounding
+    assert abs(plain[key]["mean"] - guided[key]["mean"]) > 1e-3
+    assert set(plain) == set(guided) == set(run)
+
+
+def test_a_pipeline_with_an_adapter_against_itself_without(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run's adapter on the pipeline is what the run evaluated; a base may be a run or a folder of weights, too."""
+    asked = ["--prompts", str(folder / "tagged.jsonl"), "--rewards", "evaluators:brightness", "evaluators:passes", "jpeg"]
+    size = ["--pipeline.height", "32", "--pipeline.width", "16", "--steps", "4", "--guidance", "4.5", "--seeds", "2"]
+    typed = ["eval", str(folder / "sd3"), *asked, *size, "--micro-batch", "2"]
+    adapter = [*typed, "--lora", str(folder / "run" / "lora")]
+    assert cli.run([*adapter, "--base", "start", "--out", str(tmp_path / "start")]) == 0, capfd.readouterr().err
+    found, run = table(tmp_path / "start"), table(folder / "run")
+    assert {key[0] for key in found} == {"evaluators:brightness", "evaluators:passes", "jpeg"}
+    for name in ("mean", "base_mean", "difference", "std"):
+        key = ("evaluators:brightness", "tag", "colors")
+        assert found[key][name] == pytest.approx(run[key][name], abs=1e-4)
+    for number, base in enumerate((folder / "run", folder / "run" / "weights")):
+        out = tmp_path / f"base{number}"
+        assert cli.run([*adapter, "--base", str(base), "--out", str(out)]) == 0, capfd.readouterr().err
+        assert table(out)["evaluators:brightness", "all", ""]["difference"] == pytest.approx(0, abs=1e-4)
+    with (tmp_path / "start" / "scores.csv").open(newline="") as stream:
+        first, *_ = csv.DictReader(stream)
+    assert (first["sample"], first["prompt"], first["tag"]) == ("00000-0", "a red fox", "colors")
+    assert float(first["base jpeg"]) != 0
+
+
+def test_a_built_in_run_scores_as_at_its_end(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its held-out codes, its evaluators and its number of samples come from its record."""
+    summary = json.loads((folder / "codes" / "summary.json").read_text())
+    assert cli.run(["eval", str(folder / "codes"), "--base", "start", "--out", str(tmp_path)]) == 0, capfd.readouterr().err
+    rows = table(tmp_path)
+    for evaluator in ("reward", "heldout"):
+        row = rows[evaluator, "all", ""]
+        assert row["samples"] == summary["eval_samples"] == 8
+        assert row["mean"] == pytest.approx(summary[f"{evaluator}_score_after"], abs=1e-6)
+        assert row["base_mean"] == pytest.approx(summary[f"{evaluator}_score_before"], abs=1e-6)
+    assert "held-out prompts, 8 samples of" in " ".join(capfd.readouterr().out.split())
+
+
+WRONG = [
+    ("eval {tmp}/sd3 --rewards jpeg", "needs prompts to evaluate on: set --prompts to a file"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
+    ("eval {tmp}/sd3 --prompts {tmp}/nothing.txt --rewards jpeg", "nothing.txt cannot be read: No such file"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "--rewards is 'jpg', expected one of jpeg"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg=2", "evaluators have no weights"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected at least 1"),
+    (
+        "eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --base start",
+        "--weights is None and --lora is None",
+    ),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --lora {tmp}/no", "no is neither a file nor a folder"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no, and there is no such folder"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0"),
+    ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
+    ("eval handwriting --base start", "there is nothing to compare with it"),
+    ("eval handwriting --base {tmp}/nowhere", "nowhere, expected start, the folder of a run or a folder of weights"),
+    (
+        "eval handwriting --base {tmp}/run",
+        "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same",
+    ),
+    ("eval {tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
+    ("eval {tmp}/run --weights {tmp}/run/weights", "run has its own: leave them out, or name the model {tmp}/sd3"),
+    ("eval {tmp}/run --pipeline.height 17", "17"),
+    ("eval {tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
+    ("eval {tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', and the run of"),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
+def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2."""
+    (folder / "alone" / "000001").mkdir(parents=True, exist_ok=True)
+    (folder / "alone" / "000001" / "manifest.json").write_text("{}")
+    size = SIZE if "/sd3 " in typed else []
+    assert cli.run([*(word.format(tmp=folder) for word in typed.split()), *size]) == 2
+    line = launch.one_line(capfd.readouterr().err)
+    assert line.startswith("fluvial: ")
+    assert says.format(tmp=folder) in line
+
+
+def test_two_ranks_find_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The whole command, to the bit, and each image once."""
+    typed = ["eval", "handwriting", "--seeds", "1", "--samples", "5", "--steps", "2", "--micro-batch", "2"]
+    assert cli.run([*typed, "--out", str(tmp_path / "one")]) == 0, capfd.readouterr().err
+    done = launch.fluvial(*typed, "--out", str(tmp_path / "two"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert table(tmp_path / "one") == table(tmp_path / "two")
+    for name in ("scores.csv", "table.csv"):
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    images = [sorted(path.name for path in (tmp_path / name / "images").iterdir()) for name in ("one", "two")]
+    assert images[0] == images[1]
+    assert len(images[0]) == 5
+    assert torch.get_num_threads() == 1
