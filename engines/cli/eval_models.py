@@ -95,10 +95,11 @@ def settings_of_run(name: str, config: "EvalConfig") -> "EvalConfig | None":
     if source is None:
         return None
     of, own = source.config, source.config.evaluation
+    chosen = of.micro_batch if isinstance(of.micro_batch, int) else config.micro_batch
     return replace(
         config, seeds=own.seeds, samples=None if own.seeds else of.final_samples, steps=of.evaluation_steps,
         guidance=of.evaluation_guidance.scale, negative=of.evaluation_guidance.negative, solver=own.solver,
-        average=own.average, micro_batch=of.micro_batch, compute=of.engine.compute,
+        average=own.average, micro_batch=chosen, compute=of.engine.compute,
         pipeline=replace(
             of.pipeline, height=own.height or of.pipeline.height, width=own.width or of.pipeline.width
         ),

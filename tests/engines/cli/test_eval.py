@@ -55,7 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own += ["--evaluation.rewards", "evaluators:passes", "evaluators:brightness"]
     model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *SIZE]
     typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
-    assert cli.run([*typed, "--rollout.guidance.scale", "1", "--out", str(folder / "run")]) == 0
+    typed += ["--rollout.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
+    assert cli.run([*typed, "--out", str(folder / "run")]) == 0
     assert cli.run(["train", "handwriting", "--out", str(folder / "codes"), *launch.SMALL, "--updates", "2"]) == 0
     return folder
 
