@@ -12,6 +12,7 @@ from torch import nn
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
+from fluvial.engines.cli.parse import one_size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig
@@ -101,7 +102,7 @@ def settings_of_run(name: str, config: "EvalConfig") -> "EvalConfig | None":
         guidance=of.evaluation_guidance.scale, negative=of.evaluation_guidance.negative, solver=own.solver,
         average=own.average, micro_batch=chosen, compute=of.engine.compute,
         pipeline=replace(
-            of.pipeline, height=own.height or of.pipeline.height, width=own.width or of.pipeline.width
+            of.pipeline, sizes=(), height=own.height or of.pipeline.size.height, width=own.width or of.pipeline.size.width
         ),
     )  # fmt: skip
 
@@ -119,6 +120,7 @@ def opened(name: str, config: "EvalConfig", world: World, stack: ExitStack) -> S
         UsageError: something that was asked for does not exist, or does not fit.
     """
     with world.agreed():
+        one_size(config.pipeline)
         source = source_of(name) if name not in BUILT_IN else None
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
@@ -155,7 +157,7 @@ def _asked(model: str, config: "EvalConfig", source: Source | None) -> Evaluatio
     """Return what is evaluated as a run's settings have it: what was typed, else what the run's record says."""
     own = EvaluationConfig() if source is None else source.config.evaluation
     rewards = config.rewards or own.rewards
-    if not rewards and source is not None and model not in BUILT_IN and source.config.makes_samples:
+    if not rewards and source is not None and model not in BUILT_IN and source.config.scores_samples:
         rewards = tuple(word.partition("=")[0] for word in source.config.rewards) or ("jpeg",)
     return EvaluationConfig(
         prompts=config.prompts or own.prompts, rewards=rewards, seeds=config.seeds, steps=config.steps,
@@ -191,16 +193,18 @@ def _of_checkpoint(
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
     from fluvial.engines.train.trainer import Trainer
 
-    run, size = source.config, (config.pipeline.height, config.pipeline.width)
+    run, size = source.config, config.pipeline.size
     own = run.rollout.guidance.negative
-    if size != (run.pipeline.height, run.pipeline.width):
-        asked = replace(asked, height=size[0], width=size[1])
+    if size != run.pipeline.size:
+        asked = replace(asked, height=size.height, width=size.width)
     with world.agreed():
         if config.negative != own:
             raise UsageError(f"negative is {config.negative!r}, and the run of {name} has {own!r}: leave it as it is")
         run = replace(
             run, evaluation=asked, engine=replace(run.engine, compute=config.compute),
-            pipeline=replace(config.pipeline, height=run.pipeline.height, width=run.pipeline.width),
+            pipeline=replace(
+                config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width
+            ),
         )  # fmt: skip
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))

@@ -175,6 +175,7 @@ WRONG = [
     ("eval {tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
     ("eval {tmp}/run --weights {tmp}/run/weights", "run has its own: leave them out, or name the model {tmp}/sd3"),
     ("eval {tmp}/run --pipeline.height 17", "17"),
+    ("eval {tmp}/run --pipeline.sizes 16x16 16x32", "--pipeline.sizes is set, and --pipeline.height or width as well"),
     ("eval {tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
     ("eval {tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', and the run of"),
 ]
