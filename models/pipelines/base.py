@@ -4,6 +4,7 @@ A pipeline is a folder of parts. The network is trained, so the engine builds, s
 the VAE are frozen and loaded here on first use.
 """
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -193,6 +194,7 @@ class Pipeline(ABC):
 
         Raises:
             ValueError: a prompt is too long, or its file in the cache cannot be read.
+            OSError: the cache cannot be written.
         """
         texts = {prompt: self._cached(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(texts.values()))
@@ -277,10 +279,16 @@ class Pipeline(ABC):
             except SafetensorError as error:
                 raise ValueError(f"the encoded prompt {file} cannot be read: {error}; delete the file") from error
         texts = self._encoded(prompt)
-        self.cache.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same prompt
-        save_file(texts, partial)
-        os.replace(partial, file)
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            save_file(texts, partial)
+            os.replace(partial, file)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"encoded prompts cannot be written to {self.cache}: {reason}") from error
         return texts
 
     def _encoded(self, prompt: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from fluvial.engines.data.preferences import preferred_prompts
 from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
 from fluvial.engines.data.records import negatives
 from fluvial.engines.data.sizes import Size, shapes_of
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
@@ -65,9 +65,14 @@ def pipeline(
         if config.text_cache is not None:
             own = [text for text in negatives([*train, *heldout], "") if text]
             everything = list(dict.fromkeys([*train, *heldout, *own, *negative]))
-            for prompt in everything[world.rank :: world.size]:
-                model.encode([prompt])
-            world.gather(torch.zeros(1, device=world.device))  # until every rank has written its prompts
+            with world.agreed():  # until every rank has written its prompts
+                try:
+                    for prompt in everything[world.rank :: world.size]:
+                        model.encode([prompt])
+                except ValueError as error:
+                    raise UsageError(f"model {name}: {error}") from error
+                except OSError as error:
+                    raise RunError(f"{error}; what is encoded is kept, start again to go on") from error
             model.release()
 
     def check(module: nn.Module) -> str:

@@ -1,0 +1,113 @@
+"""Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines
+import torch
+from PIL import Image
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.sft import Sft
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
+from fluvial.engines.train.job import Job
+from fluvial.models.pipelines import base
+from fluvial.models.pipelines.base import Pipeline
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Return the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny pipelines and four images with captions."""
+    folder = tmp_path_factory.mktemp("caches")
+    for name in ("sd3", "sdxl"):
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    (folder / "foxes").mkdir()
+    for number in range(4):
+        Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
+        (folder / "foxes" / f"{number}.txt").write_text(f"{number} foxes")
+    return folder
+
+
+def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
+    """Return the job of a supervised run on the images."""
+    pipeline = PipelineConfig(**({"height": 16, "width": 16, "frozen": "float32"} | asked))
+    return jobs.of_run(
+        TrainConfig(
+            cache / "run", model=str(folder / name), objective=Sft(), data=(str(folder / "foxes"),), data_cache=cache,
+            pipeline=pipeline, rollout=RolloutConfig(prompts=2, group=1, sampler="ode", eta=0.0),
+        )
+    )  # fmt: skip
+
+
+def prepared(job: Job, world: World) -> None:
+    """Encode what the job learns from."""
+    assert job.prepare is not None
+    job.prepare(world, [])
+
+
+def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, one: World) -> None:
+    """Another model, size, list of sizes or kind of sample is refused in one line that names what differs."""
+    prepared(job(folder, tmp_path), one)
+    sizes: Any = {"height": 512, "width": 512, "sizes": ("16x16", "24x16")}
+    for other, differs in (
+        (job(folder, tmp_path, "sdxl"), r"encoder SD3 \w+ there and StableDiffusionXL \w+ here"),
+        (job(folder, tmp_path, height=24), "size 16x16 there and 16x24 here"),
+        (job(folder, tmp_path, **sizes), "size 16x16 there and 16x16 24x16 here"),
+        (job(folder, tmp_path, latents="sample"), r"\(latents mean there and sample here\)"),
+    ):
+        with pytest.raises(UsageError, match=differs) as error:
+            prepared(other, one)
+        assert "was written with other settings" in str(error.value)
+        assert "\n" not in str(error.value)
+    prepared(job(folder, tmp_path), one)
+
+
+def test_a_full_disk_while_captions_are_encoded(
+    folder: Path, tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line; what was encoded is kept, nothing half-written stays, and the next start encodes the rest."""
+    write, encode, encoded = base.save_file, Pipeline._encoded, list[str]()
+
+    def full(tensors: Any, path: Path) -> None:
+        if len([*(tmp_path / "texts").glob("*.safetensors")]) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(tensors, path)
+
+    def counted(self: Pipeline, prompt: str) -> dict[str, torch.Tensor]:
+        encoded.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(Pipeline, "_encoded", counted)
+    monkeypatch.setattr(base, "save_file", full)
+    with pytest.raises(RunError, match=r"texts: No space left on device; what is encoded is kept, start again") as error:
+        prepared(job(folder, tmp_path), one)
+    assert "\n" not in str(error.value)
+    assert len(encoded) == 3
+    assert len([*(tmp_path / "texts").iterdir()]) == 2
+    monkeypatch.setattr(base, "save_file", write)
+    prepared(job(folder, tmp_path), one)
+    assert sorted(encoded[3:]) == sorted(set(encoded[3:]))
+    assert set(encoded[:2]).isdisjoint(encoded[3:])
+    assert len([*(tmp_path / "texts").glob("*.safetensors")]) == len(set(encoded))
+
+
+def test_a_damaged_caption_is_named(folder: Path, tmp_path: Path, one: World) -> None:
+    """With what to do about it."""
+    prepared(job(folder, tmp_path), one)
+    for file in (tmp_path / "texts").iterdir():
+        file.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=r"the encoded prompt .*safetensors cannot be read: .*; delete the file"):
+        prepared(job(folder, tmp_path), one)
