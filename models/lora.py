@@ -158,6 +158,15 @@ def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
     return {f"{factor}.weight": f"{factor}.{name}.weight" for factor in factors}
 
 
+def lora_settings(module: nn.Module) -> dict[str, Any] | None:
+    """Return rank, alpha and adapted layers of the adapter `default`, as JSON holds them; None without an adapter."""
+    layers = lora_layers(module)
+    if not layers:
+        return None
+    first = next(iter(layers.values()))
+    return {"rank": first.r["default"], "alpha": float(first.lora_alpha["default"]), "layers": sorted(layers)}
+
+
 def copy_adapter(module: nn.Module, source: str, into: str) -> None:
     """Copy one adapter to another, in place: into <- source. Each rank copies its own shards.
 

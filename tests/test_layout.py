@@ -23,7 +23,7 @@ LAYERS = (
     ("engines.evaluation",),
     ("engines.objectives",),
     ("engines.run",),
-    ("engines.train",),
+    ("engines.train", "engines.export"),
     ("engines", "engines.cli"),
     ("bench",),
 )

@@ -51,7 +51,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import preferences, sample
+    from fluvial.engines.cli import export, preferences, sample
     from fluvial.engines.cli.parse import field_names
     from fluvial.engines.plan.plan import PlanConfig
     from fluvial.engines.train import pretrain, recipes
@@ -59,11 +59,11 @@ def every_flag() -> set[str]:
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
     configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig()]
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
-    configs += [evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
+    configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [traffic.TrafficConfig(), UpdateConfig()]
     names = {name for config in configs for name in field_names(config)}
-    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward"}
+    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as"}
 
 
 COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [

@@ -7,24 +7,23 @@ makes it appear at once, on a disk and behind a URL. Older checkpoints are remov
 
 import errno
 import hashlib
-import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from fluvial.engines.checkpoint.files import DraftFiles, TensorFiles
 from fluvial.engines.checkpoint.storage import MANIFEST, NAME, CheckpointStore, Draft, locate, open_store
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
@@ -139,7 +138,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
     unread = f"checkpoint {path} could not be read: {{reason}}"
     with TemporaryDirectory(prefix="fluvial-") as scratch:
         with _agreed(world, unread):
-            reader = _Reader(store, name, manifest["files"], Path(scratch))
+            reader = TensorFiles(store, name, manifest["files"], Path(scratch))
             held = reader.read_metadata().state_dict_metadata
         with world.agreed():
             if set(held) != set(state):
@@ -167,14 +166,53 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
     return manifest["meta"]
 
 
-def listed(folder: Folder) -> list[Folder]:
+def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Verify a checkpoint, and return some of its tensors, whole and on the CPU, and its manifest.
+
+    The run that wrote it may go on meanwhile, on any number of ranks. Its other tensors are not read.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        wanted: function of a tensor's name that returns whether it is read.
+        world: process group that reads; each rank reads all.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+        RunError: the checkpoint is damaged, or was removed meanwhile.
+    """
+    store, name = locate(path)
+    with world.agreed():
+        if store.kind(name) is None:
+            raise UsageError(f"{path} is not a checkpoint: there is no such folder")
+        if (problem := _problem(store, name, slice(world.rank, None, world.size))) is not None:
+            raise RunError(f"checkpoint {path} is damaged ({problem}): name another one")
+        manifest = _manifest(store, name)
+    with (
+        TemporaryDirectory(prefix="fluvial-") as scratch,
+        _agreed(world, f"checkpoint {path} could not be read: {{reason}}; the run may have removed it"),
+    ):
+        files = TensorFiles(store, name, manifest["files"], Path(scratch))
+        state: dict[str, Tensor] = {}
+        for key, entry in files.read_metadata().state_dict_metadata.items():
+            if wanted(key):
+                assert isinstance(entry, TensorStorageMetadata)
+                state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load(state, storage_reader=files, no_dist=True)
+    return state, manifest
+
+
+def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
     """Return the finished checkpoints of a folder or URL, oldest first.
+
+    Args:
+        folder: folder of the checkpoints.
+        recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
 
     Raises:
         UsageError: the URL's protocol is not known, or a package for it is missing.
     """
     store = open_store(folder)
-    return [type(folder)(store.spelled(name)) for name in store.names()]
+    return [type(folder)(store.spelled(name)) for name in store.names(recover=recover)]
 
 
 def verify(path: Path | str) -> dict[str, Any]:
@@ -280,7 +318,7 @@ def _save(
     assert draft is not None
     try:
         with _agreed(world, failed):
-            files = _DraftFiles(store, draft)
+            files = DraftFiles(store, draft)
             writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
             writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
             if not copy_ahead:  # its streams would be those of the thread's device, the first GPU on every rank
@@ -309,69 +347,6 @@ def _save(
             for old in {*names} - {*mine[-keep:]}:
                 store.remove(old)
     return store.spelled(name)
-
-
-class _DraftFiles(FileSystem):
-    """A draft as the library's writer sees it; notes the size and SHA-256 of each file while it is written."""
-
-    def __init__(self, store: CheckpointStore, draft: Draft) -> None:
-        self.store, self.draft = store, draft
-        self.written: dict[str, dict[str, int | str]] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        file = Path(path).name
-        with self.store.create(self.draft, file) as stream:
-            hashed = _Hashed(stream)
-            yield hashed
-        self.written[self.draft.prefix + file] = {"bytes": hashed.tell(), "sha256": hashed.digest.hexdigest()}
-
-    def mkdir(self, path: Any) -> None:
-        """Do nothing: the storage makes its folders."""
-
-    def exists(self, path: Any) -> bool:
-        return False
-
-
-class _Hashed(io.RawIOBase):
-    """A stream for writing that hashes what goes through it. Closing it leaves the underlying stream open."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream, self.digest, self.count = stream, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.stream.write(data)
-        self.digest.update(data)
-        self.count += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self.count
-
-
-class _Files(FileSystem):
-    """A folder as the library's reader sees it: paths of files in any place."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
-
-    def ls(self, path: Any) -> list[str]:
-        return self.paths
-
-
-class _Reader(HuggingFaceStorageReader):
-    """Reads a checkpoint's headers, and then only the files with tensors for this rank."""
-
-    def __init__(self, store: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
-        super().__init__(store.spelled(name))
-        self.store, self.name, self.scratch = store, name, scratch
-        self.files = {store.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
-        self.fs = _Files([*self.files])
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        for path in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            self.store.body(self.name, self.files[path], self.scratch)
-        return super().read_data(plan, planner)
 
 
 def _failed(store: CheckpointStore, name: str) -> str:

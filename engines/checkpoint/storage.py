@@ -68,8 +68,12 @@ class CheckpointStore(ABC):
         return self._ask(self.fs.open, self._at(name, file), "rb")
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Return the finished checkpoints, oldest first."""
+    def names(self, *, recover: bool = True) -> list[str]:
+        """Return the finished checkpoints, oldest first.
+
+        Args:
+            recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
+        """
 
     @abstractmethod
     def holds_only_its_own(self) -> bool:
@@ -114,8 +118,9 @@ class CheckpointStore(ABC):
 class LocalStore(CheckpointStore):
     """A folder on a disk. A checkpoint is written under another name, synced to the disk and renamed."""
 
-    def names(self) -> list[str]:
-        self._recover()
+    def names(self, *, recover: bool = True) -> list[str]:
+        if recover:
+            self._recover()
         found = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
         return sorted((name for name in found if NAME.fullmatch(name)), key=int)
 
@@ -191,7 +196,7 @@ class RemoteStore(CheckpointStore):
     The only atomic operation it relies on is replacing a small file, which every service has.
     """
 
-    def names(self) -> list[str]:
+    def names(self, *, recover: bool = True) -> list[str]:
         return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
 
     def holds_only_its_own(self) -> bool:

@@ -17,6 +17,7 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   pretrain MODEL      Train a built-in model's base weights.
   eval MODEL          Score samples of a model, a run or a checkpoint, and compare them with a base model.
   sample MODEL        Draw images of prompts into one PNG.
+  export RUN          Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as).
   preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
   report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
   plan MODEL          Work out the memory of training, and which settings make it fit.
@@ -28,7 +29,7 @@ handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --hel
 torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
-COMMANDS = ("train", "runs", "config", "pretrain", "eval", "sample", "preferences", "report", "plan", "models")
+COMMANDS = ("train", "runs", "config", "pretrain", "eval", "sample", "export", "preferences", "report", "plan", "models")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

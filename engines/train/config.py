@@ -128,7 +128,10 @@ class TrainConfig:
         checkpoint_async: Write checkpoints in the background, from a copy on the host.
         checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`.
         keep_checkpoints: Number of checkpoints that are kept.
-        export_dtype: Dtype of the weights that are exported at the end.
+        export_dtype: Dtype of the weights that are exported.
+        export_every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
+        export_as: Format of these exports: lora, merged, full or comfyui (see `fluvial export`); auto is lora where an
+            adapter is trained, else merged.
         tracker: Where numbers, images and settings go besides the run folder: tensorboard (its folder tensorboard), wandb,
             trackio, swanlab (each needs the extra of its name, and is offline without a login), none, or your own as
             module:name.
@@ -176,6 +179,8 @@ class TrainConfig:
     checkpoints: str | None = None
     keep_checkpoints: int = 2
     export_dtype: Literal["float32", "bfloat16"] = "float32"
+    export_every: int = 0
+    export_as: Literal["auto", "lora", "merged", "full", "comfyui"] = "auto"
     tracker: str = "tensorboard"
     collective_timeout: float = 600.0
     resume: bool = False
@@ -198,7 +203,7 @@ class TrainConfig:
             self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
             micro_batch=count,
             max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
-            checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
+            export_every=not_negative, checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
         )  # fmt: skip
         check_objective(self.objective)
         for problem in config_problems(self):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import as_records, rows
+from fluvial.engines.export import run as exports
 from fluvial.engines.report import images
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.run import run_folder
@@ -49,6 +50,8 @@ class Loop:
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.eval_samples)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
+            if self._due(config.export_every) and done < config.updates:
+                self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
             if trainer.stopping or self._due(config.checkpoint_every) or done == config.updates:
                 trainer.save()
         if trainer.stopping:
@@ -63,11 +66,12 @@ class Loop:
         return summary
 
     def _check(self) -> None:
-        """Try whether the job's model can be trained at all, if the job says how.
+        """Try whether the job's model can be trained at all, if the job says how, and exported as asked.
 
         Raises:
             UsageError: it cannot.
         """
+        exports.check_exports(self.config, self.trainer.job.model)
         check = self.trainer.job.check
         if check is None:
             return
@@ -140,6 +144,7 @@ class Loop:
             run_folder.write_json(out / "summary.json", summary)
             self.folder.curves()
             images.join(out / "samples" / "before-after.png", sheets)
+            exports.write_cards(trainer.engine, config, trainer.job.model)
             self.folder.report()
         if trainer.console:
             self.progress.say("")

@@ -18,12 +18,13 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.record import as_record
+from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
     "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "tracker", "collective_timeout", "resume",
-    "resume_from", "engine", "evaluation",
+    "resume_from", "engine", "evaluation", "export_every", "export_as",
 }  # fmt: skip
 
 
@@ -72,7 +73,10 @@ class Saver:
         if self.saved_at == update:
             return
         self.saved_at = update
-        meta = {"engine": self.engine.counters(), **asdict(progress), "runs_on": self._environment()}
+        meta = {
+            "engine": self.engine.counters(), **asdict(progress), "runs_on": self._environment(),
+            "run": as_record(self.config), "lora": lora_settings(self.engine.module),  # with these it can be exported alone
+        }  # fmt: skip
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
         where, state = self.config.checkpoint_folder, self.engine.state()

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import LoraFile, load_lora, read_lora
+from fluvial.models.original.convert import adapter_from_original
 
 RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
 
@@ -102,7 +104,7 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
 def _adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
     kind: Any = getattr(job.model, "pipeline", None)
     try:
-        return read_lora(path, module, convert=None if kind is None else converter(kind))
+        return read_lora(path, module, convert=None if kind is None else converter(kind, module))
     except ValueError as error:
         raise UsageError(f"{field}: {error}") from error
 
@@ -117,14 +119,25 @@ def digest(adapter: LoraFile | None) -> str:
     return " " + found.hexdigest()[:16]
 
 
-def converter(pipeline: str) -> Any:
-    """Return the function of diffusers' pipeline from the keys of other programs to its own."""
+def converter(pipeline: str, module: nn.Module | None = None) -> Any:
+    """Return a function from the keys of other programs to diffusers' own.
+
+    It knows the original layout, as `fluvial export` writes it, and what diffusers' pipeline knows.
+
+    Args:
+        pipeline: class of diffusers' pipeline.
+        module: network that is adapted; without it only diffusers is asked.
+    """
 
     def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         import diffusers
 
         from fluvial.models.pipelines.folder import quietly
 
+        network = next(iter(module.values())) if isinstance(module, nn.ModuleDict) else module
+        if network is not None:
+            with suppress(ValueError):  # then it is of another layout
+                return adapter_from_original(pipeline, tensors, network)
         with quietly():
             found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
         state, *rest = found if isinstance(found, tuple) else (found,)

@@ -1,0 +1,53 @@
+"""`fluvial export RUN_OR_CHECKPOINT --as FORMAT`: write the weights of a run for diffusers or ComfyUI, at any time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fluvial.engines.cli.parse import console, flags_in_errors, parsed
+from fluvial.engines.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Export a checkpoint of a run, with a model card, while training goes on or afterwards.
+
+    Args:
+        format: lora (the adapter, for diffusers), merged (the network with the adapter folded in, for diffusers), full (the
+            whole pipeline, for diffusers) or comfyui (the original layout, as ComfyUI and kohya's trainers read it). By
+            default lora where an adapter was trained, else merged.
+        ema: Export the moving average of the weights.
+        dtype: Dtype of the files; by default export_dtype of the run.
+        merge: With comfyui, merge the adapter into the weights and export these.
+        out: Folder of the export; by default exports/UPDATE-FORMAT in the run folder.
+    """
+
+    format: Annotated[Literal["lora", "merged", "full", "comfyui"] | None, tyro.conf.arg(name="as")] = None
+    ema: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    merge: bool = False
+    out: Path | None = None
+
+
+def run(args: list[str]) -> None:
+    """Write an export, and print where it is.
+
+    Raises:
+        UsageError: the arguments are wrong, or the run cannot be exported so.
+        RunError: the checkpoint is damaged, or the export cannot be written.
+    """
+    if not args or args[0].startswith("-"):
+        got = repr(args[0]) if args else "nothing"
+        raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
+    config = parsed(ExportConfig, ExportConfig, f"fluvial export {args[0]}", args[1:])
+    from fluvial.engines.export.run import export_run
+    from fluvial.engines.fsdp.world import init_world
+
+    with flags_in_errors(config), init_world() as world:
+        out, before = export_run(
+            args[0], config.format, out=config.out, average=config.ema, dtype=config.dtype, merge=config.merge, world=world
+        )
+        if world.is_main:
+            console().print(f"{'exported before' if before else 'exported'}: {out}", highlight=False, soft_wrap=True)

@@ -1,0 +1,263 @@
+"""Model cards: the README.md beside exported weights, made of what the run recorded and nothing else."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
+from fluvial.engines.report import plots
+
+CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
+# Fields that say where something was on a machine, or what does not change the weights.
+PRIVATE = {
+    "out", "model", "prompts", "data", "data_cache", "data_errors", "weights", "checkpoints", "resume", "resume_from",
+    "engine", "collective_timeout", "keep_checkpoints", "checkpoint_every", "checkpoint_async", "eval_every",
+    "eval_samples", "final_samples", "export_dtype", "export_every", "export_as", "tracker",
+}  # fmt: skip
+LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model card says.
+
+    Args:
+        kind: format of the weights beside it.
+        model: name of the base model: an id on the Hub, a folder, or a built-in model.
+        pipeline: class of diffusers' pipeline; None for a model that is no pipeline.
+        network: class of the network; None if it is not of diffusers.
+        parts: names of the networks, where there are several.
+        video: whether the model makes videos.
+        folder: folder of the base model, where it is a pipeline; its licence is read from it.
+        objective: name of the objective.
+        settings: configuration of the run, as JSON.
+        defaults: configuration with the same objective and no other choice, as JSON.
+        update: number of updates that the weights have seen.
+        average: whether they are the moving average.
+        dtype: dtype of the files.
+        merge: whether a file for ComfyUI holds merged weights.
+    """
+
+    kind: Format
+    model: str
+    pipeline: str | None
+    network: str | None
+    parts: tuple[str, ...]
+    video: bool
+    folder: Path | None
+    objective: str
+    settings: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    update: int
+    average: bool
+    dtype: str
+    merge: bool = False
+
+    @property
+    def hub_id(self) -> str | None:
+        """Id of the base model on the Hub; None if it is a folder, or came with fluvial."""
+        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", self.model) and not os.path.exists(self.model)
+        return self.model if is_id else None
+
+    @property
+    def base(self) -> str:
+        """Name of the base model without the folders it lies in."""
+        return self.hub_id or Path(self.model).name
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the files are an adapter, not weights."""
+        return self.kind == "lora" or (self.kind == "comfyui" and not self.merge and self.settings["train"] == "lora")
+
+
+def write_card(card: Card, out: Path, *, run: Path | None) -> None:
+    """Write README.md to the folder of an export, with the curve and the samples of its run where there are any.
+
+    Args:
+        card: what it says.
+        out: folder of the export.
+        run: folder of the run, whose records up to the card's update are shown; None shows none.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    records = [] if run is None else _records(run, card.update)
+    curves = _curves(records)
+    if any(len(points) > 1 for points in curves.values()):
+        plots.curves(out / CURVE, {title: {"mean": points} for title, points in curves.items() if points}, xlabel="updates")
+    summary = {} if run is None else _json(run / "summary.json")
+    final = bool(summary) and summary.get("updates") == card.update
+    images = None if run is None else run / "samples" / ("before-after.png" if final else f"update-{card.update:04d}.png")
+    if images is not None and images.is_file():
+        shutil.copyfile(images, out / SAMPLES)
+    text = [_front_matter(card), _introduction(card), _loading(card), _settings(card)]
+    text += [_results(records, summary if final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file())]
+    (out / CARD).write_text("\n\n".join(part for part in text if part) + "\n", encoding="utf-8")
+
+
+def _front_matter(card: Card) -> str:
+    lines = ["---"]
+    if card.hub_id:
+        lines += [f"base_model: {card.hub_id}", f"base_model_relation: {'adapter' if card.is_adapter else 'finetune'}"]
+    if card.pipeline or card.network:
+        lines.append("library_name: diffusers")
+    lines += [f"pipeline_tag: {'text-to-video' if card.video else 'text-to-image'}"]
+    lines += _licence(card.folder)
+    tags = ["fluvial", "diffusers", card.objective.partition(":")[2] or card.objective]
+    tags += ["lora"] * card.is_adapter + ["comfyui"] * (card.kind == "comfyui")
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+
+
+def _licence(folder: Path | None) -> list[str]:
+    """Return the lines about the licence in the base model's own card; none where it says nothing."""
+    if folder is None or not (folder / CARD).is_file():
+        return []
+    front = re.match(r"---\n(.*?)\n---", (folder / CARD).read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
+    return LICENCE.findall(front[1]) if front else []
+
+
+def _introduction(card: Card) -> str:
+    what = "LoRA adapter of" if card.is_adapter else "weights of"
+    base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
+    kind = "moving average of the weights" if card.average else "weights themselves"
+    return (
+        f"# {card.base}, post-trained with {card.objective}\n\n"
+        f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}. These are the "
+        f"{kind if not card.is_adapter else kind.replace('weights', 'adapter').replace('themselves', 'itself')}."
+    )
+
+
+def _loading(card: Card) -> str:
+    """Return how the files are loaded, in code."""
+    base = card.hub_id or "path/to/the/base/model"
+    start = f'pipeline = DiffusionPipeline.from_pretrained("{base}")'
+    imports = "from diffusers import DiffusionPipeline"
+    folders = [f"path/to/this/folder/{part}" for part in card.parts] or ["path/to/this/folder"]
+    if card.kind == "full":
+        code = [imports, "", 'pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder")']
+    elif card.kind == "comfyui":
+        target = "loras" if card.is_adapter else "diffusion_models"
+        files = [
+            f"`{f'{part}/' if part else ''}{COMFY_LORA if card.is_adapter else COMFY_WEIGHTS}`"
+            for part in card.parts or [""]
+        ]
+        return f"## Use\n\nCopy {' and '.join(files)} to `ComfyUI/models/{target}`."
+    elif card.kind == "lora" and card.pipeline:
+        first, *second = folders
+        code = [imports, "", start, f'pipeline.load_lora_weights("{first}")']
+        code += [f'pipeline.load_lora_weights("{other}", load_into_transformer_2=True)' for other in second]
+    elif card.kind == "lora":
+        code = [f"from diffusers import {card.network}", "", f'network = {card.network}.from_pretrained("{base}")']
+        code += [f'network.load_lora_adapter("{folders[0]}", prefix=None)']
+    elif card.network:
+        names = card.parts or ("unet" if "UNet" in card.network else "transformer",)
+        code = [
+            f"from diffusers import DiffusionPipeline, {card.network}"
+            if card.pipeline
+            else f"from diffusers import {card.network}",
+            "",
+        ]
+        code += [f'{name} = {card.network}.from_pretrained("{folder}")' for name, folder in zip(names, folders, strict=True)]
+        if card.pipeline:
+            given = ", ".join(f"{name}={name}" for name in names)
+            code.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}", {given})')
+    else:
+        return ""
+    return "\n".join(["## Use", "", "```python", *code, "```"])
+
+
+def _settings(card: Card) -> str:
+    """Return the settings of the run that are not the defaults of its objective."""
+    ours, theirs = _flat(card.settings), _flat(card.defaults)
+    rows = [
+        f"| `{name}` | `{json.dumps(value)}` |"
+        for name, value in ours.items()
+        if name.split(".")[0] not in PRIVATE and not _is_path(name) and theirs.get(name) != value
+    ]
+    head = [
+        "## Training",
+        "",
+        f"Objective `{card.objective}`. Settings that are not its defaults:",
+        "",
+        "| field | value |",
+        "|---|---|",
+    ]
+    return "\n".join([*head, *rows]) if rows else f"## Training\n\nObjective `{card.objective}` with its defaults."
+
+
+def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve: bool, images: bool) -> str:
+    """Return what was measured: the curve, scores of held-out prompts before training and last, and samples."""
+    evaluations = [record for record in records if record.get("score")]
+    lines: list[str] = []
+    if curve:
+        lines += [f"![mean while training]({CURVE})", ""]
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        lines += [f"| held-out prompts | update {first['update']} | update {last['update']} |", "|---|---|---|"]
+        for kind, label in (("score", "score"), ("exact", "exactly right")):
+            for name in last.get(kind) or {}:
+                before, after = (record.get(kind, {}).get(name) for record in (first, last))
+                if kind == "score" or before or after:
+                    lines.append(f"| {label}, `{name}` | {_number(before)} | {_number(after)} |")
+        lines.append("")
+    counted = {
+        "eval_samples": "samples of the last evaluation", "train_samples": "samples trained on",
+        "train_seconds": "seconds of training", "ranks": "processes", "seed": "seed",
+    }  # fmt: skip
+    rows = [f"| {label} | {_number(summary[name])} |" for name, label in counted.items() if summary.get(name) is not None]
+    if rows:
+        lines += ["| run | |", "|---|---|", *rows, ""]
+    if images:
+        lines += [f"![samples]({SAMPLES})"]
+    return "\n".join(["## Results", "", *lines]).rstrip() if lines else ""
+
+
+def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return the curve of the reward; of a run without rewards, of the loss."""
+    found = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
+    if found:
+        return {"reward while training": found}
+    return {"loss while training": [(r["update"], r["loss"]) for r in records if r.get("loss") is not None]}
+
+
+def _records(run: Path, update: int) -> list[dict[str, Any]]:
+    """Return the records of a run up to an update; a last line that is being written is left out."""
+    path, found = run / "metrics.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if isinstance(record, dict) and isinstance(record.get("update"), int) and record["update"] <= update:
+            found.append(record)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty where there is none."""
+    try:
+        held = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return found
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a field holds places on a machine."""
+    return name in ("pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights")
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

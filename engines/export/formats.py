@@ -1,0 +1,156 @@
+"""Formats of an export: an adapter, merged weights, a whole pipeline, and the original layout that ComfyUI reads."""
+
+import errno
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp import export as fsdp
+from fluvial.engines.fsdp.world import World
+from fluvial.models import DiffusionModel
+from fluvial.models.lora import lora_settings
+from fluvial.models.original.convert import adapter_to_original, to_original
+from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
+
+Format = Literal["lora", "merged", "full", "comfyui"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+COMFY_LORA, COMFY_WEIGHTS = "lora.safetensors", "diffusion_model.safetensors"
+
+
+def check_format(kind: Format, model: DiffusionModel, *, adapted: bool, merge: bool = False) -> None:
+    """Raise UsageError if a model cannot be exported in a format.
+
+    Args:
+        kind: format.
+        model: model that was trained.
+        adapted: whether an adapter was trained, not all weights.
+        merge: whether comfyui is asked for the weights with the adapter merged into them.
+    """
+    pipeline = str(getattr(model, "pipeline", type(model).__name__))
+    if kind == "lora" and not adapted:
+        raise UsageError("the run trained all weights, so that there is no adapter to export as lora: use merged")
+    if merge and (kind != "comfyui" or not adapted):
+        raise UsageError("merge is set, which is for comfyui of a run with an adapter: leave it out")
+    if kind == "full" and not isinstance(getattr(model, "folder", None), Path):
+        raise UsageError(f"{pipeline} is no pipeline with a folder, so that it cannot be exported as full: use merged")
+    if kind == "comfyui" and pipeline not in LAYOUTS:
+        raise UsageError(f"{pipeline} has no layout that ComfyUI reads, expected one of {ARCHITECTURES}: use lora or merged")
+
+
+def write(
+    kind: Format,
+    module: nn.Module,
+    model: DiffusionModel,
+    out: Path,
+    *,
+    average: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+    world: World,
+) -> None:
+    """Write a (sharded) module in a format. Every rank must take part.
+
+    - lora: `pytorch_lora_weights.safetensors`, for `load_lora_weights`.
+    - merged: the network with the adapter folded in, for its class's `from_pretrained`.
+    - full: the pipeline's folder with the merged network, for `DiffusionPipeline.from_pretrained`. The other parts are
+      copies, not links, so that the folder can be moved or pushed to the Hub as it is.
+    - comfyui: one file in the original layout, `lora.safetensors` of an adapter, or `diffusion_model.safetensors`.
+
+    A pipeline with two networks has a folder for each of them by name.
+
+    Memory on the host of rank 0: the tensors of one file; for comfyui all tensors.
+
+    Args:
+        kind: format.
+        module: network that was trained.
+        model: model that it belongs to.
+        out: folder.
+        average: parameters to write instead of the module's own, by name.
+        dtype: dtype of the files, by default that of the parameters.
+        merge: whether comfyui gets the weights with the adapter merged into them, not the adapter.
+        world: process group the module is sharded over.
+
+    Raises:
+        UsageError: the model has no such format.
+        RunError: the folder cannot be written.
+    """
+    adapted = lora_settings(module) is not None
+    check_format(kind, model, adapted=adapted, merge=merge)
+    given: dict[str, Any] = {"average": average, "dtype": dtype, "world": world}
+    if kind == "lora":
+        fsdp.write_lora(module, out, **given)
+    elif kind == "merged":
+        fsdp.export(module, out, merge=adapted, **given)
+    elif kind == "full":
+        folder, part = Path(getattr(model, "folder")), str(getattr(model, "part"))  # noqa: B009
+        trained = [*module] if isinstance(module, nn.ModuleDict) else [part]
+        with writing(out, world):
+            if world.is_main:
+                copy_parts(folder, out, without=trained)
+        fsdp.export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **given)
+    else:
+        _write_original(module, str(getattr(model, "pipeline")), out, adapter=adapted and not merge, **given)  # noqa: B009
+
+
+def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
+    """Copy a pipeline's index and the parts that it names, and its licence, to another folder.
+
+    Args:
+        folder: folder of the pipeline; links in it, as the Hub's cache has, are followed.
+        out: folder to copy to.
+        without: names of parts that are left out.
+    """
+    from fluvial.models.pipelines.folder import INDEX, entries
+
+    out.mkdir(parents=True, exist_ok=True)
+    for file in (folder / INDEX, *sorted(folder.glob("LICENSE*"))):
+        shutil.copyfile(file, out / file.name)
+    for part, kind in entries(folder).items():
+        if kind is not None and part not in without and (folder / part).is_dir():
+            shutil.copytree(folder / part, out / part)
+
+
+@contextmanager
+def writing(out: Path, world: World) -> Iterator[None]:
+    """Turn errors of writing into a RunError of one line, on every rank if on one. No rank may communicate inside."""
+    with world.agreed():
+        try:
+            yield
+        except (OSError, SafetensorError, shutil.Error) as error:
+            full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+            raise RunError(f"export cannot be written to {out}: {'the disk is full' if full else error}") from error
+
+
+def _write_original(
+    module: nn.Module, pipeline: str, out: Path, *, adapter: bool, average: Mapping[str, Tensor] | None,
+    dtype: torch.dtype | None, world: World,
+) -> None:  # fmt: skip
+    """Write the adapter or the merged weights of each network in the original layout."""
+    chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": lora_settings(module) is not None}
+    settings = lora_settings(module) or {}
+    gathered = fsdp.weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
+    tensors = {name: tensor for name, tensor in gathered if world.is_main}
+    with writing(out, world):
+        if not world.is_main:
+            return
+        for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
+            prefix = f"{name}." if name else ""
+            own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            original = Original(pipeline, network.config)
+            if adapter:
+                layers = dict.fromkeys(key.partition(".lora_")[0] for key in own)
+                factors = {layer: (own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]) for layer in layers}
+                found = adapter_to_original(original, factors, network, alpha=settings["alpha"])
+            else:
+                found = to_original(original, own)
+            (out / name).mkdir(parents=True, exist_ok=True)
+            contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
+            save_file(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""Original, non-diffusers names of tensors, as ComfyUI and kohya's trainers read them: of networks and of adapters."""

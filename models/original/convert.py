@@ -1,0 +1,142 @@
+"""Weights and adapters from diffusers' layout to the original one of their architecture, and adapters back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.original.layout import LAYOUTS, Original, Place
+
+KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha"}
+
+
+def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a network by their original names.
+
+    Args:
+        original: names of the network.
+        tensors: tensors by their names in diffusers' network.
+
+    Raises:
+        ValueError: a tensor has no original name.
+    """
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        place = original.place(name)
+        key = original.layout.prefix + place.name
+        found.setdefault(key, {})[place.part] = swap_halves(tensor) if place.swapped else tensor
+    return {name: _joined(parts) for name, parts in found.items()}
+
+
+def adapter_to_original(
+    original: Original, factors: Mapping[str, tuple[Tensor, Tensor]], network: nn.Module, *, alpha: float
+) -> dict[str, Tensor]:
+    """Return an adapter by the keys of kohya or ComfyUI, with its scale.
+
+    The original joins some layers, such as queries, keys and values. Their factors A are stacked and their factors B are the
+    blocks of a diagonal, so that the product stays the same; a layer without an adapter has factors of zero there.
+
+    Args:
+        original: names of the network.
+        factors: A `[rank, in]` and B `[out, rank]` by layer, all of one rank.
+        network: network that is adapted, for the sizes of its layers.
+        alpha: scale of the adapter before it is divided by the rank.
+
+    Raises:
+        ValueError: a layer has no original name.
+    """
+    groups, kohya = _groups(original, network), original.layout.kohya
+    endings = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
+    found: dict[str, Tensor] = {}
+    for stem in dict.fromkeys(original.stem(layer).name for layer in factors):
+        layers = groups[stem]
+        like = next(factors[layer] for layer in layers if layer in factors)
+        pairs = [factors[layer] if layer in factors else _nothing(network.get_submodule(layer), like) for layer in layers]
+        down, up = torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
+        if original.stem(layers[0]).swapped:
+            up = swap_halves(up)
+        for ending, factor in zip(endings, (down, up), strict=True):
+            found[f"{stem}.{ending}"] = factor.contiguous()
+        found[f"{stem}.alpha"] = torch.tensor(float(alpha * len(layers)))
+    return found
+
+
+def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Return an adapter by diffusers' keys: `layer.lora_A.weight`, `layer.lora_B.weight` and `layer.alpha`.
+
+    Args:
+        pipeline: class of diffusers' pipeline.
+        tensors: tensors by the keys that `adapter_to_original` gives, and kohya's trainers.
+        network: network that is adapted.
+
+    Raises:
+        ValueError: the architecture has no original layout, a key is of no layer, or a factor is missing.
+    """
+    if pipeline not in LAYOUTS:
+        raise ValueError(f"{pipeline} has no original layout")
+    config: Any = network.config
+    original = Original(pipeline, config)
+    groups = _groups(original, network)
+    stems: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        stem, _, kind = key.removesuffix(".weight").rpartition(".")
+        if stem not in groups or kind not in KINDS:
+            raise ValueError(f"{key} is of no layer of {pipeline}")
+        stems.setdefault(stem, {})[KINDS[kind]] = tensor
+    found: dict[str, Tensor] = {}
+    for stem, held in stems.items():
+        if missing := {"A", "B"} - set(held):
+            raise ValueError(f"{stem} has no factor {missing.pop()}")
+        layers, down, up = groups[stem], held["A"], held["B"]
+        up = swap_halves(up) if original.stem(layers[0]).swapped else up
+        rows = up.split([_rows(network.get_submodule(layer)) for layer in layers])
+        apart = _have_own_factors(rows, len(down))
+        for number, (layer, b) in enumerate(zip(layers, rows, strict=True)):
+            share = len(down) // len(layers) if apart else len(down)
+            own = slice(number * share, (number + 1) * share) if apart else slice(None)
+            if len(layers) > 1 and not (down[own].any() or b[:, own].any()):
+                continue  # a layer without an adapter among joined ones
+            found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"] = down[own], b[:, own].contiguous()
+            if "alpha" in held:
+                found[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
+    return found
+
+
+def swap_halves(tensor: Tensor) -> Tensor:
+    """Return a tensor with the halves of its rows exchanged."""
+    return torch.cat(tensor.chunk(2)[::-1])
+
+
+def _joined(parts: Mapping[int, Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([parts[part] for part in sorted(parts)])
+
+
+def _groups(original: Original, network: nn.Module) -> dict[str, list[str]]:
+    """Return the linear layers of each adapter by the part of its keys before the factor, in the order they are joined."""
+    places: dict[str, list[tuple[Place, str]]] = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear) and ".lora_" not in name:
+            plain = name.removesuffix(".base_layer")
+            place = original.stem(plain)
+            places.setdefault(place.name, []).append((place, plain))
+    return {stem: [name for _, name in sorted(found, key=lambda each: each[0].part)] for stem, found in places.items()}
+
+
+def _nothing(layer: nn.Module, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return factors of zero for a layer."""
+    a, b = like
+    return torch.zeros_like(a), b.new_zeros(_rows(layer), b.shape[1])
+
+
+def _rows(layer: Any) -> int:
+    return int(layer.out_features)
+
+
+def _have_own_factors(rows: Sequence[Tensor], rank: int) -> bool:
+    """Return whether each of several joined layers has a share of the rank for itself: B is zero outside of it."""
+    count = len(rows)
+    if count == 1 or rank % count:
+        return False
+    share = torch.arange(rank) // (rank // count)
+    return not any(part[:, share != number].any() for number, part in enumerate(rows))

@@ -1,0 +1,211 @@
+"""Where each tensor of a diffusers network lies in the original checkpoint of its architecture.
+
+A table has a row per layer: `diffusers' name: original name`, where `*` is the number of a block. After the original name
+`1/3` says that the tensor is the second of three that are joined along the rows, as in a fused projection of queries, keys
+and values. `swapped` says that its halves are exchanged, because scale and shift come in the other order.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fluvial.models.original.unet import unet_names
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a block: the first in a name
+
+
+class Place(NamedTuple):
+    """Place of a tensor in the original checkpoint."""
+
+    name: str
+    part: int = 0  # position among the tensors that are joined along the rows
+    parts: int = 1  # number of these tensors
+    swapped: bool = False  # whether the halves of the rows are exchanged
+
+
+Names = Mapping[str, str]
+
+
+class Layout(NamedTuple):
+    """Original names of an architecture.
+
+    Args:
+        names: function from the settings of the network to its table.
+        prefix: text before the names in files of weights.
+        same: whether tensors that the table does not name have the same name in both.
+        kohya: whether adapters are named as by kohya's trainers, `lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`;
+            otherwise as ComfyUI's own, `diffusion_model.blocks.0.self_attn.q.lora_A.weight`.
+        adapters_renamed: whether adapters have the original names of layers; otherwise they keep diffusers', as those of
+            Z-Image, which ComfyUI maps to the joined layers itself.
+    """
+
+    names: Callable[[Any], Names]
+    prefix: str = ""
+    same: bool = False
+    kohya: bool = False
+    adapters_renamed: bool = True
+
+
+class Original:
+    """Original names of the tensors of one network.
+
+    Args:
+        pipeline: class of diffusers' pipeline, one of `LAYOUTS`.
+        config: settings of the network.
+    """
+
+    def __init__(self, pipeline: str, config: Any) -> None:
+        self.layout = LAYOUTS[pipeline]
+        self.names = self.layout.names(config)
+
+    def place(self, name: str) -> Place:
+        """Return the place of a tensor.
+
+        Args:
+            name: name in the state dict of diffusers' network.
+
+        Raises:
+            ValueError: the architecture has no such tensor.
+        """
+        layer, _, leaf = name.rpartition(".")
+        found = self._row(name)
+        if found is not None:
+            return found
+        if leaf in ("weight", "bias") and (found := self._row(layer)) is not None:
+            return found._replace(name=f"{found.name}.{leaf}")
+        if self.layout.same:
+            return Place(name)
+        raise ValueError(f"{name} has no original name")
+
+    def stem(self, layer: str) -> Place:
+        """Return the place of a linear layer's adapter, whose name is the part of its keys before the factor."""
+        weight = f"{layer}.weight"
+        place = self.place(weight) if self.layout.adapters_renamed else Place(weight)
+        name = place.name.removesuffix(".weight")
+        if self.layout.kohya:
+            return place._replace(name=f"lora_unet_{name.replace('.', '_')}")
+        return place._replace(name=f"diffusion_model.{name}")
+
+    def _row(self, known: str) -> Place | None:
+        """Return what the table says of a tensor or a layer."""
+        number = NUMBER.search(known)
+        row = self.names.get(known) or self.names.get(NUMBER.sub("*", known, count=1))
+        if row is None:
+            return None
+        name, *words = row.split(" ")
+        part, parts = next((map(int, word.split("/")) for word in words if "/" in word), (0, 1))
+        return Place(name.replace("*", number[0] if number else "*"), part, parts, "swapped" in words)
+
+
+def _embedders(original: str, diffusers: str, *, first: str, second: str) -> dict[str, str]:
+    """Return the rows of an embedder of two layers."""
+    return {f"{diffusers}.linear_1": f"{original}.{first}", f"{diffusers}.linear_2": f"{original}.{second}"}
+
+
+def _sd3(config: Any) -> Names:
+    block, first = "transformer_blocks.*.", "joint_blocks.*."
+    last = f"transformer_blocks.{config['num_layers'] - 1}.norm1_context.linear"
+    names = {
+        "pos_embed.pos_embed": "pos_embed",
+        "pos_embed.proj": "x_embedder.proj",
+        "context_embedder": "context_embedder",
+        **_embedders("t_embedder", "time_text_embed.timestep_embedder", first="mlp.0", second="mlp.2"),
+        **_embedders("y_embedder", "time_text_embed.text_embedder", first="mlp.0", second="mlp.2"),
+        last: f"joint_blocks.{config['num_layers'] - 1}.context_block.adaLN_modulation.1 swapped",
+        "proj_out": "final_layer.linear",
+        "norm_out.linear": "final_layer.adaLN_modulation.1 swapped",
+    }
+    attentions = (("attn", "x_block.attn", "to_q to_k to_v norm_q norm_k to_out.0"),
+                  ("attn", "context_block.attn", "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"),
+                  ("attn2", "x_block.attn2", "to_q to_k to_v norm_q norm_k to_out.0"))  # fmt: skip
+    for ours, theirs, layers in attentions:
+        originals = ("qkv 0/3", "qkv 1/3", "qkv 2/3", "ln_q", "ln_k", "proj")
+        for layer, original in zip(layers.split(), originals, strict=True):
+            names[f"{block}{ours}.{layer}"] = f"{first}{theirs}.{original}"
+    for ours, theirs in (("", "x_block"), ("_context", "context_block")):
+        names[f"{block}norm1{ours}.linear"] = f"{first}{theirs}.adaLN_modulation.1"
+        names[f"{block}ff{ours}.net.0.proj"] = f"{first}{theirs}.mlp.fc1"
+        names[f"{block}ff{ours}.net.2"] = f"{first}{theirs}.mlp.fc2"
+    return names
+
+
+def _flux(config: Any) -> Names:
+    double, single = "transformer_blocks.*.", "single_transformer_blocks.*."
+    ends = {"first": "in_layer", "second": "out_layer"}
+    names = {
+        **_embedders("time_in", "time_text_embed.timestep_embedder", **ends),
+        **_embedders("vector_in", "time_text_embed.text_embedder", **ends),
+        **_embedders("guidance_in", "time_text_embed.guidance_embedder", **ends),
+        "context_embedder": "txt_in",
+        "x_embedder": "img_in",
+        "proj_out": "final_layer.linear",
+        "norm_out.linear": "final_layer.adaLN_modulation.1 swapped",
+        f"{single}norm.linear": "single_blocks.*.modulation.lin",
+        f"{single}attn.to_q": "single_blocks.*.linear1 0/4",
+        f"{single}attn.to_k": "single_blocks.*.linear1 1/4",
+        f"{single}attn.to_v": "single_blocks.*.linear1 2/4",
+        f"{single}proj_mlp": "single_blocks.*.linear1 3/4",
+        f"{single}proj_out": "single_blocks.*.linear2",
+        f"{single}attn.norm_q.weight": "single_blocks.*.norm.query_norm.scale",
+        f"{single}attn.norm_k.weight": "single_blocks.*.norm.key_norm.scale",
+    }
+    layers = {"img": "to_q to_k to_v norm_q norm_k to_out.0",
+              "txt": "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"}  # fmt: skip
+    for theirs, ours in (("img", ""), ("txt", "_context")):
+        q, k, v, norm_q, norm_k, out = layers[theirs].split()
+        start = f"double_blocks.*.{theirs}"
+        names |= {f"{double}attn.{layer}": f"{start}_attn.qkv {part}/3" for part, layer in enumerate((q, k, v))}
+        names[f"{double}attn.{norm_q}.weight"] = f"{start}_attn.norm.query_norm.scale"
+        names[f"{double}attn.{norm_k}.weight"] = f"{start}_attn.norm.key_norm.scale"
+        names[f"{double}attn.{out}"] = f"{start}_attn.proj"
+        names[f"{double}norm1{ours}.linear"] = f"{start}_mod.lin"
+        names[f"{double}ff{ours}.net.0.proj"] = f"{start}_mlp.0"
+        names[f"{double}ff{ours}.net.2"] = f"{start}_mlp.2"
+    return names
+
+
+def _wan(config: Any) -> Names:
+    names = {
+        "patch_embedding": "patch_embedding",
+        **_embedders("time_embedding", "condition_embedder.time_embedder", first="0", second="2"),
+        **_embedders("text_embedding", "condition_embedder.text_embedder", first="0", second="2"),
+        "condition_embedder.time_proj": "time_projection.1",
+        "scale_shift_table": "head.modulation",
+        "proj_out": "head.head",
+        "blocks.*.scale_shift_table": "blocks.*.modulation",
+        "blocks.*.norm2": "blocks.*.norm3",
+        "blocks.*.ffn.net.0.proj": "blocks.*.ffn.0",
+        "blocks.*.ffn.net.2": "blocks.*.ffn.2",
+    }
+    for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn")):
+        for layer, original in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o")):
+            names[f"blocks.*.{ours}.{layer}"] = f"blocks.*.{theirs}.{original}"
+        for norm in ("norm_q", "norm_k"):
+            names[f"blocks.*.{ours}.{norm}"] = f"blocks.*.{theirs}.{norm}"
+    return names
+
+
+def _z_image(config: Any) -> Names:
+    names = {f"all_final_layer.2-1.{layer}": f"final_layer.{layer}" for layer in ("linear", "adaLN_modulation.1")}
+    names["all_x_embedder.2-1"] = "x_embedder"
+    for blocks in ("layers", "noise_refiner", "context_refiner"):
+        start = f"{blocks}.*.attention."
+        names |= {f"{start}to_{letter}": f"{start}qkv {part}/3" for part, letter in enumerate("qkv")}
+        names |= {f"{start}norm_q": f"{start}q_norm", f"{start}norm_k": f"{start}k_norm", f"{start}to_out.0": f"{start}out"}
+    return names
+
+
+def _qwen_image(config: Any) -> Names:
+    return {}
+
+
+# By the class of diffusers' pipeline. Files of SD3 and SDXL hold the other networks, too, so that names have a prefix.
+LAYOUTS: dict[str, Layout] = {
+    "StableDiffusion3Pipeline": Layout(_sd3, prefix="model.diffusion_model.", kohya=True),
+    "FluxPipeline": Layout(_flux, kohya=True),
+    "QwenImagePipeline": Layout(_qwen_image, same=True),
+    "WanPipeline": Layout(_wan),
+    "ZImagePipeline": Layout(_z_image, same=True, adapters_renamed=False),
+    "StableDiffusionXLPipeline": Layout(unet_names, prefix="model.diffusion_model.", kohya=True),
+}
+ARCHITECTURES = "SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"
