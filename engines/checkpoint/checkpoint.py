@@ -197,7 +197,7 @@ def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tu
             if wanted(key):
                 assert isinstance(entry, TensorStorageMetadata)
                 state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load(state, storage_reader=files, no_dist=True)
+        dcp.load(state, storage_reader=files)
     return state, manifest
 
 
