@@ -95,6 +95,10 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
     left, right = (load_file(tmp_path / name / "weights" / "diffusion_pytorch_model.safetensors") for name in ("one", "two"))
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5)
+    with init_world() as world:  # its checkpoint, which two ranks wrote, is exported by one
+        out, _ = export_run(tmp_path / "two", "merged", average=True, out=tmp_path / "merged", world=world)
+    alone = load_file(out / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(alone[name], right[name]) for name in right)
 
 
 @pytest.mark.slow
