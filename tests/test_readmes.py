@@ -104,6 +104,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, sample
+    from fluvial.engines.export import run as exports
     from fluvial.engines.plan import check, plan
     from fluvial.engines.train import pretrain, recipes, trainer
 
@@ -120,7 +121,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
         (preferences, "write_of_pipeline", (3, 3)),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
-        (check, "check", None),
+        (check, "check", None), (exports, "export_run", ("x", False)),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
     ]  # fmt: skip
     for module, name, answer in replaced:

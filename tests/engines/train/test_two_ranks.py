@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import Net, data, squared
 
+from fluvial.engines.export.run import export_run
+from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting import BASE
 
 
