@@ -57,6 +57,8 @@ class RolloutConfig:
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
             sum (nats).
         guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
+        reuse_prompt: Compute layers that see the prompt alone (projections of its embedding, keys and values of
+            cross-attention) once per rollout instead of at every step; the bits stay, and their results take memory.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
     """
 
@@ -81,6 +83,7 @@ class RolloutConfig:
     form: Form = "density"
     reduction: Reduction = "mean"
     guidance: Guidance = field(default_factory=Guidance)
+    reuse_prompt: bool = True
     autocast: bool = False
 
     def __post_init__(self) -> None:

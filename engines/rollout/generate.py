@@ -6,6 +6,7 @@ the number of ranks nor on the rank that makes it.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.padding import trimmed
+from fluvial.models.prompt_layers import PromptLayers
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class Sampling:
         prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
         text_tokens: length that prompts are padded to; by default the model's own.
         after: how the deterministic steps after the window are taken, if there is one window for all samples.
+        reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
+            those outside of the repeated blocks, or none.
     """
 
     shape: tuple[int, ...]
@@ -178,6 +182,7 @@ class Sampling:
     prefix: SharedPrefix | None = None
     text_tokens: int | None = None
     after: AfterWindow = field(default_factory=AfterWindow)
+    reuse: Literal["all", "outside_blocks", "none"] = "none"
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -324,10 +329,14 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step = timesteps.unbind(0)
     both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
+    known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
-        with torch.autocast(timesteps.device.type, torch.bfloat16, enabled=autocast):
+        with (
+            torch.autocast(timesteps.device.type, torch.bfloat16, enabled=autocast),
+            nullcontext() if known is None else known.prediction(),
+        ):
             v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
         return v.float() if autocast else v
 

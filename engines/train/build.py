@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from fluvial.models import Schedule, is_recorded
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import load_lora
+from fluvial.models.prompt_layers import PromptLayers
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
         )
 
     def rollout(module: nn.Module, size: int) -> Tensor:
-        return predicted(module, size, guided=True)
+        # Results of prompt layers are kept for a whole rollout, so that they count for the memory.
+        known = PromptLayers(model, module, in_blocks=not engine.sharding.compile)
+        with known.prediction() if config.rollout.reuse_prompt else nullcontext():
+            return predicted(module, size, guided=True)
 
     def update(module: nn.Module, size: int) -> Tensor:
         return predicted(module, size, guided=guidance.update == "guided")

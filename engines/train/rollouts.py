@@ -1,6 +1,7 @@
 """Sources of a run's samples: rollouts of the policy, and clean samples of the job's data."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import optree
 import torch
@@ -175,7 +176,14 @@ class RolloutSource:
             shape, schedule, rollout.guidance, rollout.solver,
             rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
             prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens, after=rollout.after,
+            reuse=self._reuse(),
         )  # fmt: skip
+
+    def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
+        """Return which layers that see the prompt alone are computed once; a compiled block is one program."""
+        if not self.config.rollout.reuse_prompt:
+            return "none"
+        return "outside_blocks" if self.engine.sharding.compile else "all"
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
         """Return the steps that the samples of a group share: those before every window of the rollout."""

@@ -217,10 +217,11 @@ def _clean_samples(config: RunSettings) -> Iterator[str]:
 def _given_samples(config: RunSettings) -> Iterator[str]:
     """Yield what has no meaning for an objective whose samples are given."""
     rollout, name = config.rollout, name_of(config.objective)
-    if rollout.sampler != "ode" or rollout.solver != "euler" or rollout.shared_noise or rollout.autocast:
+    changed = rollout.solver != "euler" or rollout.shared_noise or rollout.autocast or not rollout.reuse_prompt
+    if rollout.sampler != "ode" or changed:
         yield (
-            f"rollout.sampler, solver, shared_noise or autocast is set, and {name} learns from data without a rollout: "
-            "use sampler ode and solver euler, and leave the others as they are"
+            f"rollout.sampler, solver, shared_noise, autocast or reuse_prompt is set, and {name} learns from data without a "
+            "rollout: use sampler ode and solver euler, and leave the others as they are"
         )
     if config.prompts and config.objective.traits.preferences is not None:
         yield "prompts is set, and a folder of preferences has its own: leave it as it is"

@@ -51,6 +51,7 @@ class Handwriting:
 
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
+    prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
     lora_targets = (
         "to_q",
         "to_k",

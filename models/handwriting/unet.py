@@ -54,6 +54,7 @@ class HandwritingUNet:
 
     prediction: Prediction = "epsilon"
     guide = staticmethod(classifier_free)
+    prompt_layers = ("*.attn2.to_k", "*.attn2.to_v")
     lora_targets = (
         "to_q",
         "to_k",

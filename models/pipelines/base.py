@@ -51,6 +51,7 @@ class Pipeline(ABC):
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     lora_targets: ClassVar[tuple[str, ...]]
+    prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
 

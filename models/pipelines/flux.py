@@ -39,6 +39,7 @@ class Flux(Pipeline):
     network = "FluxTransformer2DModel"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     text_lengths = (512, 512)
+    prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
     lora_targets = (
         "to_q",
         "to_k",

@@ -34,6 +34,7 @@ class QwenImage(Pipeline):
     network = "QwenImageTransformer2DModel"
     block_lists = ("transformer_blocks",)
     text_lengths = (512, 1024)
+    prompt_layers = ("txt_norm", "txt_in")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @property

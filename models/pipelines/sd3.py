@@ -28,6 +28,7 @@ class SD3(Pipeline):
     network = "SD3Transformer2DModel"
     block_lists = ("transformer_blocks",)
     text_lengths = (256, 512)
+    prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ class StableDiffusionXL(StableDiffusion):
     """
 
     pipeline = "StableDiffusionXLPipeline"
+    prompt_layers: ClassVar[tuple[str, ...]] = (*StableDiffusion.prompt_layers, "add_embedding")
     lora_targets: ClassVar[tuple[str, ...]] = (*StableDiffusion.lora_targets, "proj_in", "proj_out")
 
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:

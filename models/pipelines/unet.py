@@ -34,6 +34,7 @@ class StableDiffusion(Pipeline):
     network = "UNet2DConditionModel"
     part = "unet"
     text_lengths = (77, 77)
+    prompt_layers: ClassVar[tuple[str, ...]] = ("*.attn2.to_k", "*.attn2.to_v")
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_emb_proj")
     prediction: Prediction = "epsilon"
 

@@ -33,6 +33,7 @@ class Wan(Pipeline):
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"
     text_lengths = (512, 512)
+    prompt_layers = ("*condition_embedder.text_embedder", "*.attn2.to_k", "*.attn2.to_v", "*.attn2.norm_k")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
     serving_solver = "unipc"  # that of the folder's scheduler
 

@@ -34,6 +34,7 @@ class ZImage(Pipeline):
     network = "ZImageTransformer2DModel"
     block_lists = ("noise_refiner", "context_refiner", "layers")
     text_lengths = (512, 512)
+    prompt_layers = ("cap_embedder", "context_refiner.*")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:

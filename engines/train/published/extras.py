@@ -109,7 +109,7 @@ EXTRAS: dict[str, Matches] = {
     "kl_cfg": lambda config, value: value == (config.kl.guidance or 1.0),
     # Of a prompt's images as many as fill whole calls are made, 2 of 9 for 24 (an older Flow-GRPO-Fast).
     "images_per_branch": lambda config, value: config.rollout.group % value == 0,
-    "num_image_per_prompt": lambda config, value: 0 <= value - config.rollout.group < config.micro_batch,
+    "num_image_per_prompt": lambda config, value: 0 <= value - config.rollout.group < config.samples_per_pass,
     "kl_ratio": _says(0.01),  # of DPOK, whose script shares the file; that of D3PO does not read it
     "weight_temp": _says(-1.0),
 }

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import handwriting_jobs
 import pytest
 import tiny_jobs as tiny
 import torch
@@ -284,3 +285,18 @@ def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
         replace(rollout, eta=0.0)
     with pytest.raises(ValueError, match=r"rollout.eta is 0.4, and ode takes no noise"):
         replace(rollout, solver="unipc", shared_noise=False)
+
+
+def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(tmp_path: Path) -> None:
+    """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
+    found = []
+    for reuse in (True, False):
+        rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
+        run = tiny.config(tmp_path, rollout=rollout, train="lora")
+        with Trainer(run, handwriting_jobs.job()) as trainer:
+            assert trainer.source._reuse() == ("all" if reuse else "none")
+            record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        del record["seconds"], record["speed"]
+        found.append(record)
+    assert found[0] == found[1]

@@ -1,0 +1,85 @@
+"""Layers that see the prompt alone: projections of its embedding, and keys and values of cross-attention.
+
+Their results are the same at every step of a rollout, whose weights do not change, so they are computed once. An adapter
+names them in `prompt_layers`, as patterns of `fnmatch`, e.g. `context_embedder` and `*.attn2.to_k`. A layer whose input
+depends on the noise level or the image, such as the text stream of an MM-DiT's blocks, must not be named.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluvial.models.protocol import DiffusionModel
+
+
+class PromptLayers:
+    """Results of the layers of a network that see the prompt alone, for one batch of prompts and fixed weights.
+
+    Memory: the results of these layers, until the object is dropped. A network that a step leaves out, as Wan 2.2 does with
+    one of its two, loses its own.
+
+    Args:
+        model: adapter, whose `prompt_layers` name the layers; it may have none.
+        module: its network, with adapters or sharded.
+        in_blocks: whether layers inside repeated blocks are included. In compiled blocks they must not be.
+    """
+
+    def __init__(self, model: DiffusionModel, module: nn.Module, *, in_blocks: bool = True) -> None:
+        self._layers: list[nn.Module] = []
+        self._forwards: list[Callable[..., Any]] = []
+        self._results: list[list[Any]] = []  # of each layer, by its call within a prediction
+        self._calls: list[int] = []
+        patterns = getattr(model, "prompt_layers", ())
+        if not patterns:
+            return
+        left_out = set() if in_blocks else {part for block in model.blocks(module) for part in block.modules()}
+        outer = "\0"  # the last layer found, whose parts it calls itself
+        for name, part in module.named_modules():
+            if part in left_out or name.startswith(f"{outer}."):
+                continue
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                outer = name
+                self._layers.append(part)
+                self._forwards.append(self._remembering(len(self._forwards), part.forward))
+                self._results.append([])
+                self._calls.append(0)
+
+    @contextmanager
+    def prediction(self) -> Iterator[None]:
+        """Let the layers return their results of the first prediction; the next ones must make the same calls.
+
+        Raises:
+            ValueError: gradients are enabled, which a stored result would not have.
+        """
+        if self._layers and torch.is_grad_enabled():
+            raise ValueError("prompt layers: gradients are enabled, and stored results have none: use torch.no_grad()")
+        self._calls = [0] * len(self._layers)
+        own = [layer.__dict__.get("forward") for layer in self._layers]  # of a layer whose forward was replaced before
+        for layer, forward in zip(self._layers, self._forwards, strict=True):
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer, forward, results, calls in zip(self._layers, own, self._results, self._calls, strict=True):
+                if forward is None:
+                    del layer.__dict__["forward"]
+                else:
+                    layer.__dict__["forward"] = forward
+                if not calls:
+                    results.clear()
+
+    def _remembering(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a layer's forward that computes each of the calls of a prediction once."""
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            call, results = self._calls[place], self._results[place]
+            self._calls[place] += 1
+            if call == len(results):
+                results.append(forward(*args, **kwargs))
+            return results[call]
+
+        return remembered
