@@ -96,7 +96,7 @@ def test_adapters_of_these_layers_take_part(kind: Any, more: tuple[str, ...]) ->
     perturb(module)
     after, _ = made(model, module, prompts, shape, reuse="all")
     expected, _ = made(model, module, prompts, shape)
-    assert len(PromptLayers(model, module)._layers) > 2
+    assert len(PromptLayers(model, module)._layers) >= 2
     assert torch.equal(after, expected)
     assert not torch.equal(before, after)
 
