@@ -10,11 +10,14 @@ import tiny_jobs as tiny
 import torch
 from spied_runs import STEPS, Spied
 
-from fluvial.core import correction
+from fluvial.core import correction, gaussian, transitions
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.table import Guard
+from fluvial.engines.objectives.losses import LossConfig
+from fluvial.engines.objectives.table import Clipped, Guard
+from fluvial.engines.rollout.correction import correct
+from fluvial.engines.rollout.items import Items, Share
 from fluvial.engines.train.config import (
     CorrectionConfig,
 )
@@ -81,3 +84,24 @@ def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     assert recorded is not None
     assert not torch.equal(run.updates[0].items.v_old, recorded.transpose(0, 1).flatten(0, 1))  # type: ignore[arg-type]
     assert run.infos[0].max_abs["log_ratio"] == 0.0
+
+
+def test_the_kl_has_no_weight() -> None:
+    """The correction scales the target weight alone, so that pairs which it masks keep their whole KL (verl-omni)."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, x_next, v_ref = torch.randn(4, 6, 5, generator=generator)
+    level = torch.linspace(0.3, 0.9, 6)
+    transition = transitions.dance_sde(level, level / 2, eta=0.5)
+    known = gaussian.log_prob(transition, x, v, x_next)
+    items = Items(
+        x, level, None, torch.arange(6), torch.ones(6), torch.ones(6), level / 2, x_next, known, transition, v_ref=v_ref
+    )
+    share = Share(0, 6, 6)
+    config = CorrectionConfig("mask", threshold=1.5)
+    known_then = (known + 5 * (torch.arange(6) % 2)).unsqueeze(1)
+    corrected, _ = correct(items, known, known_then, config, share=share, gather=lambda tensor: tensor)
+    assert corrected.target_weight.tolist() == [1, 0, 1, 0, 1, 0]
+    loss, info = Clipped().loss(v, corrected, transition, LossConfig(kl_coef=0.5, kl_weight="exact"))
+    kl = gaussian.kl(transition, v, v_ref)
+    torch.testing.assert_close(info.kl_ref, kl)
+    torch.testing.assert_close(loss, 0.5 * kl - corrected.target_weight)

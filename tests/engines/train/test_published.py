@@ -9,7 +9,10 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-from fluvial.core.transitions import ddim
+from fluvial.core import sigmas
+from fluvial.core.random import key
+from fluvial.core.rollout import rollout
+from fluvial.core.transitions import bind, ddim
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -106,6 +109,22 @@ def test_dance_decodes_the_clean_estimate() -> None:
     assert (rollout.trained_of(15), rollout.pick) == (9, "random")
 
 
+def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
+    """A rollout whose window ends before the last step returns x - sigma v of that step, to the bit (DanceGRPO)."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def velocity(x: torch.Tensor, level: torch.Tensor, step: int) -> torch.Tensor:
+        calls.append((x, torch.sin(x) + level[:, None]))
+        return calls[-1][1]
+
+    levels = sigmas.shifted(16, 3.0)
+    sampler = bind("dance_sde", 0.3, levels)
+    found = rollout(velocity, torch.randn(4, 6), levels, transition=sampler, key=key(0), window=range(15))
+    x, v = calls[-1]
+    assert torch.equal(found.final, x - levels[15] * v)
+    assert found.steps.tolist() == list(range(15))
+
+
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
     """0 for 75 updates, then 0.0075 per update up to 0.999."""
     objective: Any = resolve(find("diffusion_nft/sd3.5-medium/ocr")).config.objective
@@ -149,6 +168,18 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
     assert cli.run(["config", "--config", str(toml)]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
+    toml.write_text(
+        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\nwindow = 2\n'
+        '[rollout.after]\nsolver = "dpmpp_2m"\nfraction = 0.4\n[kl]\ncoef = 0.1\nweight = "mse"\n'
+    )
+    assert cli.run(["config", "--config", str(toml)]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["rollout"]["after"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
+    path.write_text(printed)
+    assert cli.run(["config", "--config", str(path), "--kl.weight", "exact"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again.pop("kl") == {**json.loads(printed).pop("kl"), "weight": "exact"}
+    assert again == {name: value for name, value in json.loads(printed).items() if name != "kl"}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dpo": ODE | {"objective.beta": 2000.0},
     "dgpo": ODE | {
         "rollout.solver": "dpmpp_2m", "rollout.guidance.scale": 4.5, "rollout.guidance.update": "conditional",
-        "noising.highest": 5, "noising.shared": True, "kl.coef": 0.02, "objective.beta": 100.0, "objective.clip_low": 0.01,
+        "noising.highest": 5, "noising.shared": True, "kl.coef": 0.02, "objective.beta": 101.0, "objective.clip_low": 0.01,
         "objective.old_samples_from": 500, "optimizer.lr": 3e-4, "rollout.group": 16,
     },
     "crd": ODE | {
