@@ -202,6 +202,26 @@ FAULTS = (
         "sample=known + torch.arange(", "sample=torch.arange(",
         "tests/engines/rollout/test_items.py::test_pairs_move_whole",
     ),
+    Fault(
+        "a rank pads prompts to the longest of its own", "engines/rollout/text.py",
+        "int(everyone[:, 0].max())", "int(sums[:, 0].max())",
+        "tests/engines/rollout/test_text.py::test_the_longest_prompt_of_all_ranks_counts",
+    ),
+    Fault(
+        "an image is cut to the widest size", "engines/data/sizes.py",
+        "round(abs(ratio), 9)", "round(ratio, 9)",
+        "tests/engines/data/test_buckets.py::test_an_image_gets_the_nearest_ratio_or_none",
+    ),
+    Fault(
+        "sources with more prompts are drawn more often where there are several sizes", "engines/data/buckets.py",
+        " * prompt.weight / totals[prompt.source]", " * prompt.weight",
+        "tests/engines/data/test_buckets.py::test_sources_keep_their_shares_over_sizes",
+    ),
+    Fault(
+        "an update takes the schedule of another size", "engines/train/learner.py",
+        "self.schedules.of(tuple(samples.trajectory.final.shape[1:]))", "self.schedules.of(self.job.shape)",
+        "tests/engines/train/test_sizes.py::test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn",
+    ),
 )  # fmt: skip
 
 
