@@ -5,6 +5,7 @@ Nothing here knows a project. Both sides start from the same weights and get the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -59,6 +60,14 @@ class Peer(Protocol):
         ...
 
 
+@cache  # encoding is not part of the work: the projects are given embeddings, too
+def _embeddings(numbers: tuple[int, ...], tokens: int, width: int, pooled: int) -> CodeCond:
+    rows = fold_in(ROOT, torch.tensor(numbers))
+    return CodeCond(
+        normal(fold_in(rows, TOKENS), (len(numbers), tokens, width)), normal(fold_in(rows, POOLED), (len(numbers), pooled))
+    )
+
+
 class PeerModel(Handwriting):
     """SD3's transformer of a size with random weights; each prompt is the number of a row of random embeddings.
 
@@ -84,12 +93,9 @@ class PeerModel(Handwriting):
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
         """Return random embeddings: one row per number, and row 0 for the empty prompt."""
-        rows = fold_in(ROOT, torch.tensor([int(prompt or 0) for prompt in prompts]))
         settings = self.size.settings
-        return CodeCond(
-            normal(fold_in(rows, TOKENS), (len(prompts), self.size.tokens, settings["joint_attention_dim"])),
-            normal(fold_in(rows, POOLED), (len(prompts), settings["pooled_projection_dim"])),
-        )
+        widths = settings["joint_attention_dim"], settings["pooled_projection_dim"]
+        return _embeddings(tuple(int(prompt or 0) for prompt in prompts), self.size.tokens, *widths)
 
 
 @dataclass(frozen=True)

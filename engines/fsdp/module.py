@@ -110,10 +110,16 @@ class ShardedModule:
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
     # Walking the modules takes milliseconds, so it is done once, and only what differs is written.
     changed = [submodule for submodule in module.modules() if submodule.training != training]
-    if changed:
+    if all(type(submodule).train is nn.Module.train for submodule in changed):
+        _write_training(changed, training)
+    else:  # one that has a `train` of its own does more than that
         module.train(training)
     try:
         yield
     finally:
-        for submodule in changed:
-            submodule.training = not training
+        _write_training(changed, not training)
+
+
+def _write_training(modules: Sequence[nn.Module], training: bool) -> None:
+    for module in modules:
+        vars(module)["training"] = training  # an assignment would first look for parameters, buffers and modules

@@ -333,8 +333,11 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
+        # Entering autocast costs as much as several operations, also where it switches nothing.
+        kind = timesteps.device.type
+        switched = autocast or torch.is_autocast_enabled(kind)
         with (
-            torch.autocast(timesteps.device.type, torch.bfloat16, enabled=autocast),
+            torch.autocast(kind, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
             nullcontext() if known is None else known.prediction(),
         ):
             v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)

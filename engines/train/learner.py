@@ -380,12 +380,11 @@ class Learner:
         guidance, width = self.config.rollout.guidance, self.width
         if guidance.update == "conditional" and isinstance(cond, Guided):
             cond = cond.cond
-        inputs = (
-            batch.x if width == 1 else batch.x.flatten(0, 1),
-            batch.level.repeat_interleave(width) if width > 1 else batch.level,
-            optree.tree_map(lambda table: table[batch.sample.repeat_interleave(width)], cond),
-        )
-        timestep = None if batch.timestep is None else batch.timestep.repeat_interleave(width)
+        x, level, sample, timestep = batch.x, batch.level, batch.sample, batch.timestep
+        if width > 1:
+            x, level, sample = x.flatten(0, 1), level.repeat_interleave(width), sample.repeat_interleave(width)
+            timestep = None if timestep is None else timestep.repeat_interleave(width)
+        inputs = x, level, optree.tree_map(lambda table: table[sample], cond)
         return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
 
     def _predictions(self, module: nn.Module, flat: Items, cond: Cond, pad_to: int) -> Tensor:

@@ -139,3 +139,22 @@ def test_modes_are_put_back(one: World) -> None:
         module(data(2)[0]["x"])
     assert seen == [True, True, True, False]
     assert [net.training, net.blocks[0].training, net.blocks[1].training] == [True, True, False]
+
+
+def test_a_module_with_a_train_of_its_own_is_asked(one: World) -> None:
+    """A mode is otherwise written past `nn.Module.train`."""
+    net, told = Net(), []
+
+    class Asked(torch.nn.Identity):
+        def train(self, mode: bool = True) -> "Asked":
+            told.append(mode)
+            return super().train(mode)
+
+    first = net.blocks[0]
+    assert isinstance(first, torch.nn.Sequential)
+    first.append(Asked())
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1)
+    with engine.inference() as module:
+        assert not any(part.training for part in module.modules())
+    assert told == [False]
+    assert net.training
