@@ -97,6 +97,8 @@ class OptimizerConfig:
         max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
         ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
         ema_interval: Number of updates between two of the moving average.
+        ema_repeats: Number of times that it takes in the weights when it follows them, which raises its decay to that power.
+            Flow-GRPO's code does so once per micro-batch.
         ema_warmup: Let its decay rise: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that the first weights are
             forgotten soon. Otherwise it is ema_decay from the first update on.
         max_skipped: Number of updates in a row with a gradient that is not finite, after which the run stops.
@@ -114,6 +116,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
     ema_interval: int = 1
+    ema_repeats: int = 1
     ema_warmup: bool = True
     max_skipped: int = 10
 
@@ -122,7 +125,7 @@ class OptimizerConfig:
         check_fields(
             self, lr=(0, math.inf), eps=above_0, weight_decay=(0, math.inf), warmup=(0, math.inf), warmup_ratio=(0, 1),
             min_lr_ratio=(0, 1), max_grad_norm=(1e-12, math.inf), ema_decay=(0, 1), max_skipped=(1, math.inf),
-            ema_interval=(1, math.inf),
+            ema_interval=(1, math.inf), ema_repeats=(1, 2**31),
         )  # fmt: skip
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise ValueError(f"optimizer.betas is {self.betas!r}, expected two numbers")
@@ -136,6 +139,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.ema_interval is {self.ema_interval}, and optimizer.ema_decay is 0: set ema_decay > 0"
             )
+        if self.ema_repeats > 1 and not self.ema_decay:
+            raise ValueError(f"optimizer.ema_repeats is {self.ema_repeats}, and optimizer.ema_decay is 0: set ema_decay > 0")
         if self.warmup and self.warmup_ratio:
             raise ValueError(
                 f"optimizer.warmup is {self.warmup} and optimizer.warmup_ratio is {self.warmup_ratio:g}: set one of the two"

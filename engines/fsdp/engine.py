@@ -223,7 +223,7 @@ class Engine:
                 decay = self.config.ema_decay
                 decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
                 with torch.no_grad():
-                    self.average = ema.update(self.average, self._local(), decay)
+                    self.average = ema.update(self.average, self._local(), decay**self.config.ema_repeats)
         self.optimizer.zero_grad()
         self.updates += 1
         if self.skipped_in_a_row >= self.config.max_skipped:

@@ -19,6 +19,7 @@ from fluvial.engines.train.published.runs import PublishedRun
 from fluvial.engines.train.published.sampling import rollout_of, scale_of
 from fluvial.engines.train.published.texts import (
     averaged_every,
+    averaged_times,
     averages_reference,
     averages_rollouts,
     extremes,
@@ -189,6 +190,7 @@ def _optimizer(run: PublishedRun) -> OptimizerConfig:
         max_grad_norm=s.get("max_grad_norm", 1.0),
         ema_decay=decay,
         ema_interval=s.get("ema_interval", 1) * averaged_every(run) if decay else 1,
+        ema_repeats=averaged_times(run) if decay else 1,
         ema_warmup=not (decay and is_constant),
         **({} if adafactor else adam),
     )

@@ -65,8 +65,17 @@ def level_draw(text: str) -> dict[str, Any] | None:
 
 def averaged_every(run: PublishedRun) -> int:
     """Return how many updates the unit of the average's interval has: a rollout's, where it is stepped per epoch, else 1."""
-    per_epoch = any(line.startswith("EMA is stepped per epoch") for line in run.unusual)
+    per_epoch = any(line.startswith(("EMA is stepped per epoch", "EMA is stepped once per")) for line in run.unusual)
     return max(run.settings.get("updates_per_rollout", 1), 1) if per_epoch else 1
+
+
+def averaged_times(run: PublishedRun) -> int:
+    """Return how often the average takes in the same weights: per micro-batch of a GPU, where the source calls it there."""
+    s = run.settings
+    per_micro_batch = any(line.startswith("EMA is called after every micro-batch") for line in run.unusual)
+    if not per_micro_batch or run.gpus is None or "samples_per_update" not in s:
+        return 1
+    return max(int(s["samples_per_update"]) // (run.gpus * int(s["micro_batch_per_gpu"])), 1)
 
 
 def averages_rollouts(run: PublishedRun) -> bool:

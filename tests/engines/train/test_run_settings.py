@@ -240,17 +240,19 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
     assert len(seen[0].target.flatten(1).unique(dim=0)) == 24
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool) -> None:
+@pytest.mark.parametrize(("warmup", "repeats"), [(True, 1), (False, 1), (True, 3)])
+def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool, repeats: int) -> None:
     """Its decay is the same from the first update on (DanceGRPO's 8-GPU script); else it starts at 1 / 10."""
-    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup)
+    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup, ema_repeats=repeats)
     with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
         first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
         trainer.update()
         now = dict(trainer.engine._local())
-        decay = 0.1 if warmup else 0.9
+        decay = (0.1 if warmup else 0.9) ** repeats
         for name, average in trainer.engine.average.items():
             torch.testing.assert_close(average, decay * first[name] + (1 - decay) * now[name].detach())
+    with pytest.raises(ValueError, match=r"optimizer.ema_repeats is 2, and optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_repeats=2)
     with pytest.raises(ValueError, match=r"optimizer.ema_warmup is False, and optimizer.ema_decay is 0"):
         OptimizerConfig(ema_warmup=False)
 
