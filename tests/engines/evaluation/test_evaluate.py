@@ -20,6 +20,7 @@ from fluvial.engines.evaluation.evaluate import Evaluation, Scores, drawn, evalu
 from fluvial.engines.evaluation.folder import EvaluationFolder, contact_sheet, write_image
 from fluvial.engines.evaluation.table import overall, printed, read_scores, rows, write_scores
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.train import metrics
 from fluvial.models.images import as_image
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
@@ -118,6 +119,7 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
     row, *_ = rows(ours.scores, base.scores)
     assert row.difference == pytest.approx(ours.score["bright"] - base.score["bright"], abs=1e-6)
     assert row.base_mean == base.score["bright"]
+    assert row.difference is not None
     assert row.low is not None
     assert row.high is not None
     assert row.low <= row.difference <= row.high
@@ -127,6 +129,16 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
         rows(ours.scores, found(one, seeds=1).scores)
     text = [sheet.title for sheet in printed("a title", rows(ours.scores, base.scores))]
     assert text == ["a title", "against the base on the same noise"]
+
+
+def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
+    """Its last table shows those of which there are two numbers, and its summary those that there are."""
+    after = found(one)
+    before = {"score": {"bright": 0.25, "gone": 0.75}, "exact": {"bright": 0.0, "gone": 0.0}}
+    assert [*metrics.before_after(before, after).columns[0].cells] == ["score, by the bright evaluator"]
+    summary = metrics.evaluation_summary(before, after)
+    assert summary["gone_score_before"] == 0.75
+    assert summary["passes_score_after"] == after.score["passes"]
 
 
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:
