@@ -222,6 +222,16 @@ FAULTS = (
         "self.schedules.of(tuple(samples.trajectory.final.shape[1:]))", "self.schedules.of(self.job.shape)",
         "tests/engines/train/test_sizes.py::test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn",
     ),
+    Fault(
+        "a tie with the base counts as a loss", "engines/evaluation/statistics.py",
+        "0.5 * (ours == theirs)", "0.0 * (ours == theirs)",
+        "tests/engines/evaluation/test_statistics.py::test_a_win_rate_counts_a_tie_one_half",
+    ),
+    Fault(
+        "samples that fill up the last chunk are kept as images", "engines/evaluation/evaluate.py",
+        "count = sum(real[first : first + micro_batch])", "count = micro_batch",
+        "tests/engines/evaluation/test_evaluate.py::test_scores_images_and_table_are_the_same_on_two_ranks",
+    ),
 )  # fmt: skip
 
 
