@@ -55,7 +55,8 @@ def likeness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """
     half = digits("training")
     single = images.reshape(-1, SIZE, DIGITS, SIZE).permute(0, 2, 1, 3).reshape(-1, SIZE * SIZE)
-    squared = torch.cdist(single.float(), half.pixels.reshape(-1, SIZE * SIZE).to(single.device, torch.float32)) ** 2
+    known = (half.pixels.reshape(-1, SIZE * SIZE).to(single.device, torch.float32) + 1) / 2
+    squared = torch.cdist(single.float(), known) ** 2
     labels = half.labels.to(single.device)
     classes = torch.stack([torch.logsumexp(-2 * squared[:, labels == digit], dim=1) for digit in range(10)], dim=1)
     wanted = as_digits(prompts).to(single.device).reshape(-1, 1)

@@ -17,7 +17,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import AlignProp
 from fluvial.engines.rollout.backprop import number_of_steps
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.models.handwriting import codes, digits, likeness
+from fluvial.models.handwriting import digits, likeness
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +126,19 @@ def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:
     assert 3 < math.sqrt(sum((n - 8.7) ** 2 for n in drawn) / len(drawn)) < 6
 
 
-def test_likeness_prefers_the_digits_that_are_written() -> None:
-    """Real digits are likelier under their own code than under another, and images have a gradient."""
-    half, wanted = digits("evaluation"), codes("heldout")[0]
-    rows = [half.pixels[half.labels == int(digit)][0].reshape(8, 8) for digit in wanted]
-    image = torch.cat(rows, dim=1)[None, None].clone().requires_grad_()
-    other = "".join(str((int(digit) + 1) % 10) for digit in wanted)
-    right, wrong = likeness(image, [wanted]), likeness(image, [other])
-    assert float(right.detach()) > float(wrong.detach()) + 0.5
+def test_likeness_recognises_the_digits_that_are_written() -> None:
+    """Images in [0, 1] of unseen digits are likeliest under their own code, and have a gradient."""
+    half, wanted = digits("evaluation"), "0123456789" * 6
+    places = [half.starts[int(digit)] + number // 10 for number, digit in enumerate(wanted)]
+    rows = ((half.pixels[torch.stack(places)].reshape(-1, 4, 8, 8) + 1) / 2).transpose(1, 2).reshape(-1, 1, 8, 32)
+    image = rows.clone().requires_grad_()
+    found = torch.stack([likeness(image, [digit * 4] * len(rows)) for digit in "0123456789"])
+    one = [wanted[4 * number : 4 * number + 4] for number in range(len(rows))]
+    right = likeness(image, one)
+    assert found.shape == (10, len(rows))
+    assert float(right.detach().exp().mean()) > 0.8
+    assert bool((right > found.max(0).values).all())  # no other digit in all four places
     right.sum().backward()
     assert image.grad is not None
     assert bool(torch.isfinite(image.grad).all())
+    assert bool((image.grad.flatten(1).norm(dim=1) > 0).all())
