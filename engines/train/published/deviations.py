@@ -83,8 +83,10 @@ def _noise_level(config: TrainConfig, run: PublishedRun) -> float:
 def _window(config: TrainConfig, run: PublishedRun) -> int | str:
     if config.rollout.is_deterministic:
         return 0
-    everywhere = config.rollout.window is None or config.rollout.branches is not None
-    return "all" if everywhere else config.rollout.window
+    rollout = config.rollout
+    if rollout.window is None or rollout.branches is not None:
+        return "all"
+    return rollout.window
 
 
 def _range(config: TrainConfig, run: PublishedRun) -> list[int]:

@@ -19,15 +19,16 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
 
     Large models keep their own LoRA targets, image size, length of prompts, micro-batch, and the rollout's steps in
-    evaluations. Their moving average follows every update, so that a short run, too, exports what it has learnt.
+    evaluations. Prompts come in epochs, so that files of prompts may have weights. The moving average follows every update,
+    so that a short run, too, exports what it has learnt.
     """
     if model in BUILT_IN:
         return of_built_in(model, **tuned)
     config = resolve(find(run)).config
     return replace(
         config, out=Path("runs") / "x", model=model, seed=0, data_seed=None, updates=100 * config.updates_per_rollout,
-        lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1),
-        pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
+        lora=replace(config.lora, targets=None), optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
+        prompt_order="epochs", pipeline=PipelineConfig(), evaluation=EvaluationConfig(),
         micro_batch="auto" if fixed_micro_batch(config) is None else config.micro_batch,
     )  # fmt: skip
 

@@ -112,6 +112,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     assert {field: value(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
     assert config.train == PUBLISHED[name].get("train", "lora")
     assert config.lora.targets is None  # the model's own
+    assert (config.prompt_order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
 
 
