@@ -27,6 +27,7 @@ def charts(records: Sequence[Record]) -> Iterator[str]:
             "groups without signal": points(updates, "groups", "without_signal"),
             "advantages of 0": points(updates, "advantage", "zero"),
             "clipped": points(updates, "objective", "clipped"),
+            "padding of prompts": points(updates, "text", "padding_waste"),
         },
     )
     kl = {"to the reference": points(updates, "objective", "kl_ref"), "to the old": points(updates, "objective", "kl_old")}

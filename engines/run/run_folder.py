@@ -91,8 +91,8 @@ class RunFolder:
             self.tracker.log(numbers(record), record["update"])
 
     def samples(
-        self, name: str, shown: Sequence[Tensor | Image.Image], prompts: Sequence[str], scores: Sequence[float] | None, *,
-        title: str, update: int = 0,
+        self, name: str, shown: Tensor | Sequence[Tensor | Image.Image], prompts: Sequence[str],
+        scores: Tensor | Sequence[float] | None, *, title: str, update: int = 0,
     ) -> Path:  # fmt: skip
         """Write images as a captioned grid to samples/NAME.png, and return its path.
 

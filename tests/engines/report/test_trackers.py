@@ -75,7 +75,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def calls(name: str) -> list[Any]:
     """Return the calls of a fake."""
-    found: list[Any] = sys.modules[name].calls  # type: ignore[attr-defined]
+    found: list[Any] = sys.modules[name].calls
     return found
 
 

@@ -173,7 +173,12 @@ def test_the_best_and_the_worst_are_in_order(one: World) -> None:
 def test_the_best_samples_of_other_ranks_are_found(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank sends those of its own that are wanted, and no others. Large images are compressed and made smaller."""
     found, sent = scores(0.5, 1.0, 0.0, 0.75), list[dict[int, bytes]]()
-    monkeypatch.setattr(World, "gather_items", lambda self, item: sent.append(item) or list(sent))
+
+    def gathered(self: World, item: dict[int, bytes]) -> list[dict[int, bytes]]:
+        sent.append(item)
+        return list(sent)
+
+    monkeypatch.setattr(World, "gather_items", gathered)
     first, second = KeptImages(), KeptImages()
     first(found.names[:2], torch.full((2, 3, 8, 600), 0.5))
     second(found.names[2:], torch.zeros(2, 3, 8, 600))
