@@ -176,7 +176,7 @@ def of_update(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time updates with LoRA and full, in two micro-batch sizes, of which one is the rollout's."""
     for train in ("lora", "full"):
         if time.perf_counter() < until:
-            _updates(config, rows, train, EngineConfig(compute="bfloat16"), until)
+            _updates(config, rows, train, EngineConfig(compute="bfloat16", compile=False), until)
 
 
 def of_compile(config: GpuConfig, rows: Rows, until: float) -> None:

@@ -163,7 +163,7 @@ def _check_literal_field(owner: str, field: str, value: object, members: tuple[A
             _check_literal_field(owner, field, item, get_args(sequences[0])[:1])
     elif literals and not isinstance(value, others):
         accepted = tuple(choice for literal in literals for choice in get_args(literal))
-        beside = " or an integer" if int in others else ""
+        beside = " or an integer" if int in others else ", True or False" if bool in others else ""
         check_literal(owner, field, value, (*accepted, None) if NoneType in members else accepted, beside=beside)
 
 

@@ -45,8 +45,9 @@ class EngineConfig:
             each block's inputs alone; "selective" keeps attention and every second matrix product as well.
         offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
-        compile: Compile the repeated blocks (torch.compile, one region for all of them). Rollout and update are then two
-            programs, which may round differently.
+        compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on CUDA, unless
+            checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
+            kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
         attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
         deterministic: Let torch use deterministic algorithms only, and raise for operations that have none.
     """
@@ -59,17 +60,23 @@ class EngineConfig:
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective"] = "none"
     offload: Literal["none", "phases", "always"] = "none"
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
-        if self.compile and self.checkpointing == "selective":
+        if self.compile is True and self.checkpointing == "selective":
             raise ValueError(
                 "engine.checkpointing is selective and engine.compile is on, but a compiled block chooses what it keeps: "
                 "set engine.checkpointing to none or block"
             )
+
+    def compiles(self, device: torch.device) -> bool:
+        """Return whether the blocks are compiled on a device."""
+        if self.compile == "auto":
+            return device.type == "cuda" and self.checkpointing != "selective"
+        return self.compile
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of the computation on a device."""

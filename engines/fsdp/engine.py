@@ -101,7 +101,7 @@ class Engine:
         self.config = config or OptimizerConfig()
         self.sharded = ShardedModule(module, blocks, world, sharding, weights=weights)
         self.world, self.sharding = self.sharded.world, self.sharded.config
-        self.module = self.sharded.module
+        self.module, self.compiles = self.sharded.module, self.sharding.compiles(self.world.device)
         self.last_backward = LastBackward(self.sharded.units, reshard=self.sharding.comm == "reshard")
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not self.trainable:
@@ -203,7 +203,7 @@ class Engine:
             yield
             return
         # A compiled block is counted as it was written, because no counter sees what the compiler makes of it.
-        with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.sharding.compile else "default"):
+        with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.compiles else "default"):
             yield
         self.flops[shapes] = counter.model
 

@@ -1,8 +1,11 @@
 """Preparation and sharding of a module over the world: one small function per step."""
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -66,7 +69,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         split_tokens(module, config.context_parallel, world)
     dtype = config.compute_dtype(world.device)
     cast_samples(module, dtype)
-    if config.compile:
+    if config.compiles(world.device):
         compile_blocks(blocks)
     if config.checkpointing != "none":
         checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
@@ -97,7 +100,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
 
 def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> bool:
     """Return whether one rank computes with the very tensors that it holds, so that nothing needs FSDP2."""
-    alone = ranks == 1 and config.offload != "always" and config.context_parallel == 1 and not config.compile
+    alone = ranks == 1 and config.offload != "always" and config.context_parallel == 1 and not config.compiles(device)
     dtypes = {config.compute_dtype(device), DTYPES[config.reduce], *(p.dtype for p in module.parameters())}
     return alone and dtypes == {torch.float32}
 
@@ -119,10 +122,21 @@ def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward in place; blocks that are alike share one compiled region.
 
-    Sharding and checkpointing of a block stay outside of the region, in eager mode.
+    Sharding and checkpointing of a block stay outside of the region, in eager mode. Programs are kept for later runs in
+    TORCHINDUCTOR_CACHE_DIR, which is a folder of the user's where it is not set: PyTorch's own would not outlast a reboot.
     """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluvial" / "compiled"
+        with suppress(OSError):  # a home that cannot be written: PyTorch's own folder
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     for block in blocks:
         block.forward = torch.compile(block.forward)
+
+
+def compiled_programs() -> int:
+    """Return the number of programs that torch.compile has made in this process, recompilations included."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:

@@ -167,10 +167,9 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
         engine: engine of the run's network, which has no update under way.
         passes: what is tried.
     """
-    device, parameters = engine.world.device, list(engine.module.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    held = [*parameters, *engine.module.buffers(), *engine.state().values(), *(g for g in gradients if g is not None)]
-    stance, failed = torch.compiler.set_stance("force_eager" if engine.sharding.compile else "default"), False
+    device, failed = engine.world.device, False
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    held = [*engine.module.parameters(), *engine.module.buffers(), *engine.state().values(), *gradients]
 
     def measure(size: int) -> Trial:
         nonlocal failed
@@ -185,15 +184,36 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
         failed = failed or seconds == math.inf
         return Trial(seconds, int(most))
 
+    with _no_trace(engine), torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
+        with engine.world.agreed():
+            _begin(engine, passes)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        yield measure
+        _end(engine, passes, 1, failed=failed)
+
+
+def once(engine: Engine, passes: Passes, size: int) -> None:
+    """Make the passes of a size once, and leave no trace; every rank must take part.
+
+    Args:
+        engine, passes: see `trials`.
+        size: number of samples.
+    """
+    with _no_trace(engine):
+        _seconds(engine, passes, size)
+        _end(engine, passes, size, failed=False)
+
+
+@contextmanager
+def _no_trace(engine: Engine) -> Iterator[None]:
+    """Put gradients and torch's random numbers aside while the context lasts."""
+    device, parameters = engine.world.device, list(engine.module.parameters())
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), stance:
-            with engine.world.agreed():
-                _begin(engine, passes)
-            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-            yield measure
-            _end(engine, passes, failed=failed)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -232,21 +252,30 @@ def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False)
     return _now(engine.world.device) - start
 
 
-def _end(engine: Engine, passes: Passes, *, failed: bool) -> None:
+def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
     """Reduce and drop the gradients of all passes, so that the next update finds none."""
-    if failed:  # a pass that ended halfway
-        reset = getattr(engine.module, "reset_iter_state", None)
-        if reset is None:
-            raise RunError(
-                f"a pass ran out of memory, after which FSDP2 of torch {torch.__version__} cannot go on: set micro_batch to "
-                "a number, or use a newer torch"
-            )
-        reset()
+    if failed:
+        recover(engine)
     _set_last(engine, last=True)
     with engine.sharded.train(), trusted_values():
-        passes.update(engine.module, 1).float().square().mean().backward()
+        passes.update(engine.module, size).float().square().mean().backward()
     with engine.inference():
         pass  # registers the shards again
+
+
+def recover(engine: Engine) -> None:
+    """Let the engine go on after a pass that ended halfway; every rank must take part.
+
+    Raises:
+        RunError: this version of torch cannot.
+    """
+    reset = getattr(engine.module, "reset_iter_state", None)
+    if reset is None:
+        raise RunError(
+            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set micro_batch to a "
+            "number and engine.compile to False, or use a newer torch"
+        )
+    reset()
 
 
 def _set_last(engine: Engine, *, last: bool) -> None:

@@ -52,6 +52,11 @@ class RunProgress:
         elif self.console and (self.done // self.every > before // self.every or self.done == self.total):
             self.say(f"update {self.done}/{self.total}  {status}")
 
+    def phase(self, name: str) -> None:
+        """Show what is done before the first update, beside the bar; without a bar nothing is shown."""
+        if self.bar:
+            self.bar.update(self.task, status=name)
+
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self.console:

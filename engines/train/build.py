@@ -2,14 +2,11 @@
 
 import hashlib
 import json
-import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
 from fluvial.engines.data.prompts import weights_by_source
@@ -19,7 +16,6 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import name_of
-from fluvial.engines.plan import micro_batch
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import on_device
@@ -35,10 +31,8 @@ from fluvial.engines.train.policies import START, Policies
 from fluvial.engines.train.rollouts import RolloutSource
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
-from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import load_lora
-from fluvial.models.prompt_layers import PromptLayers
 
 
 @dataclass(frozen=True)
@@ -111,51 +105,6 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     with world.agreed():
         source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
     return Parts(job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
-
-
-def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> micro_batch.Choice:
-    """Return a micro-batch for a run, from the memory and the speed of passes of its own network on noise.
-
-    Every rank must take part, and gets the same. Neither the network nor any stream of randomness is changed.
-
-    Raises:
-        UsageError: the passes of a single sample do not fit into the memory.
-    """
-    model, guidance, device, world = job.model, config.rollout.guidance, engine.world.device, engine.world
-    shape = max(job.sizes.values(), key=math.prod, default=job.shape)  # the largest of several
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    with torch.no_grad():
-        row = optree.tree_map(lambda tensor: tensor.to(device), guidance.encode(model, list(job.prompts[:1])))
-
-    def predicted(module: nn.Module, size: int, *, guided: bool) -> Tensor:
-        cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), row)
-        cond = cond.cond if isinstance(cond, Guided) and not guided else cond
-        level, timestep = schedule.levels[:1].to(device).expand(size), schedule.timesteps[:1].expand(size)
-        x = noise.expand(size, *shape).contiguous()
-        return guided_velocity(
-            model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, gradient=guidance.gradient
-        )
-
-    def rollout(module: nn.Module, size: int) -> Tensor:
-        # Results of prompt layers are kept for a whole rollout, so that they count for the memory.
-        known = PromptLayers(model, module, in_blocks=not engine.sharding.compile)
-        with known.prediction() if config.rollout.reuse_prompt else nullcontext():
-            return predicted(module, size, guided=True)
-
-    def update(module: nn.Module, size: int) -> Tensor:
-        return predicted(module, size, guided=guidance.update == "guided")
-
-    batch = config.rollout.batch if config.makes_samples or job.data is not None else 2 * config.rollout.prompts
-    samples, steps = -(-batch // world.data_size), 0
-    if config.objective.traits.trains_on == "steps":
-        steps = config.rollout.window_size * (3 if "old" in config.objective.traits.compares_with else 2)
-    row_bytes = sum(tensor.nbytes for tensor in optree.tree_leaves(row))
-    stored = samples * (row_bytes + 2 * (1 + steps) * noise.nbytes)  # a trajectory, and the copy of it that an update makes
-    passes = micro_batch.Passes(update, *((rollout, model.decode) if config.makes_samples else ()))
-    with micro_batch.trials(engine, passes) as measure:
-        free = min(world.gather_items(micro_batch.free_memory(device)))
-        budget = max(int(micro_batch.USABLE * free) - stored, 0)
-        return micro_batch.choose(micro_batch.sizes(samples), measure, budget=budget)
 
 
 def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:

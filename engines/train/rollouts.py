@@ -183,7 +183,7 @@ class RolloutSource:
         """Return which layers that see the prompt alone are computed once; a compiled block is one program."""
         if not self.config.rollout.reuse_prompt:
             return "none"
-        return "outside_blocks" if self.engine.sharding.compile else "all"
+        return "outside_blocks" if self.engine.compiles else "all"
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
         """Return the steps that the samples of a group share: those before every window of the rollout."""

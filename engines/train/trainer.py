@@ -18,8 +18,10 @@ from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
+from fluvial.engines.fsdp.parallelize import compiled_programs
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.micro_batch import Choice
+from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.runner import RewardRunners
@@ -29,13 +31,14 @@ from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import StopRequest, stop_request
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
-from fluvial.engines.train.build import build_parts, choose_micro_batch
+from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.loop import Loop
 from fluvial.engines.train.monitoring import signal
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
+from fluvial.engines.train.passes import choose_micro_batch, compile_blocks
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
 
@@ -111,6 +114,7 @@ class Trainer:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
         self.settle()
+        programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
@@ -138,6 +142,8 @@ class Trainer:
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
         }
+        if self.engine.compiles:
+            record["compiled_programs"] = compiled_programs() - programs
         return record if spread is None else {**record, "diversity": spread}
 
     def evaluate(
@@ -176,6 +182,17 @@ class Trainer:
         choice = choose_micro_batch(self.config, self.job, self.engine, self.schedule)
         self._take(choice.micro_batch)
         return choice
+
+    def warm_up(self, progress: RunProgress | None = None) -> WarmUp | None:
+        """Let the blocks compile now, if they are compiled at all, and not in the first rollout; every rank must take part.
+
+        Raises:
+            UsageError: they cannot be compiled, and `engine.compile` is True.
+        """
+        if not self.engine.compiles:
+            return None
+        self.settle()
+        return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
 
     def _take(self, micro_batch: int) -> None:
         """Set the number of samples per forward pass."""
@@ -309,6 +326,8 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
                     progress.say(str(choice))
                     if folder:
                         folder.log({"update": done, "micro_batch": choice.record})
+                if (compiled := trainer.warm_up(progress)) is not None:
+                    progress.say(str(compiled))
                 return Loop(trainer, folder, progress).run()
 
 
