@@ -64,11 +64,11 @@ class PromptLayers:
         try:
             yield
         finally:
-            for layer, forward, results, calls in zip(self._layers, own, self._results, self._calls, strict=True):
-                if forward is None:
+            for layer, before, results, calls in zip(self._layers, own, self._results, self._calls, strict=True):
+                if before is None:
                     del layer.__dict__["forward"]
                 else:
-                    layer.__dict__["forward"] = forward
+                    layer.__dict__["forward"] = before
                 if not calls:
                     results.clear()
 
