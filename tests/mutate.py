@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "each rank divides by its own number of items", "engines/fsdp/engine.py",
-        "(loss * factor * counted).sum() / count", "(loss * factor * counted).sum() / held",
+        "(loss * factor * real[rows]).sum() / count", "(loss * factor * real[rows]).sum() / held",
         "tests/engines/train/test_two_ranks.py::test_uneven_ranks_take_the_step_of_one_process",
     ),
     Fault(

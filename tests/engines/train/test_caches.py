@@ -42,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
     """Return the job of a supervised run on the images."""
-    pipeline = PipelineConfig(**({"height": 16, "width": 16, "frozen": "float32"} | asked))
+    settings: dict[str, Any] = {"height": 16, "width": 16, "frozen": "float32", **asked}
+    pipeline = PipelineConfig(**settings)
     return jobs.of_run(
         TrainConfig(
             cache / "run", model=str(folder / name), objective=Sft(), data=(str(folder / "foxes"),), data_cache=cache,

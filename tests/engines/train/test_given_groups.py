@@ -54,7 +54,7 @@ def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: 
     """By the reward of their own images; a group is of one caption, or of different images in the order of the epoch."""
     spied = run(tmp_path, one, compare, given(4, 4))
     record = spied.rollout()
-    images = [str(prompt.image) for prompt in spied.prompts]  # type: ignore[attr-defined]
+    images = [str(prompt.image) for prompt in spied.prompts]
     brightness = torch.tensor([int(image) / 100 + 0.25 for image in images])
     torch.testing.assert_close(spied.scores[:, 0], brightness)
     assert record["reward"]["mean"] == pytest.approx(float(brightness.mean()))

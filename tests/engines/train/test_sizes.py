@@ -83,7 +83,7 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
 
 
 def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each update has one size, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
+    """Each update has one size on all ranks, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
     given = ["--data", str(folder / "foxes"), "--noising.each", "2", *SIZES]
     assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
     found = updates(tmp_path / "run")
@@ -94,6 +94,11 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
         work.setdefault(record["size"], set()).add(round(record["speed"]["update_flops"] * record["seconds"]["update"]))
     assert max(work["16x16"]) < min(work["16x24"])
     assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 6
+    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
+    done = launch.fluvial("train", "sft", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for record, other in zip(found, updates(tmp_path / "two"), strict=True):
+        assert (other["size"], other["loss"]) == (record["size"], pytest.approx(record["loss"], rel=1e-5))
 
 
 def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
