@@ -18,6 +18,15 @@ OBJECTIVES: dict[str, str] = {
     "TempFlow-GRPO": "tempflow", "D3PO": "d3po", "AlignProp": "alignprop",
 }  # fmt: skip
 
+# What the methods without an objective need that fluvial does not have.
+LACKING: dict[str, str] = {
+    "GARDO": "a KL of the samples alone on which the rewards disagree, a reference that is reset when that KL grows, and "
+    "advantages that are scaled by the distance of image features",
+    "BranchGRPO": "trees of samples that split at several steps, with advantages per depth",
+    "SPO": "several candidates per step, which a preference model compares at its noise level",
+    "SRPO": "the gradient of a reward at one noise level, of a sample that is noised and restored in one step",
+}
+
 
 def objective_of(run: PublishedRun) -> Objective:
     """Return the objective of a run's algorithm, which `OBJECTIVES` has."""

@@ -14,7 +14,7 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.published.deviations import KINDS, MISSING, NOT_SETTINGS, OURS, Deviation, of_model
-from fluvial.engines.train.published.objectives import OBJECTIVES, objective_of
+from fluvial.engines.train.published.objectives import LACKING, OBJECTIVES, objective_of
 from fluvial.engines.train.published.runs import PublishedRun
 from fluvial.engines.train.published.sampling import rollout_of, scale_of
 from fluvial.engines.train.published.texts import (
@@ -50,8 +50,8 @@ def resolve(run: PublishedRun) -> Resolved:
     """
     if run.algorithm not in OBJECTIVES:
         raise UsageError(
-            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective: its settings are listed by "
-            f"fluvial runs {run.name}"
+            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs "
+            f"{LACKING[run.algorithm]}: its settings are listed by fluvial runs {run.name}"
         )
     config = _config(run)
     return Resolved(config, tuple(_deviations(run, config)))

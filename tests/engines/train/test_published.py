@@ -19,7 +19,7 @@ from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.rollout.window import WindowMoves
 from fluvial.engines.train.published.deviations import MISSING, OURS
 from fluvial.engines.train.published.fields import FIELDS
-from fluvial.engines.train.published.objectives import OBJECTIVES
+from fluvial.engines.train.published.objectives import LACKING, OBJECTIVES
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find, published_runs
 from fluvial.engines.train.record import as_record, recorded
@@ -134,8 +134,10 @@ def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
 
 def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective"):
+    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective, which needs the gradient"):
         resolve(find("srpo/flux.1-dev/hpsv2"))
+    assert {run.algorithm for run in RUNS.values()} == set(OBJECTIVES) | set(LACKING)
+    assert not set(OBJECTIVES) & set(LACKING)
 
 
 def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
