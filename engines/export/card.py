@@ -124,12 +124,14 @@ def _licence(folder: Path | None) -> list[str]:
 def _introduction(card: Card) -> str:
     what = "LoRA adapter of" if card.is_adapter else "weights of"
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
-    kind = "moving average of the weights" if card.average else "weights themselves"
-    return (
-        f"# {card.base}, post-trained with {card.objective}\n\n"
-        f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}. These are the "
-        f"{kind if not card.is_adapter else kind.replace('weights', 'adapter').replace('themselves', 'itself')}."
-    )
+    lines = [f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}."]
+    if card.average:
+        lines.append("It is the moving average of what was trained.")
+    if card.settings["lora"]["weights"] is not None:
+        lines.append("Training started from an adapter, which is part of it.")
+    if card.settings["weights"] is not None:
+        lines.append(f"Training started from other weights of `{card.base}`, on which it has to be put." * card.is_adapter)
+    return f"# {card.base}, post-trained with {card.objective}\n\n{' '.join(filter(None, lines))}"
 
 
 def _loading(card: Card) -> str:

@@ -27,7 +27,7 @@ from fluvial.engines.train.jobs.weights import is_run, with_base
 from fluvial.engines.train.record import CONVERTER, as_record, recorded
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
-from fluvial.models.lora import LoraConfig, add_lora, is_adapter
+from fluvial.models.lora import LoraConfig, add_lora, is_adapter, lora_settings
 
 EXPORTS = "exports"  # in a run folder
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
@@ -264,16 +264,23 @@ def _card(
         pipeline=pipeline,
         network=first.__name__ if issubclass(first, ConfigMixin) else None,
         parts=tuple(module) if isinstance(module, nn.ModuleDict) else (),
-        video=config.pipeline.frames > 1 or makes.get(pipeline) == "videos",
+        video=config.pipeline.frames > 1 or makes.get(str(pipeline)) == "videos",
         folder=getattr(model, "folder", None),
         objective=name_of(config.objective),
-        settings=as_record(config),
+        settings=_with_adapter(as_record(config), lora_settings(module)),
         defaults=_defaults(config),
         update=update,
         average=average,
         dtype=dtype,
         merge=merge,
     )
+
+
+def _with_adapter(record: dict[str, Any], adapter: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a run's record with rank and alpha of the adapter that was trained, which may be those of a file."""
+    if adapter is None:
+        return record
+    return {**record, "lora": {**record["lora"], "rank": adapter["rank"], "alpha": adapter["alpha"]}}
 
 
 def _defaults(config: TrainConfig) -> dict[str, Any]:
