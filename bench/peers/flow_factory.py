@@ -40,6 +40,7 @@ class FlowFactory:
         self.work, self.cond, self.uncond, self.sample_kind = work, work.cond, work.uncond, sd3.SD3_5Sample
         accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
         pipeline = build_pipeline(work)
+        self.module = pipeline.transformer
         scheduler = sd3.FlowMatchEulerDiscreteSDEScheduler(
             noise_level=work.eta, sde_steps=list(work.recorded), dynamics_type="Flow-SDE", shift=SHIFT
         )

@@ -37,6 +37,7 @@ class FlowGrpo:
             patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
         self.work, self.sample = work, patch.pipeline_with_logprob
         self.pipeline = build_pipeline(work)
+        self.module = self.pipeline.transformer
         self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
         parameters = [p for p in self.pipeline.transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)

@@ -6,11 +6,13 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.memory import LiveStorages
 
+REST_ROUNDS = 9  # of rollouts and updates without the network's passes, which take milliseconds
 TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,6 +133,27 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return memory.peak
 
 
+@contextmanager
+def without_passes(*modules: Any) -> Iterator[None]:
+    """Replace the forward pass of networks by a product with one of their trained parameters, which costs little."""
+
+    def emptied(module: nn.Module) -> Callable[..., tuple[Tensor]]:
+        def forward(hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor]:
+            parameter = next(p for p in module.parameters() if p.requires_grad)
+            return (hidden_states * (1 + 0 * parameter.reshape(-1)[0]),)
+
+        return forward
+
+    before = [module.forward for module in modules]
+    for module in modules:
+        module.forward = emptied(module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            module.forward = forward
+
+
 def measure(
     name: str, project: Project, folder: Path, case: Case, config: PeersConfig, world: World
 ) -> Iterator[PeerRow]:  # fmt: skip
@@ -155,7 +179,9 @@ def measure(
         phases.append(({("rollout", config.samples): ours.rollout}, peer.rollout))
     phases.append((updates, partial(peer.update, stored)))
     told = Facts(name, clone.commit(folder), case, agreement, held)
-    yield from _rows(phases, told, config, world)
+    # DDP wants a gradient of every parameter, which a network without passes does not give.
+    modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
+    yield from _rows(phases, told, config, world, modules)
 
 
 def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
@@ -187,12 +213,18 @@ def _rows(
     facts: Facts,
     config: PeersConfig,
     world: World,
+    modules: Sequence[Any] = (),
 ) -> Iterator[PeerRow]:
     for mine, theirs in phases:
-        *seconds, other = time_in_turn(config.runs, [*mine.values(), theirs], world)
-        peaks = [_largest(peak_bytes(call), world) for call in (*mine.values(), theirs)]
-        for (what, pairs), own, peak in zip(mine, seconds, peaks, strict=False):
-            yield row(facts, what, pairs, (own, other), (peak, peaks[-1]), config)
+        sides = [*mine.values(), theirs]
+        *seconds, other = time_in_turn(config.runs, sides, world)
+        peaks = [_largest(peak_bytes(call), world) for call in sides]
+        rests = [[0.0] for _ in sides]
+        if modules:
+            with without_passes(*modules):
+                rests = time_in_turn(REST_ROUNDS, sides)
+        for (what, pairs), own, peak, rest in zip(mine, seconds, peaks, rests, strict=False):
+            yield row(facts, what, pairs, (own, other), (peak, peaks[-1]), (rest, rests[-1]), config)
 
 
 def _largest(number: int, world: World) -> int:
@@ -201,17 +233,19 @@ def _largest(number: int, world: World) -> int:
 
 def row(
     facts: Facts, what: str, pairs: int, seconds: tuple[list[float], list[float]], peaks: tuple[int, int],
-    config: PeersConfig,
+    rests: tuple[list[float], list[float]], config: PeersConfig,
 ) -> PeerRow:  # fmt: skip
     """Return the row of one comparison."""
     own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
     p20, p50, p80 = (own / other).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
     versions = {package: metadata.version(package) for package in ("diffusers", "peft", "accelerate")}
     case, agreement = facts.case, facts.agreement
+    rest, other_rest = (median(times) for times in rests)
     return PeerRow(
         peer=facts.peer, commit=facts.commit, fluvial=clone.commit(ROOT), size=case.size, ranks=case.ranks, what=what,
         samples=config.samples, steps=config.steps, window=case.window, pairs=pairs, peer_pairs=config.samples,
         runs=len(own), p20=p20, p50=p50, p80=p80, seconds=float(own.median()), peer_seconds=float(other.median()),
+        rest_seconds=rest, peer_rest_seconds=other_rest,
         held_bytes=facts.held[0], peer_held_bytes=facts.held[1], peak_bytes=peaks[0], peer_peak_bytes=peaks[1],
         log_prob_distance=agreement.log_prob, gradient_distance=agreement.gradient, device=harness.cpu(),
         threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),

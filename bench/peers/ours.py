@@ -58,7 +58,7 @@ class Ours:
                 _write(parameter, values[name])
         self.sampler, self.schedule = self.parts.learner.sampler, self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
-        self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps)
+        self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
         self.rollouts = 0
 
     def _adapter(self) -> dict[str, Any]:

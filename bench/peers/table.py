@@ -33,7 +33,7 @@ def markdown(rows: Sequence[PeerRow]) -> str:
         ([*_head(key, found), *_ratios(found)] for key, found, _ in cases),
     )
     shares = _table(
-        [*head, "share, rollout", "least ratio", "share, update", "least ratio"],
+        [*head, *(f"{phase}: {cell}" for phase in ("rollout", "update") for cell in ("passes", "least ratio", "the rest"))],
         ([*_head(key, found), *_shares(found, alone)] for key, found, alone in cases if key[2] == 1 and alone),
     )
     memory = _table(
@@ -79,11 +79,20 @@ def _ratio(row: PeerRow | None) -> str:
 
 
 def _shares(found: dict[tuple[str, int], PeerRow], alone: dict[tuple[str, int], PeerRow]) -> list[str]:
-    """Return the share of the project's time that the passes of peft's transformer take, and fluvial's passes likewise."""
+    """Return three cells per phase, of as many pairs per pass on both sides.
+
+    They are the share of the project's time that the passes of its transformer take alone, the ratio of fluvial's
+    passes alone to the project's time, and the time of both sides without the passes.
+    """
     cells = []
     for row, bare in zip(_phases(found)[:2], _phases(alone)[:2], strict=True):
-        shares = (bare.peer_seconds, bare.seconds) if row is not None and bare is not None else ()
-        cells += [f"{part / row.peer_seconds:.2f}" for part in shares] if row is not None and shares else ["-", "-"]
+        if row is None or bare is None:
+            cells += ["-"] * 3
+            continue
+        cells += [f"{part / row.peer_seconds:.2f}" for part in (bare.peer_seconds, bare.seconds)]
+        cells.append(
+            f"{1000 * row.rest_seconds:.0f}, {1000 * row.peer_rest_seconds:.0f} of {1000 * row.peer_seconds:.0f} ms"
+        )
     return cells
 
 

@@ -37,8 +37,8 @@ class UniRL:
             backend, kernels = load("unirl.train.backend.fsdp"), load("unirl.sde.kernels")
             self.types, self.latent = load("unirl.types.rollout_resp"), load("unirl.types.segments.latent")
             text, sampling = load("unirl.types.conditions.text"), load("unirl.types.sampling")
-        self.work, self.transformer = work, build_pipeline(work).transformer
-        parameters = [p for p in self.transformer.parameters() if p.requires_grad]
+        self.work, self.module = work, build_pipeline(work).transformer
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         event = work.size.event
         self.params = sampling.DiffusionSamplingParams(
@@ -46,7 +46,7 @@ class UniRL:
             width=event[-1] * VAE_SCALE, eta=work.eta, sde_indices=list(work.recorded), seed=0,
         )  # fmt: skip
         self.stage = diffusion.SD3DiffusionStage(
-            model=SimpleNamespace(transformer=self.transformer, device=torch.device("cpu")),
+            model=SimpleNamespace(transformer=self.module, device=torch.device("cpu")),
             step=diffusion.SD3DiffusionStep(), strategy=kernels.FlowSDEStrategy(),
             autocast_precision="fp32", trajectory_precision="fp32",
             vae_scale_factor=VAE_SCALE, latent_channels=event[0],
@@ -61,7 +61,7 @@ class UniRL:
         )
         holder = backend.FSDPBackend.__new__(backend.FSDPBackend)
         vars(holder).update(
-            model=self.transformer, optimizer=self.optimizer, scheduler=None, ema=None, _optimizer_step_count=0,
+            model=self.module, optimizer=self.optimizer, scheduler=None, ema=None, _optimizer_step_count=0,
             _defer_grad_sync=False, _grad_sync_enabled=True,
         )  # fmt: skip
         self.stack = stack.TrainStack(
@@ -100,4 +100,4 @@ class UniRL:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update."""
-        return first_moments(self.transformer, self.optimizer)
+        return first_moments(self.module, self.optimizer)

@@ -114,8 +114,8 @@ class VerlOmni:
             load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # enters itself in a table
             schedulers = load("verl_omni.pipelines.schedulers.flow_match_sde")
             losses, self.padding = load("verl_omni.workers.utils.losses"), load("verl_omni.workers.utils.padding")
-        self.work, self.recomputes, self.transformer = work, recomputes, build_pipeline(work).transformer
-        parameters = [p for p in self.transformer.parameters() if p.requires_grad]
+        self.work, self.recomputes, self.module = work, recomputes, build_pipeline(work).transformer
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         scheduler = schedulers.FlowMatchSDEDiscreteScheduler(shift=SHIFT)
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / work.steps, work.steps).tolist())
@@ -125,7 +125,7 @@ class VerlOmni:
             algo=SimpleNamespace(noise_level=work.eta, sde_type="sde"),
         )  # fmt: skip
         self.engine = clone.filled(
-            engines.PPODiffusersFSDPEngine, module=self.transformer, optimizer=self.optimizer, scheduler=scheduler,
+            engines.PPODiffusersFSDPEngine, module=self.module, optimizer=self.optimizer, scheduler=scheduler,
             model_config=model_config, engine_config=SimpleNamespace(fsdp_size=1),
             optimizer_config=SimpleNamespace(clip_grad=work.max_grad_norm), ulysses_device_mesh=None,
             ulysses_sequence_parallel_size=1, use_ulysses_sp=False,
@@ -174,4 +174,4 @@ class VerlOmni:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update."""
-        return first_moments(self.transformer, self.optimizer)
+        return first_moments(self.module, self.optimizer)

@@ -43,6 +43,8 @@ class Stored(NamedTuple):
 class Peer(Protocol):
     """Another project's code, set up for a `Work`."""
 
+    module: Any  # the network that its code calls
+
     def rollout(self) -> Sampled:
         """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
         ...
