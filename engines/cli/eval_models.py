@@ -169,14 +169,14 @@ def _of_weights(
     name: str, source: Source | None, config: "EvalConfig", asked: EvaluationConfig, world: World
 ) -> tuple[Subject, Subject]:
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
-    engine = EngineConfig(compute=config.compute)
+    engine = EngineConfig(compute=config.compute, compile=False)  # an evaluation is short
     if source is None:
         model, weights, first, lora, first_lora = name, config.weights, None, config.lora, None
         title = str(config.lora or config.weights or ("the shipped base" if name in BUILT_IN else name))
     else:
         run = source.config
         model, weights, first, lora, first_lora = run.model, source.folder / WEIGHTS, run.weights, None, run.lora.weights
-        title, engine = name, replace(run.engine, compute=config.compute, replicas=1, context_parallel=1)
+        title, engine = name, replace(_uncompiled(run, config), replicas=1, context_parallel=1)
     start = _job(model, first, config)
     start = replace(start, heldout=_heldout(start, model, source, asked))
     start = evaluated(start, asked, config.pipeline)
@@ -201,7 +201,7 @@ def _of_checkpoint(
         if config.negative != own:
             raise UsageError(f"negative is {config.negative!r}, and the run of {name} has {own!r}: leave it as it is")
         run = replace(
-            run, evaluation=asked, engine=replace(run.engine, compute=config.compute),
+            run, evaluation=asked, engine=_uncompiled(run, config),
             pipeline=replace(
                 config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width
             ),
@@ -238,7 +238,7 @@ def _of_base(base: str, model: str, job: Job, config: "EvalConfig", world: World
     elif not folder.is_dir():
         raise UsageError(f"base is {base}, expected start, the folder of a run or a folder of weights")
     with_these = _with_weights(job, model, folder)
-    return Subject(base, with_these, _network(with_these, None, EngineConfig(compute=config.compute), world))
+    return Subject(base, with_these, _network(with_these, None, EngineConfig(compute=config.compute, compile=False), world))
 
 
 def _job(model: str, weights: Path | None, config: "EvalConfig") -> Job:
@@ -276,6 +276,11 @@ def _heldout(job: Job, model: str, source: Source | None, asked: EvaluationConfi
         of.pipeline, prompts=of.prompts, preferences=of.objective.traits.preferences, data=of.data,
         check=job.model.check_prompt,
     ).heldout  # fmt: skip
+
+
+def _uncompiled(run: TrainConfig, config: "EvalConfig") -> EngineConfig:
+    """Return the engine of a run, without the compilation that a run chooses by itself and warms up for."""
+    return replace(run.engine, compute=config.compute, compile=run.engine.compile is True)
 
 
 def _check_rewards(job: Job) -> None:
