@@ -18,6 +18,7 @@ from fluvial.engines.report import panels
 from fluvial.engines.report.concerns import concerns
 
 FILE = "report.html"
+LARGE = 8192  # bytes of an image
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # not even a script of a prompt's would run
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #667; --paper: #fff; --card: #f5f6f8; --line: #d8dbe0;
@@ -233,15 +234,18 @@ def _sheet(samples: Path, name: str) -> list[tuple[Image.Image, str, float | Non
 
 
 def _img(image: Image.Image, alt: str) -> str:
-    """Return an image as an element that holds its data, as PNG or JPEG, whichever is smaller."""
-    encoded = []
-    for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": 88})):
-        buffer = io.BytesIO()
-        image.convert("RGB").save(buffer, kind, **options)
-        encoded.append((len(buffer.getvalue()), kind, buffer.getvalue()))
-    _, kind, data = min(encoded)
+    """Return an image as an element that holds its data: as PNG, or as JPEG if that is smaller."""
+    kind, data = "png", _encoded(image, "png", compress_level=6)
+    if len(data) > LARGE and len(smaller := _encoded(image, "jpeg", quality=88)) < len(data):
+        kind, data = "jpeg", smaller
     source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return f'<img alt="{escape(alt)}" width="{image.width}" height="{image.height}" src="{source}">'
+
+
+def _encoded(image: Image.Image, kind: str, **options: int) -> bytes:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def _json(path: Path) -> Any:

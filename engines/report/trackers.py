@@ -141,7 +141,7 @@ class Trackio:
         self.trackio = trackio
         # Trackio continues a run by its name.
         trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            project=PROJECT,
             name=f"{run.folder.name}-{run.id[:8]}",
             config=dict(run.config),
             resume="allow",
@@ -174,7 +174,7 @@ class SwanLab:
         folder.mkdir(exist_ok=True)
         self.swanlab = swanlab
         swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
+            project=PROJECT,
             name=run.folder.name,
             config=dict(run.config),
             log_dir=str(folder),

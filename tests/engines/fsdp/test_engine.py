@@ -317,6 +317,23 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
         assert torch.equal(tensor, stepped[name])
 
 
+def test_diagnostics_by_part_change_no_bit(one: World) -> None:
+    """Of the weights, and of the other numbers."""
+    items, weight = data(7)
+    found = []
+    for parts in (None, torch.arange(7)[:, None] % 3 == torch.arange(3)):
+        trained = engine(one)
+        infos = [
+            trained.update(items, squared(trained.module), weight, count=7, micro_batch=2, pad_to=7, parts=parts)
+            for _ in range(2)
+        ]
+        found.append((full(trained), [info._replace(parts=None, memory=()) for info in infos]))
+    assert infos[0].parts is not None
+    assert infos[0].parts.items == [3, 2, 2]
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(found[0][0][name], tensor) for name, tensor in found[1][0].items())
+
+
 def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers leave the device once per update, however many micro-batches it has, and parts that it is split into."""
     reads: Counter[str] = Counter()

@@ -52,7 +52,7 @@ ARGUMENTS = {
 @pytest.fixture(autouse=True)
 def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what this machine knows of trackers."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "SWANLAB_MODE", "SWANLAB_API_KEY", "TRACKIO_PROJECT"):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))

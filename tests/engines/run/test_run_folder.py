@@ -1,6 +1,7 @@
 """The run folder: what is written where, and what a resumed run keeps."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_samples_and_curves_are_images(tmp_path: Path) -> None:
             opened.load()
             assert opened.format == "PNG"
     folder.close()
+
+
+def test_what_python_warns_of_is_kept_for_the_report(tmp_path: Path) -> None:
+    """A line each, and still shown; what is deprecated is for programmers. Afterwards all is as before."""
+    folder = RunFolder(tmp_path, {}, tracker="none")
+    before = warnings.showwarning
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with folder.keeping_warnings():
+            warnings.warn("the gradient\nis small", stacklevel=1)
+            warnings.warn("an old name", DeprecationWarning, stacklevel=1)
+        warnings.warn("later", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["the gradient\nis small", "an old name", "later"]
+    assert (tmp_path / "warnings.txt").read_text() == "the gradient is small\n"
+    assert warnings.showwarning is before
 
 
 def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
