@@ -18,6 +18,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
+LEFT_OUT = "left_out.txt"  # names of the images that the last run left out
 NAME = "latents"
 BATCH = 4  # images that are encoded together
 
@@ -34,7 +35,8 @@ class ImageCache:
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples.
         shapes: shape of a sample of each size that images are scaled and cut to; with several, an image gets the nearest.
             The size None takes images as they are.
-        skip: whether images that cannot be read, or that no size takes, are left out, instead of an error.
+        skip: whether images that cannot be read, or that no size takes, are left out, instead of an error; `left_out.txt`
+            in the folder names them then.
     """
 
     def __init__(
@@ -109,6 +111,9 @@ class ImageCache:
             group for place, group in enumerate(everyone) if place in misfits or not unreadable.isdisjoint(group)
         )
         self.sizes = {group[0]: size for group, size in zip(everyone, sizes, strict=True)}
+        with world.agreed():
+            if world.is_main:
+                self._list(sorted(" ".join(map(shown, group)) for group in self.left_out))
 
     def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> tuple[list[Size | None], set[int]]:
         """Return the size of each group, and the places of those that none takes; each rank looks at its part."""
@@ -207,6 +212,17 @@ class ImageCache:
             raise UsageError(
                 f"data_cache {self.folder} was written with other settings ({differs}): set it to another folder"
             )
+
+    def _list(self, left_out: Sequence[str]) -> None:
+        """Write the names of the images that are left out into the folder, one group per line."""
+        file = self.folder / LEFT_OUT
+        try:
+            if left_out:
+                file.write_text("\n".join(left_out) + "\n")
+            else:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{file} cannot be written: {error.strerror}") from error
 
     def _holds(self, image: Image, size: Size | None) -> bool:
         """Return whether an image's sample is in the folder, whole."""

@@ -199,9 +199,12 @@ def test_an_image_that_cannot_be_read(tmp_path: Path, one: World) -> None:
     made = cache(tmp_path, skip=True)
     made.fill(images, one)
     assert made.left_out == {images[1]}
+    assert (tmp_path / "cache" / "left_out.txt").read_text() == f"{images[1][0]}\n"
     assert made.sample(*images[2]).shape == (3, 2, 3)
     with pytest.raises(RunError, match=r"of .*b\.png cannot be read .*: start again"):
         made.sample(*images[1])
+    made.fill(images[:1], one)
+    assert not (tmp_path / "cache" / "left_out.txt").exists()
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path, one: World) -> None:
