@@ -10,13 +10,16 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.cli import main as cli
 from fluvial.engines.export import formats
-from fluvial.engines.export.run import export_run
+from fluvial.engines.export.card import Card, write_card
+from fluvial.engines.export.formats import COMFY_WEIGHTS
+from fluvial.engines.export.run import check_exports, export_run
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.train.config import PipelineConfig, RolloutConfig, TrainConfig
@@ -105,6 +108,10 @@ def test_every_format_computes_what_the_run_did(ran: tuple[Path, dict[str, Tenso
     ]
     for network in networks:
         torch.testing.assert_close(velocity(model, network), expected, rtol=1e-4, atol=1e-5)
+    original = load_file(exported(run, tmp_path / "weights", "--as", "comfyui", "--merge", *more) / COMFY_WEIGHTS)
+    back = convert_sd3_transformer_checkpoint_to_diffusers(original)
+    for key, tensor in load_file(merged / "diffusion_pytorch_model.safetensors").items():
+        assert torch.equal(back[key], tensor)
     plain = model.build(empty=True)
     ours = read_lora(lora, plain)
     converted = read_lora(comfy, plain, convert=converter(model.pipeline, plain))
@@ -291,3 +298,41 @@ def test_only_some_architectures_have_an_original_layout() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             formats.check_format(kind, model, adapted=True)  # type: ignore[arg-type]
+
+
+def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
+    """A format that the run cannot have is an error before the first update, and not after hours."""
+    for changes, says in (
+        ({"export_as": "comfyui"}, "export_as is comfyui: .* has no layout that ComfyUI reads"),
+        ({"export_as": "lora"}, "export_as is lora: the run trained all weights"),
+    ):
+        asked: dict[str, Any] = changes
+        with pytest.raises(ValueError, match=says):
+            check_exports(TrainConfig(tmp_path, export_every=1, **asked), Handwriting())
+        check_exports(TrainConfig(tmp_path, **asked), Handwriting())  # none are asked for
+    check_exports(TrainConfig(tmp_path, export_every=1), Handwriting())
+
+
+def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
+    """Its base model has an id and may have a licence; code loads the adapters of both networks."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [video]\n---\n# Base\nlicense: none\n")
+    settings = {"train": "lora", "weights": None, "lora": {"weights": "x/adapter"}, "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    card = Card(
+        kind="lora", model="Wan-AI/Wan2.2-T2V-A14B-Diffusers", pipeline="WanPipeline", network="WanTransformer3DModel",
+        parts=("transformer", "transformer_2"), video=True, folder=tmp_path / "base", objective="mine:Loss",
+        settings=settings, defaults={"optimizer": {"lr": 0.2, "eps": 1e-8}}, update=40, average=True, dtype="bfloat16",
+    )  # fmt: skip
+    write_card(card, tmp_path, run=None)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(
+        "---\nbase_model: Wan-AI/Wan2.2-T2V-A14B-Diffusers\nbase_model_relation: adapter\nlibrary_name: diffusers\n"
+        "pipeline_tag: text-to-video\nlicense: apache-2.0\ntags:\n- fluvial\n- diffusers\n- Loss\n- lora\n---\n"
+    )
+    assert "moving average" in text
+    assert "started from an adapter" in text
+    assert "x/adapter" not in text
+    assert "| `optimizer.lr` | `0.1` |" in text
+    assert "optimizer.eps" not in text
+    assert 'load_lora_weights("path/to/this/folder/transformer_2", load_into_transformer_2=True)' in text
+    assert "Results" not in text  # nothing was measured
