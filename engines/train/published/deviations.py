@@ -138,6 +138,8 @@ def _per_rollout(interval: Callable[[TrainConfig], int]) -> Ours:
 
 def _per_update(config: TrainConfig, run: PublishedRun) -> float:
     """Return the number of samples behind an optimizer step, without those that best-of-n leaves out."""
+    if config.objective.traits.offline:
+        return config.rollout.prompts / config.minibatches  # pairs
     samples = config.rollout.batch / _places(config)
     if config.advantage.extremes:
         samples *= 2 * config.advantage.extremes / config.rollout.compared

@@ -29,7 +29,11 @@ def rollout_of(run: PublishedRun) -> RolloutConfig:
     if "stat_buffer_size" in s.get("loss_extra", {}) or run.algorithm == "AlignProp":
         # Statistics per prompt over past rollouts take the place of a group's; AlignProp compares no samples.
         group, least = 1, 1
-    samples = s.get("samples_per_rollout", s.get("samples_per_update", 1) if run.algorithm == "AlignProp" else group)
+    if run.algorithm == "Diffusion-DPO":
+        pairs = pairs or s["samples_per_update"]  # given ones
+    samples = s.get("samples_per_rollout", s.get("samples_per_update", 1) if run.algorithm == "AlignProp" else None)
+    if samples is None:  # not stated; D3PO makes an update per pair
+        samples = group * (1 if run.algorithm == "D3PO" else RolloutConfig.prompts)
     prompts = s.get("prompts_per_rollout") or pairs or max(samples // group, 1)
     without = not s.get("cfg_in_training_forward", True)
     conditional = scale_of(s) != 1 and OBJECTIVES[run.algorithm] == "dgpo"

@@ -261,6 +261,8 @@ def test_models_that_cannot_be_trained_as_published() -> None:
 
 def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
     """Diffusion-DPO's have no rollout; the online ones make as many updates as their pairs give."""
-    assert not resolve(find("diffusion_dpo/sd1.5/pickapic")).config.makes_samples
+    offline, deviations = resolve(find("diffusion_dpo/sd1.5/pickapic"))
+    assert (offline.makes_samples, offline.rollout.prompts, offline.minibatches) == (False, 2048, 1)
+    assert "samples_per_update" not in {deviation.field for deviation in deviations}
     online = resolve(find("verl_omni/qwen-image/ocr-online-dpo")).config
     assert (online.makes_samples, online.minibatches, online.rollout.prompts) == (True, 2, 32)
