@@ -232,6 +232,16 @@ FAULTS = (
         "count = sum(real[first : first + micro_batch])", "count = micro_batch",
         "tests/engines/evaluation/test_evaluate.py::test_scores_images_and_table_are_the_same_on_two_ranks",
     ),
+    Fault(
+        "results of a prompt layer mixed up between the halves of guidance", "models/prompt_layers.py",
+        "return results[call]", "return results[0]",
+        "tests/models/pipelines/test_prompt_layers.py::test_calls_are_told_apart_and_failures_leave_nothing",
+    ),
+    Fault(
+        "a trainer keeps its own micro-batch where its checkpoint has another", "engines/train/trainer.py",
+        "        if self._is_open:", "        if False:",
+        "tests/engines/train/test_micro_batch.py::test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint",
+    ),
 )  # fmt: skip
 
 
