@@ -49,6 +49,7 @@ def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
     from fluvial.bench import aot, kernels, phases, traffic
     from fluvial.bench.objectives.cases import ObjectivesConfig
+    from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample
@@ -61,7 +62,7 @@ def every_flag() -> set[str]:
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
-    configs += [traffic.TrafficConfig(), UpdateConfig()]
+    configs += [traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as"}
 
