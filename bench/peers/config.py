@@ -147,7 +147,7 @@ class PeerRow:
     p80: float
     seconds: float  # CPU time of fluvial, median
     peer_seconds: float
-    rest_seconds: float  # CPU time without the network's passes: everything around them; 0 if not measured
+    rest_seconds: float  # least CPU time without the network's passes: everything around them; 0 if not measured
     peer_rest_seconds: float
     held_bytes: int  # tensors that stay between calls: parameters, state of the optimizer
     peer_held_bytes: int

@@ -81,18 +81,18 @@ def _ratio(row: PeerRow | None) -> str:
 def _shares(found: dict[tuple[str, int], PeerRow], alone: dict[tuple[str, int], PeerRow]) -> list[str]:
     """Return three cells per phase, of as many pairs per pass on both sides.
 
-    They are the share of the project's time that the passes of its transformer take alone, the ratio of fluvial's
-    passes alone to the project's time, and the time of both sides without the passes.
+    They are the share of the project's time that the passes of its transformer take; the ratio that would remain if
+    fluvial made its own passes and nothing else; and the time of both sides without the passes. Only ratios of one
+    round and the rests are used, because the speed of a machine drifts between cases.
     """
     cells = []
     for row, bare in zip(_phases(found)[:2], _phases(alone)[:2], strict=True):
         if row is None or bare is None:
             cells += ["-"] * 3
             continue
-        cells += [f"{part / row.peer_seconds:.2f}" for part in (bare.peer_seconds, bare.seconds)]
-        cells.append(
-            f"{1000 * row.rest_seconds:.0f}, {1000 * row.peer_rest_seconds:.0f} of {1000 * row.peer_seconds:.0f} ms"
-        )
+        share = 1 - row.peer_rest_seconds / row.peer_seconds
+        rests = f"{1000 * row.rest_seconds:.0f}, {1000 * row.peer_rest_seconds:.0f} of {1000 * row.peer_seconds:.0f} ms"
+        cells += [f"{share:.2f}", f"{share * bare.p50:.2f}", rests]
     return cells
 
 

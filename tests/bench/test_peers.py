@@ -123,7 +123,13 @@ def a_row(**changes: Any) -> PeerRow:
     """Return a row of the newest commit."""
     facts = Facts("flow_grpo", "abc", Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6), (8_000_000, 9_000_000))
     row = measure.row(
-        facts, "update", 8, ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0]), (5_000_000, 6_000_000), ([0.03], [0.02]), PeersConfig()
+        facts,
+        "update",
+        8,
+        ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0]),
+        (5_000_000, 6_000_000),
+        ([0.04, 0.03], [0.02, 0.05]),
+        PeersConfig(),
     )
     return replace(row, **changes)
 
@@ -330,8 +336,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
         a_row(fluvial="older", p50=7.0), a_row(p50=6.0), a_row(**ratio, seconds=1.8, peer_seconds=2.0),
         a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6), a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),
         a_row(what="rollout", seconds=1.0, peer_seconds=1.0, **ratio),
-        a_row(peer="transformer", seconds=1.2, peer_seconds=1.5),
-        a_row(peer="transformer", what="rollout", seconds=0.6, peer_seconds=0.8),
+        a_row(peer="transformer", p50=0.5), a_row(peer="transformer", what="rollout", p50=1.5),
         a_row(ranks=2, window=3, **ratio),
     ]  # fmt: skip
     harness.append(tmp_path / "peers.csv", rows, PeerRow)
@@ -342,7 +347,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) |" in told
     assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - |" in told
     rest = "30, 20 of"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | 0.80 | 0.60 | {rest} 1000 ms | 0.75 | 0.60 | {rest} 2000 ms |" in told
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
     assert "Flow-GRPO at `abc`" in told
     assert "medians of 3 rounds" in told
