@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import handwriting_jobs
 import pytest
 import tiny_token_job
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from fluvial.engines.fsdp.engine import OptimizerConfig
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import train
+from fluvial.models import LoraConfig
 
 
 class Telling(Toy):
@@ -52,3 +54,12 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
     )  # fmt: skip
     summary = train(config, job, console=Console(quiet=True))
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
+
+
+@pytest.mark.bits
+def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) -> None:
+    """In the second update, too, where the adapters add something."""
+    lora = LoraConfig(rank=4, product="merged")
+    config = handwriting_jobs.config(tmp_path, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2))
+    first, second = handwriting_jobs.updates(config, count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
