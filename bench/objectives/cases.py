@@ -4,9 +4,12 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from fluvial.bench import harness
 from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.distill import Distill
+from fluvial.engines.objectives.dpo import Dpo
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.engines.train.record import as_record
@@ -109,9 +112,13 @@ class Case:
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":
-            made = replace(made, objective=replace(made.objective, teacher=self.folder / "teacher" / "weights"))
+            made = replace(
+                made, objective=replace(cast(Distill, made.objective), teacher=self.folder / "teacher" / "weights")
+            )
         if self.recipe == OFFLINE:
-            made = replace(made, objective=replace(made.objective, preferences=self.folder / f"preferences-{self.seed}"))
+            made = replace(
+                made, objective=replace(cast(Dpo, made.objective), preferences=self.folder / f"preferences-{self.seed}")
+            )
         return made
 
     @property

@@ -265,7 +265,8 @@ def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], wo
 def main(args: list[str]) -> int:
     """Measure cases in the processes that torchrun started; rank 0 appends the rows."""
     told = json.loads(Path(args[0]).read_text())
-    config = PeersConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in told["config"].items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told["config"].items()}
+    config = PeersConfig(**values)
     config = PeersConfig(**{**vars(config), "clones": Path(config.clones), "out": Path(config.out)})
     torch.set_num_threads(config.threads)
     with init_world() as world:

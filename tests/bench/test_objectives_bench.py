@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Pa
 def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of the base, which the next run reads, then of the run; a budget decides on the updates."""
     rollout = RolloutConfig(prompts=2, group=2, steps=3, window=1, window_high=3)
-    tiny = {"rollout": rollout, "micro_batch": 4, "eval_samples": 2, "final_samples": 4, "minibatches": 1}
+    tiny: dict[str, Any] = {"rollout": rollout, "micro_batch": 4, "eval_samples": 2, "final_samples": 4, "minibatches": 1}
     usual = recipes.RECIPES["grpo"]
 
     def small() -> TrainConfig:

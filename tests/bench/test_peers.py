@@ -325,13 +325,14 @@ def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None
     assert is_done(case, asked, known, rows)
     assert not is_done(case, asked, known, rows[1:])
     assert is_done(case, asked, {"flow_grpo": known["flow_grpo"]._replace(samples=False)}, rows[1:])
-    for name, value in {"commit": "other", "fluvial": "other", "runs": 2, "window": 3, "ranks": 2, "steps": 9}.items():
+    others: dict[str, Any] = {"commit": "other", "fluvial": "other", "runs": 2, "window": 3, "ranks": 2, "steps": 9}
+    for name, value in others.items():
         assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value})])
 
 
 def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios, the transformer's share and what is left to win, and memory; the last of equal rows counts."""
-    ratio = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
+    ratio: dict[str, Any] = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
     rows = [
         a_row(fluvial="older", p50=7.0), a_row(p50=6.0), a_row(**ratio, seconds=1.8, peer_seconds=2.0),
         a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6), a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),

@@ -39,12 +39,13 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
     if not (folder / name).exists():
         tiny_pipelines.save(row, folder / name)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    height, width, *frames = row.sizes[0]
+    height, width = row.sizes[0][:2]
+    frames = row.sizes[0][2] if len(row.sizes[0]) > 2 else 1
     (folder / "heldout.txt").write_text("an owl\n")
     asked: dict[str, Any] = {"heldout": (str(folder / "heldout.txt"),), "text_tokens": tiny_pipelines.TEXT}
     values: dict[str, Any] = {
         "out": folder / f"{name}-run", "model": str(folder / name), "prompts": (str(folder / "prompts.txt"),), "updates": 2,
-        "pipeline": PipelineConfig(height, width, *frames, **asked),
+        "pipeline": PipelineConfig(height, width, frames=frames, **asked),
         "train": "lora", "lora": LORA, "micro_batch": 2, "keep_checkpoints": 5,
         "rollout": RolloutConfig(prompts=2, group=2, steps=3), "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }  # fmt: skip

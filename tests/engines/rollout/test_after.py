@@ -112,7 +112,8 @@ def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path)
 
 def test_steps_after_a_window_that_there_are_not(tmp_path: Path) -> None:
     """Deterministic samplers and windows of each sample are errors, as are models with levels of their own."""
-    for changes in ({"sampler": "ode", "eta": 0.0}, {"window": 1, "window_draw": "sample"}):
+    refused: tuple[dict[str, Any], ...] = ({"sampler": "ode", "eta": 0.0}, {"window": 1, "window_draw": "sample"})
+    for changes in refused:
         with pytest.raises(ValueError, match=r"rollout.after is set, and samples have no window"):
             replace(STEPS, after=FLASH, **changes)
     config = tiny.config(tmp_path, rollout=replace(STEPS, window=1, after=FLASH))

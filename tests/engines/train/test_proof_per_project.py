@@ -221,7 +221,7 @@ def velocity_of(
     guided = guided and run.algorithm != "DGPO"  # its update is without guidance
     if guidance is not None:
         guided = guidance != 1
-    strength = s.get("train_guidance_scale") if guidance is None else guidance
+    strength: Any = s.get("train_guidance_scale") if guidance is None else guidance
 
     def velocity(x: Tensor, level: Tensor, sample: Tensor) -> Tensor:
         def predicted(of: list[str]) -> Tensor:
