@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -30,8 +31,10 @@ class ObjectivesConfig:
         recipes: Names of recipes; distill needs the weights of grpo's first seed, run here or kept from before.
         seeds: Seeds of each recipe.
         rollouts: Number of rollouts per run: equal samples. 0 leaves this comparison out.
-        budget_seconds: Seconds of training per run, of CPU time if the job is on a CPU: equal time. The number of updates
-            follows from the time of the first ones. 0 leaves this comparison out.
+        budget_seconds: Seconds of training at which runs are compared, of CPU time if the job is on a CPU: equal time. It is
+            read off a run of equal samples that takes longer, between two of its evaluations; its learning rate falls as
+            that of the longer run does. Where that run ends earlier, another is made, whose number of updates follows from
+            the time of the first ones. 0 leaves this comparison out.
         parallel: Number of runs at the same time, each with one thread.
         keep: Folder for preferences and the teacher's weights; by default they are deleted.
         out: Folder of the table and the plot.
@@ -120,6 +123,10 @@ class Case:
                 made, objective=replace(cast(Dpo, made.objective), preferences=self.folder / f"preferences-{self.seed}")
             )
         return made
+
+    def is_covered(self, points: Sequence["Point"]) -> bool:
+        """Whether this run of equal time can be read off the evaluations of one of equal samples, which takes longer."""
+        return bool(self.seconds) and any(point.seconds >= self.seconds for point in points)
 
     @property
     def settings(self) -> str:

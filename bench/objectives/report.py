@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,25 @@ def run(config: ObjectivesConfig) -> None:
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) if config.keep is None else config.keep
             folder.mkdir(parents=True, exist_ok=True)
-            cases = _missing(config, read(path), folder)
-            for case, found in measure(cases, config, folder):
-                if isinstance(found, str):
-                    failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
-                    continue
-                write(path, [*(point for point in read(path) if not _is_of(point, case)), *found])
-                end = found[-1]
-                print(
-                    f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
-                    f"{end.seconds:.0f} s, {end.samples} samples",
-                    flush=True,
-                )
+            for timed in (False, True):  # which runs of equal time are needed is known when those of equal samples are done
+                cases = [case for case in _missing(config, read(path), folder) if bool(case.seconds) == timed]
+                for case, found in measure(cases, config, folder):
+                    if isinstance(found, str):
+                        failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
+                        continue
+                    write(path, [*(point for point in read(path) if not _is_of(point, case)), *found])
+                    end = found[-1]
+                    print(
+                        f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
+                        f"{end.seconds:.0f} s, {end.samples} samples",
+                        flush=True,
+                    )
     points = read(path)
-    if points:
-        draw(points, config.out / "objectives.png")
-    for limit in sorted({point.limit for point in points}, key=lambda limit: (limit.endswith("s"), limit)):
-        print("\n".join(["", limit, "", *table([point for point in points if point.limit == limit])]))
+    shown = [point for point in points if point.limit.endswith("rollouts")] + at_time(points, config.cases(Path()))
+    if shown:
+        draw(shown, config.out / "objectives.png")
+    for limit in sorted({point.limit for point in shown}, key=lambda limit: (limit.endswith(" s"), limit)):
+        print("\n".join(["", limit, "", *table([point for point in shown if point.limit == limit])]))
     if failed:
         raise RunError("; ".join(failed))
 
@@ -88,6 +90,40 @@ def write(path: Path, points: Sequence[Point]) -> None:
         writer.writeheader()
         writer.writerows(asdict(point) for point in points)
     whole.replace(path)
+
+
+def at_time(points: Sequence[Point], cases: Sequence[Case]) -> list[Point]:
+    """Return the evaluations of the cases of equal time, the last one at their time.
+
+    A case has its own run, or else those evaluations of the run of equal samples that came before, and one that is
+    interpolated between the neighbours of that time.
+    """
+    found = []
+    for case in cases:
+        known = [point for point in points if (point.recipe, point.seed) == (case.recipe, case.seed)]
+        own = [point for point in known if point.limit == case.limit]
+        longer = [point for point in known if point.limit.endswith("rollouts")]
+        curves = [[p for p in longer if p.limit == limit] for limit in sorted({point.limit for point in longer})]
+        if case.seconds:
+            found += own or next((_until(curve, case) for curve in curves if case.is_covered(curve)), [])
+    return found
+
+
+def _until(curve: Sequence[Point], case: Case) -> list[Point]:
+    """Return the evaluations of a run up to a time, and one at that time, interpolated linearly."""
+    curve = sorted(curve, key=lambda point: point.seconds)
+    before = [point for point in curve if point.seconds < case.seconds]
+    start, end = before[-1], curve[len(before)]
+    share = (case.seconds - start.seconds) / (end.seconds - start.seconds)
+
+    def between(name: str) -> float:
+        first, last = getattr(start, name), getattr(end, name)
+        return float(last if math.isnan(first) else first + share * (last - first))
+
+    numbers = {name: between(name) for name in ("heldout", "reward", "drift", "diversity")}
+    whole = {name: round(between(name)) for name in ("updates", "samples")}
+    here = replace(end, seconds=case.seconds, **whole, **numbers)  # type: ignore[arg-type]
+    return [replace(point, limit=case.limit) for point in [*before, here]]
 
 
 def ends(points: Sequence[Point]) -> dict[str, list[Point]]:
@@ -140,8 +176,9 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
     figure = Figure(figsize=(20, 9), layout="constrained")
     places = figure.subplots(2, 3).ravel()
-    by_samples = [point for point in points if point.limit.endswith("rollouts")]
-    by_time = [point for point in points if not point.limit.endswith("rollouts")]
+    sampled = [point.limit for point in points if point.limit.endswith("rollouts")]
+    by_samples = [point for point in points if point.limit == max(sampled, key=sampled.count, default="")]
+    by_time = [point for point in points if point.limit.endswith(" s")]
     right = "whole held-out codes right"
     panels = (
         (by_samples, "samples", "heldout", f"{right}, equal samples"),
@@ -151,7 +188,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
         (by_samples, "updates", "drift", "drift from the base model"),
         (by_samples, "updates", "diversity", "distance between samples of a group"),
     )
-    names = list(ends(points))
+    names = list(ends([*by_samples, *by_time]))
     for axes, (shown, across, up, title) in zip(places, panels, strict=True):
         for i, name in enumerate(names):
             seeds = sorted({point.seed for point in shown if point.recipe == name})
@@ -177,11 +214,14 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def _missing(config: ObjectivesConfig, known: Sequence[Point], folder: Path) -> list[Case]:
-    """Return the cases whose rows are not in the table; the teacher's too if distillation has to wait for it."""
+    """Return the cases whose numbers are not in the table; the teacher's too if distillation has to wait for it."""
     cases = config.cases(folder)
+    rows = {case: [point for point in known if _is_of(point, case, same=True)] for case in cases}
+    equal = {(case.recipe, case.seed): rows[case] for case in cases if case.rollouts}
+    missing = [case for case in cases if not case.is_covered(equal.get((case.recipe, case.seed), ()))]
     if config.again:
-        return cases
-    missing = [case for case in cases if not any(_is_of(point, case, same=True) for point in known)]
+        return missing
+    missing = [case for case in missing if not rows[case]]
     if any(case.recipe == "distill" for case in missing) and not (folder / "teacher").is_dir():
         teachers = [case for case in cases if case.recipe == TEACHER and case.seed == config.seeds[0] and case.rollouts]
         missing = [*(case for case in teachers if case not in missing), *missing]

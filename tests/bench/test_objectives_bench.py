@@ -59,6 +59,27 @@ def test_runs_whose_rows_are_there_with_the_same_settings_are_not_made_again(tmp
     assert report._missing(taught, rows(teacher), tmp_path) == [student]
 
 
+def test_equal_time_is_read_off_a_longer_run(tmp_path: Path) -> None:
+    """Between its evaluations, linearly; a run that is over too early gets another one."""
+    config = ObjectivesConfig(recipes=("nft", "ddpo"), seeds=(0, 1), rollouts=9, budget_seconds=7, out=tmp_path)
+    nft, early, *_ = config.cases(tmp_path)
+    timed = [case for case in config.cases(tmp_path) if case.seconds]
+    rows = [
+        point(case.recipe, case.seed, n, 0.1 * n, settings=case.settings)
+        for case, ends in ((nft, (0, 3, 9)), (early, (0, 3)))
+        for n in ends
+    ]
+    missing = report._missing(config, rows, tmp_path)
+    assert [(c.recipe, c.seed) for c in missing if c.seconds] == [("ddpo", 0), ("nft", 1), ("ddpo", 1)]
+    assert report._missing(replace(config, again=True), rows, tmp_path)[-3:] == missing[-3:]
+    found = report.at_time(rows, timed)
+    assert [(p.recipe, p.seed, p.limit, p.seconds) for p in found] == [("nft", 0, "7 s", t) for t in (0.0, 6.0, 7.0)]
+    assert found[-1].heldout == pytest.approx(0.35)
+    assert found[-1].samples == 128 * 3.5
+    own = point("ddpo", 0, 2, 0.9, limit="7 s")
+    assert report.at_time([*rows, own], timed)[-1] == own
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Path) -> None:
     """The folder and the seed do not matter, the number of rollouts does, and where time is the limit it does not."""
