@@ -41,7 +41,7 @@ def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
 
 def test_runs_whose_rows_are_there_with_the_same_settings_are_not_made_again(tmp_path: Path) -> None:
     """Another seed, other settings and another limit are other runs; distillation brings its teacher's run along."""
-    config = ObjectivesConfig(recipes=("nft", "awm"), seeds=(0, 1), rollouts=5, budget_seconds=7, out=tmp_path)
+    config = ObjectivesConfig(recipes=("nft", "awm"), seeds=(0, 1), rollouts=5, budget_seconds=70, out=tmp_path)
     cases = config.cases(tmp_path)
     assert len({(case.recipe, case.seed, case.limit) for case in cases}) == len(cases) == 8
 
