@@ -10,6 +10,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
 from fluvial.core.transitions import Transition
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig, LossConfig
 from fluvial.engines.rollout.config import RolloutConfig
@@ -77,6 +78,8 @@ class RunSettings(Protocol):
     def implementation(self) -> Implementation: ...
     @property
     def max_log_ratio(self) -> float: ...
+    @property
+    def engine(self) -> EngineConfig: ...
     @property
     def rollout(self) -> RolloutConfig: ...
     @property

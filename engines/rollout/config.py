@@ -59,6 +59,10 @@ class RolloutConfig:
         guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
         reuse_prompt: Compute layers that see the prompt alone (projections of its embedding, keys and values of
             cross-attention) once per rollout instead of at every step; the bits stay, and their results take memory.
+        step_cache: Let deterministic steps leave out the blocks after the first where the output of that one has changed by
+            less than this fraction since an earlier step (first-block cache, after TeaCache, arXiv 2411.19108); about 0.1.
+            Stochastic steps, which are trained on, are computed whole. Samples then depend on those they are generated with.
+            0 computes every block.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
     """
 
@@ -84,12 +88,20 @@ class RolloutConfig:
     reduction: Reduction = "mean"
     guidance: Guidance = field(default_factory=Guidance)
     reuse_prompt: bool = True
+    step_cache: float = 0.0
     autocast: bool = False
 
     def __post_init__(self) -> None:
         count = (1, 2**31)
         check_fields(
-            self, prompts=count, group=count, branches=(2, 2**31), steps=count, eta=(0, math.inf), fraction=(1e-6, 1)
+            self,
+            prompts=count,
+            group=count,
+            branches=(2, 2**31),
+            steps=count,
+            eta=(0, math.inf),
+            fraction=(1e-6, 1),
+            step_cache=(0, 1),
         )
         rule, name = self.rule, self.sampler_name
         if self.is_deterministic and self.eta > 0 and self.solver != "sa_solver":
@@ -123,6 +135,11 @@ class RolloutConfig:
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
         self._check_branches()
+        if self.step_cache and (self.is_deterministic or self.window_size == self.steps):
+            raise ValueError(
+                "rollout.step_cache is set, which is for the deterministic steps beside a window, and there are none: set "
+                "rollout.window and a sampler that takes noise, or rollout.step_cache 0"
+            )
         if self.after != AfterWindow() and (self.is_deterministic or self.windows_differ):
             raise ValueError(
                 "rollout.after is set, and samples have no window, or windows of their own: use a sampler that takes "

@@ -35,6 +35,7 @@ from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_record
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.padding import trimmed
 from fluvial.models.prompt_layers import PromptLayers
+from fluvial.models.step_cache import StepCache
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Sampling:
         after: how the deterministic steps after the window are taken, if there is one window for all samples.
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
             those outside of the repeated blocks, or none.
+        step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
     """
 
     shape: tuple[int, ...]
@@ -183,6 +185,7 @@ class Sampling:
     text_tokens: int | None = None
     after: AfterWindow = field(default_factory=AfterWindow)
     reuse: Literal["all", "outside_blocks", "none"] = "none"
+    step_cache: float = 0.0
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -266,7 +269,8 @@ def generate(
         first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
         # As in an update, where the conditioning is gathered by row: the same layout gives the same bits.
         cond = fresh_copy(sampling.guidance.encode(model, prompts[rows], sampling.text_tokens), device)
-        velocity = _velocity(model, module, cond, sampling)
+        window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
+        velocity = _velocity(model, module, cond, sampling, exact=window)
         with torch.no_grad():
             if starts:
                 assert first_ids is not None
@@ -274,7 +278,6 @@ def generate(
             else:
                 x = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
             if sampling.solver == "euler":
-                window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
                 keys, last = fold_in(own, Stream.STEPS), len(sampling.schedule.timesteps)
                 if sampling.after != AfterWindow():
                     last = max(window) + 1
@@ -324,12 +327,17 @@ def _starts(
     return found
 
 
-def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling) -> Velocity:
-    """Return the guided prediction of the network for a chunk, as a function of (x, level, step)."""
+def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()) -> Velocity:
+    """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
+
+    The predictions of the steps `exact` leave out nothing.
+    """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step = timesteps.unbind(0)
     both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
     known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
+    cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
+    whole = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
@@ -339,6 +347,7 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
         with (
             torch.autocast(kind, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
             nullcontext() if known is None else known.prediction(),
+            nullcontext() if cache is None else cache.prediction(exact=step in whole),
         ):
             v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
         return v.float() if autocast else v

@@ -176,14 +176,17 @@ class RolloutSource:
             shape, schedule, rollout.guidance, rollout.solver,
             rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
             prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens, after=rollout.after,
-            reuse=self._reuse(),
+            reuse=self._reuse(), step_cache=rollout.step_cache,
         )  # fmt: skip
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
-        """Return which layers that see the prompt alone are computed once; a compiled block is one program."""
+        """Return which layers that see the prompt alone are computed once.
+
+        A compiled block is one program, and a block that is left out calls no layers.
+        """
         if not self.config.rollout.reuse_prompt:
             return "none"
-        return "outside_blocks" if self.engine.compiles else "all"
+        return "outside_blocks" if self.engine.compiles or self.config.rollout.step_cache else "all"
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
         """Return the steps that the samples of a group share: those before every window of the rollout."""

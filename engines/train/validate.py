@@ -33,6 +33,7 @@ def config_problems(config: RunSettings) -> Iterator[str]:
     yield from _kl(config)
     yield from _model(config)
     yield from _implementation(config)
+    yield from _step_cache(config)
 
 
 def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool = False) -> None:
@@ -292,4 +293,18 @@ def _implementation(config: RunSettings) -> Iterator[str]:
         yield (
             f"implementation is {config.implementation}, and no kernel takes part in {name_of(config.objective)} with these "
             "settings: use auto"
+        )
+
+
+def _step_cache(config: RunSettings) -> Iterator[str]:
+    """Yield what blocks that are left out cannot go with."""
+    if config.rollout.step_cache and config.engine.compile is not False:
+        yield (
+            f"rollout.step_cache is set, and engine.compile is {config.engine.compile}: compiled blocks cannot be left out; "
+            "set engine.compile False, or rollout.step_cache 0"
+        )
+    if config.rollout.step_cache and config.engine.context_parallel > 1:
+        yield (
+            f"rollout.step_cache is set, and engine.context_parallel is {config.engine.context_parallel}: ranks that share "
+            "a sample would leave out different blocks; set one of them back"
         )

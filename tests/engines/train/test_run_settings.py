@@ -14,7 +14,7 @@ from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.evaluation.config import EvaluationConfig
-from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.advantages import AdvantageConfig, advantages
 from fluvial.engines.objectives.table import Awm, Nft
@@ -287,6 +287,34 @@ def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
         replace(rollout, eta=0.0)
     with pytest.raises(ValueError, match=r"rollout.eta is 0.4, and ode takes no noise"):
         replace(rollout, solver="unipc", shared_noise=False)
+
+
+def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(tmp_path: Path) -> None:
+    """Counted in the built-in model's last block; the update is exactly on policy."""
+    counts = []
+    for threshold in (0.0, 1e-12, 0.99):
+        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=2, window_low=2, window_high=4, step_cache=threshold)
+        run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
+        with Trainer(run, handwriting_jobs.job()) as trainer:
+            calls: list[bool] = []
+            last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
+            last.attn.to_q.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+            record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        counts.append(calls.count(False))
+    assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"window": None, "window_low": 0, "window_high": None}, r"for the deterministic steps beside a window"),
+        ({"sampler": "ode", "eta": 0.0}, r"for the deterministic steps beside a window"),
+        ({"step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
+    )
+    for changes, message in refused:
+        with pytest.raises(ValueError, match=message):
+            replace(rollout, **changes)
+    split = EngineConfig(compile=False, context_parallel=2)
+    for engine, message in ((EngineConfig(), "compiled blocks cannot"), (split, "ranks that share")):
+        with pytest.raises(ValueError, match=message):
+            tiny.config(tmp_path, rollout=rollout, engine=engine)
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(tmp_path: Path) -> None:

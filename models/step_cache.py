@@ -1,0 +1,146 @@
+"""First-block cache: a pass whose first block has hardly changed since an earlier step leaves out the other blocks.
+
+With h_i the output of the first block at step i, y_i that of the last one, and k the last step that was computed whole:
+
+    y_i = h_i + (y_k - h_k)    if mean|h_i - h_k| < threshold * mean|h_k| for every sample of the batch
+
+Source: the first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108). That of diffusers does not take SD3, whose
+last block returns no text stream.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.protocol import DiffusionModel
+
+
+class _Whole(NamedTuple):
+    """What is kept of a pass that was computed whole, of its last run of blocks that return tensors of one shape."""
+
+    first: int  # index of the first block of the run
+    last: int
+    heads: list[Tensor | None]  # tensors that the first block returned
+    changes: list[Tensor | None]  # what the further blocks added to them; None where the last block returned none
+
+
+class StepCache:
+    """Lets the passes of a network leave out blocks, for one batch of samples on their way through a schedule.
+
+    The samples of a batch leave out blocks together, so the bits of a sample depend on its batch.
+
+    Memory: two copies of what a block returns, for each pass of a prediction.
+
+    Args:
+        model: adapter; its last blocks must return tensors of one shape, as those of a transformer do. The first of them is
+            the one whose output is compared, and those before it are always computed.
+        module: its network, with adapters or sharded; blocks must not be compiled.
+        threshold: largest relative change of the first block's output, without a unit; about 0.1.
+    """
+
+    def __init__(self, model: DiffusionModel, module: nn.Module, threshold: float) -> None:
+        self._threshold, self._blocks = threshold, list(model.blocks(module))
+        self._forwards = [self._replaced(place, block.forward) for place, block in enumerate(self._blocks)]
+        self._known: dict[int, _Whole] = {}  # by the pass's number within a prediction
+        self._begin(exact=True)
+
+    @contextmanager
+    def prediction(self, *, exact: bool) -> Iterator[None]:
+        """Let the passes of one prediction leave out blocks, unless it must be exact; the bits of that one stay.
+
+        Raises:
+            ValueError: gradients are enabled, which blocks that are left out would not have; or the last block returns other
+                shapes than the one before.
+        """
+        if torch.is_grad_enabled():
+            raise ValueError("step cache: gradients are enabled, and blocks left out have none: use torch.no_grad()")
+        self._begin(exact=exact)
+        own = [block.__dict__.get("forward") for block in self._blocks]  # of a block whose forward was replaced before
+        for block, forward in zip(self._blocks, self._forwards, strict=True):
+            block.__dict__["forward"] = forward
+        try:
+            yield
+            self._end_pass()
+        finally:
+            for block, before in zip(self._blocks, own, strict=True):
+                if before is None:
+                    del block.__dict__["forward"]
+                else:
+                    block.__dict__["forward"] = before
+
+    def _begin(self, *, exact: bool) -> None:
+        self._exact, self._number, self._last = exact, -1, len(self._blocks)
+        self._first = -1  # of the run of blocks with outputs of one shape that the pass is in
+        self._head: Any = None  # what the first and the last block of that run returned
+        self._tail: Any = None
+        self._reused: _Whole | None = None
+
+    def _replaced(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a block, which a pass calls in order."""
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if place <= self._last:
+                self._end_pass()
+                self._number, self._first, self._reused = self._number + 1, -1, None
+            self._last = place
+            if self._reused is not None:
+                return self._head if place < self._reused.last else self._continued(self._reused)
+            returned = forward(*args, **kwargs)
+            known = None if self._exact else self._known.get(self._number)
+            if known is not None and known.first == place and self._is_close(returned, known):
+                self._head, self._reused = returned, known
+            elif self._first < 0 or _differ(self._head, returned):
+                self._first, self._head = place, returned
+            self._tail = returned
+            return returned
+
+        return replaced
+
+    def _is_close(self, returned: Any, known: _Whole) -> bool:
+        """Return whether what a block returned has hardly changed, for each sample."""
+        streams = zip(_tensors(returned), known.heads, strict=True)
+        pairs = [(now, before) for now, before in streams if now is not None and before is not None]
+        if any(now.shape != before.shape for now, before in pairs):
+            return False
+        changes = [_mean(now - before) / _mean(before) for now, before in pairs]
+        return bool((torch.stack(changes) < self._threshold).all())
+
+    def _continued(self, known: _Whole) -> Any:
+        """Return what the last block would return."""
+        tensors, tree = optree.tree_flatten(self._head, none_is_leaf=True)
+        pairs = zip(tensors, known.changes, strict=True)
+        return optree.tree_unflatten(tree, [None if change is None else head + change for head, change in pairs])
+
+    def _end_pass(self) -> None:
+        """Keep what the blocks did, if they were computed."""
+        if self._first < 0 or self._reused is not None:
+            return
+        if self._last == self._first:
+            raise ValueError(
+                "step cache: the last block returns other shapes than the one before, so that none can be left out: set "
+                "rollout.step_cache to 0 for this model"
+            )
+        heads = _tensors(self._head)
+        changes = [None if t is None else t - h for h, t in zip(heads, _tensors(self._tail), strict=True)]
+        self._known[self._number] = _Whole(self._first, self._last, heads, changes)
+
+
+def _tensors(returned: Any) -> list[Any]:
+    """Return the tensors of a tuple or of a tensor alone."""
+    return list(optree.tree_leaves(returned, none_is_leaf=True))
+
+
+def _differ(head: Any, returned: Any) -> bool:
+    """Return whether a block returned other shapes than the first of its run; a stream may end."""
+    before, now = _tensors(head), _tensors(returned)
+    shapes = [(None if h is None else h.shape, None if n is None else n.shape) for h, n in zip(before, now, strict=False)]
+    return len(before) != len(now) or any(n is not None and h != n for h, n in shapes)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Return the mean magnitude per sample, `[B]`."""
+    return x.abs().flatten(1).mean(1)

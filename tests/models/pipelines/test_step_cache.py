@@ -1,0 +1,162 @@
+"""The first-block cache: passes that are left out are counted, exact predictions keep their bits, formulas hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_pipelines import ROWS, STEPS, each_row, opened
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fluvial.core.random import key
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
+from fluvial.models.step_cache import StepCache
+
+BLOCKS = 4
+UNETS = ("sd1", "sd2-v", "sdxl")  # the shapes of their blocks differ
+
+
+class Block(nn.Module):
+    """Returns two streams of one shape, or in the last block one of them, as SD3's does."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last, self.calls = nn.Linear(3, 3), last, 0
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor | None, Tensor]:
+        self.calls += 1
+        image = image + torch.tanh(self.linear(image)) * text.mean()
+        return None if self.last else text + 1, image
+
+
+class Net(nn.Module):
+    """A network of blocks, and its adapter in one; the output is that of the last block."""
+
+    def __init__(self, blocks: list[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(blocks or [Block(last=n == BLOCKS - 1) for n in range(BLOCKS)])
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return list(self.parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        text = torch.ones(len(x), 2, 3)
+        for part in self.parts:
+            text, x = part(text, x)
+        return x
+
+    @property
+    def calls(self) -> list[int]:
+        return [int(part.calls) for part in self.parts]  # type: ignore[arg-type]
+
+
+def of(net: Net, threshold: float) -> StepCache:
+    return StepCache(net, net, threshold)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_pass_that_hardly_changed_adds_what_the_blocks_added_before() -> None:
+    """y = h + (y_k - h_k), with k the last pass that was computed whole; one sample that changed is enough."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2, 5, 3)
+    cache, near, far = of(net, 0.05), x + 1e-3, x.clone()
+    far[1] += 1
+    with cache.prediction(exact=False):
+        whole = net(x)
+    assert net.calls == [1, 1, 1, 1]
+    with cache.prediction(exact=False):
+        found = net(near)
+    assert net.calls == [2, 1, 1, 1]
+    head = [net.parts[0](torch.ones(2, 2, 3), at)[1] for at in (x, near)]
+    assert_close(found, head[1] + whole - head[0])
+    assert not torch.equal(found, whole)
+    with cache.prediction(exact=False):
+        assert torch.equal(net(far), Net.forward(net, far))
+    assert not any("forward" in part.__dict__ for part in net.modules())
+
+
+@torch.no_grad()
+def test_exact_predictions_and_their_passes_are_whole() -> None:
+    """Exact ones keep their bits and are what later ones start from; several passes of a prediction are told apart."""
+    net, x = Net(), torch.randn(2, 5, 3)
+    cache, other = of(net, 0.5), 3 * torch.randn(2, 5, 3)
+    with cache.prediction(exact=True):
+        first = net(x), net(other)
+    with cache.prediction(exact=True):
+        again = net(x), net(other)
+    assert net.calls == [4] * BLOCKS
+    with cache.prediction(exact=False):
+        reused = net(x), net(other)
+    assert net.calls == [6, 4, 4, 4]
+    for a, b, c in zip(first, again, reused, strict=True):
+        assert torch.equal(a, b)
+        assert_close(c, a, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_other_batches_and_failures() -> None:
+    """A batch of another size is computed; a prediction that failed leaves nothing behind."""
+    net, x = Net(), torch.randn(2, 5, 3)
+    cache = of(net, 0.5)
+    with cache.prediction(exact=False):
+        net(x)
+    with cache.prediction(exact=False):
+        net(x[:1])
+    assert net.calls == [2, 2, 2, 2]
+    with pytest.raises(TypeError), cache.prediction(exact=False):
+        net(None)
+    assert not any("forward" in part.__dict__ for part in net.modules())
+
+
+def test_what_cannot_be_left_out_is_refused() -> None:
+    """Gradients, and blocks whose output has no one shape."""
+    net = Net()
+    with pytest.raises(ValueError, match="gradients are enabled"), of(net, 0.5).prediction(exact=False):
+        pass
+    shrinking = Net([Block(last=False), nn.Identity()])
+    shrinking.parts[1].forward = lambda text, x: (text, x[:, :2])
+    cache = of(shrinking, 0.5)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"set rollout.step_cache to 0"), cache.prediction(exact=False):
+        shrinking(torch.randn(2, 5, 3))
+
+
+class Calls:
+    """Counts the blocks that compute, by hooks on a layer in each."""
+
+    def __init__(self, model: Any, module: nn.Module) -> None:
+        self.count = 0
+        for block in model.blocks(module):
+            inner = next(part for part in block.modules() if isinstance(part, nn.Linear))
+            inner.register_forward_pre_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+
+@each_row
+def test_rollouts_leave_out_blocks(name: str, folders: Callable[[str], Path]) -> None:
+    """A threshold that no change is below keeps the bits; one that every change is below leaves out blocks."""
+    row = ROWS[name]
+    model = opened(name, folders(name))
+    module = model.build().eval()
+    shape, prompts = model.latent_shape(*row.sizes[0]), (row.prompts[0], row.prompts[1])
+    calls = Calls(model, module)
+
+    def made(threshold: float, guidance: Guidance) -> tuple[Tensor, int]:
+        calls.count = 0
+        sampling = Sampling(shape, model.schedule(STEPS, shape), guidance=guidance, step_cache=threshold)
+        chunks = generate(model, module, Requests(prompts, range(2), key(3)), sampling, micro_batch=2)
+        return torch.cat([chunk.trajectory.final for chunk in chunks]), calls.count
+
+    if name in UNETS:
+        with pytest.raises(ValueError, match=r"set rollout.step_cache to 0"):
+            made(1.0, Guidance())
+        return
+    for guidance in (Guidance(3.0), Guidance(3.0, forwards="two")):
+        (expected, whole), (exact, same), (found, fewer) = (made(t, guidance) for t in (0.0, 1e-12, 1e6))
+        assert torch.equal(exact, expected)
+        assert same == whole
+        assert fewer < whole
+        assert torch.isfinite(found).all()
