@@ -125,7 +125,7 @@ class Case:
         return made
 
     def is_covered(self, points: Sequence["Point"]) -> bool:
-        """Return whether this run of equal time can be read off the evaluations of one of equal samples, which takes longer."""
+        """Return whether this run of equal time can be read off the evaluations of one of equal samples, which is longer."""
         return bool(self.seconds) and any(point.seconds >= self.seconds for point in points)
 
     @property
