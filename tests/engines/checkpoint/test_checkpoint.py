@@ -146,8 +146,9 @@ def test_a_save_in_the_background_writes_what_was(
 
 
 def test_saves_in_the_background_follow_each_other(folder: Path | str, one: World, behind: World) -> None:
-    """With the result asked for in between, they leave what the others do."""
+    """With the result asked for in between, they leave what the others do, and no threads."""
+    before = threading.active_count()
     for update in (1, 2, 3):
         checkpoint.save_async(folder, state(float(update)), **options(behind, update, keep=2)).result(60)
     assert found(folder) == ["000002", "000003"]
-    assert threading.active_count() < 50
+    assert threading.active_count() <= before + 1  # the one that writes

@@ -289,13 +289,13 @@ def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
         replace(rollout, solver="unipc", shared_noise=False)
 
 
-def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(tmp_path: Path) -> None:
+def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World, tmp_path: Path) -> None:
     """Counted in the built-in model's last block; the update is exactly on policy."""
     counts = []
     for threshold in (0.0, 1e-12, 0.99):
         rollout = RolloutConfig(prompts=2, group=2, steps=6, window=2, window_low=2, window_high=4, step_cache=threshold)
         run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
-        with Trainer(run, handwriting_jobs.job()) as trainer:
+        with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
             last.attn.to_q.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
@@ -317,13 +317,13 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(tmp_path: 
             tiny.config(tmp_path, rollout=rollout, engine=engine)
 
 
-def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(tmp_path: Path) -> None:
+def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
     """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
     found = []
     for reuse in (True, False):
         rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
         run = tiny.config(tmp_path, rollout=rollout, train="lora")
-        with Trainer(run, handwriting_jobs.job()) as trainer:
+        with Trainer(run, handwriting_jobs.job(), one) as trainer:
             assert trainer.source._reuse() == ("all" if reuse else "none")
             record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0

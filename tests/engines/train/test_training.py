@@ -58,7 +58,8 @@ def test_the_run_folder(run: Path) -> None:
         *(f"samples/{name}.json" for name in ("before", "update-0001", "after", "best", "worst")),
         *(f"samples/{name}.csv" for name in ("before", "update-0001", "after")),
         *("checkpoints/000002/manifest.json", "checkpoints/000002/shard-00001-model-00001-of-00001.safetensors"),
-        *("weights/config.json", "weights/diffusion_pytorch_model.safetensors"),
+        *("weights/config.json", "weights/diffusion_pytorch_model.safetensors", "weights/README.md"),
+        *("weights/reward.png", "weights/samples.png"),
     }
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     with Image.open(run / "curves.png") as charts:
