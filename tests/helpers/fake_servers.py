@@ -1,0 +1,96 @@
+"""Servers for the tests of clients: a transport without a network, and a clock without waiting."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from fluvial.engines.rewards.clients.http import HttpClient
+from fluvial.engines.rewards.clients.transport import Reply, Request
+
+
+class FakeClock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        """Return the seconds slept."""
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        """Pass time."""
+        self.slept.append(seconds)
+        self.time += seconds
+
+
+class FakeServer:
+    """Transport that answers with given replies, in order, the last one for ever.
+
+    Args:
+        replies: a body, a JSON value, a `Reply`, an error to raise, or a function of the request that returns one of them.
+    """
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies, self.requests, self.lock = list(replies), list[Request](), threading.Lock()
+
+    def __call__(self, request: Request, /, *, timeout: float, most_bytes: int) -> Reply:
+        """Return the next reply."""
+        with self.lock:
+            self.requests.append(request)
+            reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if callable(reply) and not isinstance(reply, type):
+            reply = reply(request)
+        if isinstance(reply, BaseException):
+            raise reply
+        if isinstance(reply, Reply):
+            return reply
+        return Reply(200, {}, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+
+    def sent(self, number: int = 0) -> Any:
+        """Return the JSON of a request."""
+        body = self.requests[number].body
+        assert body is not None
+        return json.loads(body)
+
+
+def client(*replies: Any, url: str = "http://server:1", **options: Any) -> HttpClient:
+    """Return a client of a fake server, which is its `transport`."""
+    return HttpClient(url, transport=FakeServer(*replies), clock=FakeClock(), **options)
+
+
+def chat_reply(text: str | None, first: dict[str, float] | None = None) -> dict[str, Any]:
+    """Return a reply of a chat server, with log-probabilities of the first token."""
+    listed = [{"token": token, "logprob": value} for token, value in (first or {}).items()]
+    logprobs = None if first is None else {"content": [{"token": "x", "logprob": 0.0, "top_logprobs": listed}]}
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]}
+
+
+@contextmanager
+def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Start a real server on loopback whose requests a function answers, and yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            answer(self)
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
