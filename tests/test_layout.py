@@ -23,7 +23,7 @@ LAYERS = (
     ("engines.evaluation",),
     ("engines.objectives",),
     ("engines.run",),
-    ("engines.train", "engines.export"),
+    ("engines.train", "engines.export", "engines.serve"),
     ("engines", "engines.cli"),
     ("bench",),
 )

@@ -19,6 +19,7 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   sample MODEL        Draw images of prompts into one PNG.
   export RUN          Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as).
   preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
+  serve-rewards NAME  Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000.
   report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
   plan MODEL          Work out the memory of training, and which settings make it fit.
   models              List the models that can be trained, with the memory of their weights.
@@ -29,7 +30,20 @@ handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --hel
 torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
-COMMANDS = ("train", "runs", "config", "pretrain", "eval", "sample", "export", "preferences", "report", "plan", "models")
+COMMANDS = (
+    "train",
+    "runs",
+    "config",
+    "pretrain",
+    "eval",
+    "sample",
+    "export",
+    "preferences",
+    "serve-rewards",
+    "report",
+    "plan",
+    "models",
+)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -88,10 +102,14 @@ def _command(args: list[str]) -> int:
         return 0
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
-    if args[0] not in ("train", "runs", "config", "report", "models") and len(args) > 1 and args[1] in ("-h", "--help"):
+    if (
+        args[0] not in ("train", "runs", "config", "report", "models", "serve-rewards")
+        and len(args) > 1
+        and args[1] in ("-h", "--help")
+    ):
         print(USAGE, end="")
         return 0
-    importlib.import_module(f"fluvial.engines.cli.{args[0]}").run(args[1:])
+    importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run(args[1:])
     return 0
 
 

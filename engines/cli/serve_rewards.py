@@ -1,0 +1,88 @@
+"""`fluvial serve-rewards NAME...`: rewards over HTTP, for training runs on other machines or in other environments."""
+
+from dataclasses import dataclass
+
+from fluvial.engines.cli.parse import at_least_one, flags_in_errors, parsed
+from fluvial.engines.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ServeRewardsConfig:
+    """Serve rewards over HTTP, in the JSON of Flow-Factory (POST /compute) and of UniRL (POST /score).
+
+    A run uses them as `--rewards unirl:url=http://HOST:PORT,rewards=NAME`. Other machines reach the server only if host
+    says so; the environment variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send (key_env).
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one, which is printed.
+        batch: Largest number of samples per call of a reward.
+        linger_ms: Milliseconds that a request waits for others, to fill a batch.
+        most_mb: Largest request, in megabytes.
+        most_megapixels: Pixels of all images of a request, in millions.
+        most_waiting: Largest number of samples that wait for a reward; requests beyond are answered with 429.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    batch: int = 16
+    linger_ms: float = 5.0
+    most_mb: int = 64
+    most_megapixels: int = 128
+    most_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        at_least_one(
+            batch=self.batch, most_mb=self.most_mb, most_megapixels=self.most_megapixels, most_waiting=self.most_waiting
+        )
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"port is {self.port}, expected a number in [0, 65535]")
+        if not 0 <= self.linger_ms <= 10_000:
+            raise UsageError(f"linger_ms is {self.linger_ms:g}, expected a number in [0, 10000]")
+
+
+def run(args: list[str]) -> None:
+    """Serve the rewards that are named until SIGINT or SIGTERM.
+
+    Raises:
+        UsageError: the arguments are wrong, or a package is missing.
+    """
+    count = next((number for number, word in enumerate(args) if word.startswith("-")), len(args))
+    names, flags = args[:count], args[count:]
+    config = parsed(ServeRewardsConfig, ServeRewardsConfig, "fluvial serve-rewards", flags, about=ServeRewardsConfig.__doc__)
+    if not names:
+        raise UsageError("serve-rewards needs the names of rewards, e.g. fluvial serve-rewards pickscore ocr --port 8000")
+    with flags_in_errors(config):
+        serve_rewards(names, config)
+
+
+def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
+    """Load the rewards and serve them."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError("serve-rewards needs starlette and uvicorn: pip install 'fluvial[serve]'") from error
+    from fluvial.engines.rewards.registry import select
+    from fluvial.engines.serve.asgi import key_of, serve
+    from fluvial.engines.serve.formats import Limits
+    from fluvial.engines.serve.rewards import RewardService, application
+    from fluvial.models.rewards.jpeg import jpeg_compressibility
+
+    key = key_of(config.host)
+    rewards = {}
+    for name, (reward, weight) in select({"jpeg": jpeg_compressibility}, names).items():
+        if weight != 1:
+            raise UsageError(
+                f"reward {name!r} has the weight {weight:g}, and a server gives plain scores: weigh it where it is used"
+            )
+        rewards[name.partition(":")[0] if name.partition(":")[0] not in rewards else name] = reward
+    limits = Limits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
+    service = RewardService(
+        rewards, limits=limits, batch=config.batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
+    )
+
+    def ready(address: str) -> None:
+        print(f"serving {', '.join(rewards)} on {address}", flush=True)
+
+    serve(application(service, key=key), host=config.host, port=config.port, ready=ready)

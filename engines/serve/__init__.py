@@ -1,0 +1,1 @@
+"""Servers: what fluvial computes, for other processes."""

@@ -1,0 +1,212 @@
+"""What every server of fluvial has besides its own work: limits, the API key, errors in one line, an end on a signal."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fluvial.engines.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+Result = TypeVar("Result")
+KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
+OPEN = ("/health", "/health_generate")  # paths that need no key, for probes of a cluster
+GONE = 499  # status of a request whose client has hung up; nobody receives it
+
+
+class RequestError(Exception):
+    """What is wrong with a request, for the client: a status and one line."""
+
+    def __init__(self, status: int, problem: str, *, retry_after: int | None = None) -> None:
+        super().__init__(problem)
+        self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
+
+
+class KeyCheck:
+    """Application that lets requests with the API key through.
+
+    Args:
+        app: application.
+        key: key that must be sent as a bearer token; empty lets every request through.
+    """
+
+    def __init__(self, app: "ASGIApp", key: str) -> None:
+        self.app, self.expected = app, f"Bearer {key}".encode() if key else b""
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answer 401 to a request without the key."""
+        if scope["type"] == "http" and self.expected and scope["path"] not in OPEN:
+            sent = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(sent, self.expected):
+                await refused(RequestError(401, "this server asks for an API key, sent as a bearer token"))(
+                    scope, receive, send
+                )
+                return
+        await self.app(scope, receive, send)
+
+
+async def json_of(request: "Request", *, most_bytes: int) -> Any:
+    """Return the JSON of a request's body, which is read piece by piece and never beyond `most_bytes`.
+
+    Raises:
+        RequestError: it is too large, or no JSON.
+    """
+    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send fewer images at once")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:18]) > most_bytes:
+        raise problem
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most_bytes:
+            raise problem
+    try:
+        return await asyncio.to_thread(json.loads, body)
+    except (ValueError, RecursionError):
+        raise RequestError(400, "the body is not JSON, or is nested too deeply") from None
+
+
+async def until_gone(request: "Request", work: Awaitable[Result]) -> Result:
+    """Return the result of work, which is cancelled when the client hangs up.
+
+    The request's body must have been read.
+
+    Raises:
+        RequestError: the client has hung up.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError(GONE, "the client has hung up")
+        return task.result()
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+
+
+async def _hung_up(request: "Request") -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def refused(error: RequestError) -> "Response":
+    """Return the response to a request that is wrong: `{"detail": one line}`."""
+    from starlette.responses import JSONResponse
+
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse({"detail": error.problem, "error": error.problem}, error.status, headers)
+
+
+def answered(
+    handler: "Callable[[Request], Awaitable[dict[str, Any]]]",
+) -> "Callable[[Request], Awaitable[Response]]":
+    """Return a handler's dict as a JSON response, and what it raises as one line.
+
+    A RunError is a failure of the server's own work, status 500.
+    """
+
+    async def endpoint(request: "Request") -> "Response":
+        from starlette.responses import JSONResponse
+
+        try:
+            return JSONResponse(await handler(request))
+        except RequestError as error:
+            return refused(error)
+        except RunError as error:
+            return refused(RequestError(500, str(error)))
+
+    return endpoint
+
+
+def key_of(host: str) -> str:
+    """Return the API key of the environment; empty if there is none.
+
+    Raises:
+        UsageError: other machines reach the host, and there is no key.
+    """
+    key = os.environ.get(KEY_ENV, "").strip()
+    if not key and not _is_loopback(host):
+        raise UsageError(
+            f"host is {host}, which other machines reach, and there is no API key: export one in {KEY_ENV}, which clients "
+            "then send (key_env), or serve on 127.0.0.1"
+        )
+    return key
+
+
+def serve(app: "ASGIApp", *, host: str, port: int, ready: Callable[[str], None], connections: int = 256) -> None:
+    """Serve an application until SIGINT or SIGTERM, which let the requests at work finish for five seconds.
+
+    Args:
+        app: application.
+        host: address to listen on.
+        port: port; 0 takes a free one.
+        ready: function that is called with the server's address as soon as it takes connections.
+        connections: largest number of requests at the same time; more are answered with 503.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+    import uvicorn
+
+    listening = _listening(host, port)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="on", limit_concurrency=connections, server_header=False,
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    # uvicorn would raise the signal again at the end, so that a server that was asked to stop would seem to have failed.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    with listening, _stopped_by_signals(server):
+        address = f"[{host}]" if ":" in host else host
+        ready(f"http://{address}:{listening.getsockname()[1]}")
+        server.run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: Any) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end a server; a second SIGINT ends it at once."""
+
+    def stop(number: int, frame: object) -> None:
+        server.force_exit = server.should_exit and number == signal.SIGINT
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address.
+
+    Raises:
+        UsageError: that is not possible.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"host is {host} and port is {port}, which cannot be listened on: {error}") from error
+    made.set_inheritable(True)
+    return made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,153 @@
+"""The reward server: rewards over HTTP, in the JSON of Flow-Factory and of UniRL.
+
+GET  /health                       {"status": "ok", "rewards": {name: "ok"}}
+GET  /rewards                      {"rewards": [name]}
+POST /compute, /NAME/compute       Flow-Factory's; the name may be left out if one reward is served
+POST /score                        UniRL's: several rewards at once, with metadata
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.runner import score as call
+from fluvial.engines.serve.asgi import KeyCheck, RequestError, answered, json_of, until_gone
+from fluvial.engines.serve.batching import Batcher, Outcome
+from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+
+class RewardService:
+    """The handlers of the reward server.
+
+    Args:
+        rewards: rewards by name.
+        limits: largest request.
+        batch: largest number of samples per call of a reward.
+        linger: seconds that a request waits for others to fill a batch.
+        most_waiting: largest number of samples that wait for one reward.
+
+    Raises:
+        UsageError: there are no rewards.
+    """
+
+    def __init__(
+        self, rewards: Mapping[str, Reward], *, limits: Limits | None = None, batch: int = 16, linger: float = 0.005,
+        most_waiting: int = 1024,
+    ) -> None:  # fmt: skip
+        if not rewards:
+            raise UsageError("there are no rewards to serve: name at least one")
+        self.limits = limits or Limits()
+        self.batchers = {
+            name: Batcher(_scorer(name, reward), batch=batch, linger=linger, most_waiting=most_waiting)
+            for name, reward in rewards.items()
+        }
+
+    async def health(self, request: "Request") -> dict[str, Any]:
+        """Return that the server runs."""
+        return {"status": "ok", "rewards": dict.fromkeys(self.batchers, "ok")}
+
+    async def rewards(self, request: "Request") -> dict[str, Any]:
+        """Return the names of the rewards."""
+        return {"rewards": list(self.batchers)}
+
+    async def compute(self, request: "Request") -> dict[str, Any]:
+        """Return the scores of a request of Flow-Factory; null for a sample that has none.
+
+        Raises:
+            RequestError: the request is wrong.
+            RunError: the reward raised for every sample.
+        """
+        name = request.path_params.get("reward") or (next(iter(self.batchers)) if len(self.batchers) == 1 else "")
+        if name not in self.batchers:
+            raise RequestError(
+                404, f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}"
+            )
+        value = await json_of(request, most_bytes=self.limits.most_bytes)
+        samples = await asyncio.to_thread(flow_factory, value, self.limits)
+        outcomes = await until_gone(request, self.batchers[name].scored(samples))
+        if all(outcome.raised for outcome in outcomes):
+            raise RunError(f"reward {name!r} {outcomes[0].problem}")
+        return {"rewards": [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]}
+
+    async def score(self, request: "Request") -> dict[str, Any]:
+        """Return the scores of a request of UniRL, and why those that are missing are.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        value = await json_of(request, most_bytes=self.limits.most_bytes)
+        requests = await asyncio.to_thread(unirl, value, self.limits)
+        names = list(dict.fromkeys(name for each in requests for name in each.rewards))
+        for name in names:
+            if name not in self.batchers:
+                raise RequestError(400, f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
+        rows = {name: [number for number, each in enumerate(requests) if name in each.rewards] for name in names}
+        work = asyncio.gather(
+            *(self.batchers[name].scored([requests[number].sample for number in rows[name]]) for name in names)
+        )
+        results: list[dict[str, dict[str, float]]] = [{} for _ in requests]
+        errors: list[dict[str, str]] = [{} for _ in requests]
+        for name, outcomes in zip(names, await until_gone(request, work), strict=True):
+            for number, outcome in zip(rows[name], outcomes, strict=True):
+                if math.isnan(outcome.score):
+                    errors[number][name] = outcome.problem
+                else:
+                    results[number][name] = {"score": outcome.score, **_finite(outcome.parts)}
+        return {"results": results, "errors": errors}
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for batcher in self.batchers.values():
+            batcher.close()
+
+
+def application(service: RewardService, *, key: str = "") -> "ASGIApp":
+    """Return the ASGI application of a service.
+
+    Args:
+        service: the handlers.
+        key: API key that requests must send; empty asks for none.
+    """
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    routes = [
+        Route("/health", answered(service.health)),
+        Route("/rewards", answered(service.rewards)),
+        Route("/compute", answered(service.compute), methods=["POST"]),
+        Route("/{reward}/compute", answered(service.compute), methods=["POST"]),
+        Route("/score", answered(service.score), methods=["POST"]),
+    ]
+    return KeyCheck(Starlette(routes=routes, lifespan=lifespan), key)
+
+
+def _scorer(name: str, reward: Reward) -> Any:
+    """Return a function that scores samples of one shape with a reward, see `Batcher`."""
+
+    def scored(samples: Sequence[Sample]) -> list[Outcome]:
+        images, prompts = batch_of(samples)
+        with torch.no_grad():
+            found = call(reward, images, prompts, label=f"reward {name!r}")
+        return [Outcome(score, {}) for score in found.tolist()]
+
+    return scored
+
+
+def _finite(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers that JSON holds."""
+    return {name: value for name, value in parts.items() if math.isfinite(value)}

@@ -1,0 +1,223 @@
+"""The reward server's application: what clients send comes back as what the reward gives, in batches and within limits."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import asgi
+import pytest
+import torch
+from fake_servers import FakeClock
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.rewards.clients.flow_factory import FlowFactory
+from fluvial.engines.rewards.clients.http import HttpClient
+from fluvial.engines.rewards.clients.unirl import UniRL
+from fluvial.engines.serve.asgi import KEY_ENV, key_of
+from fluvial.engines.serve.formats import Limits
+from fluvial.engines.serve.rewards import RewardService, application
+
+IMAGES = torch.arange(5 * 3 * 2 * 4).view(5, 3, 2, 4) / 255
+PROMPTS = ("a", "bb", "ccc", "bad", "e")
+
+
+def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score the brightness of a sample, in float64."""
+    return images.double().flatten(1).mean(1)
+
+
+def fragile(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Score the length of a prompt; raise for one of them."""
+    if "bad" in prompts:
+        raise RuntimeError("CUDA error:\nout of memory")
+    return [float(len(prompt)) for prompt in prompts]
+
+
+def weighed(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
+    """Score the weight in a prompt's metadata."""
+    return [float(record["weight"]) for record in metadata]
+
+
+def app(*rewards: Any, key: str = "", **options: Any) -> Any:
+    """Return an application that serves rewards by the names of their functions."""
+    return application(RewardService({reward.__name__: reward for reward in rewards}, **options), key=key)
+
+
+def client(served: Any, path: str = "") -> HttpClient:
+    """Return a client of an application."""
+    return HttpClient(f"http://server:1{path}", transport=asgi.transport(served), clock=FakeClock())
+
+
+def test_both_formats_give_what_the_reward_gives() -> None:
+    """PNG files are exact for images of 8 bits."""
+    served = app(brightness, weighed)
+    expected = brightness(IMAGES, PROMPTS).float()
+    assert torch.equal(FlowFactory(client(served, "/brightness"), batch=2)(IMAGES, PROMPTS), expected)
+    records: Any = [{"weight": number} for number in range(5)]
+    found = UniRL(client(served), rewards=("brightness", "weighed"), quality=100)(IMAGES, PROMPTS, records)
+    assert isinstance(found, dict)
+    assert torch.allclose(found["brightness"], expected, atol=0.02)  # JPEG
+    assert found["weighed"].tolist() == [0, 1, 2, 3, 4]
+    videos = IMAGES.unsqueeze(2).repeat(1, 1, 3, 1, 1)
+    assert torch.allclose(FlowFactory(client(served, "/brightness"))(videos, PROMPTS), expected)
+
+
+def test_a_reward_alone_needs_no_name() -> None:
+    assert FlowFactory(client(app(brightness)))(IMAGES, PROMPTS).shape == (5,)
+    with pytest.raises(
+        RunError, match=r"answered 404: .*there is no reward '', expected /NAME/compute, one of brightness, fragile"
+    ):
+        FlowFactory(client(app(brightness, fragile)))(IMAGES, PROMPTS)
+
+
+def test_a_sample_that_fails_harms_no_other() -> None:
+    """It is null there, with the reason here; a request of failures alone is an error."""
+    served = app(fragile)
+    found = FlowFactory(client(served))(IMAGES, PROMPTS)
+    assert found.nan_to_num(-1).tolist() == [1, 2, 3, -1, 1]
+    only = UniRL(client(served), rewards=("fragile",))
+    assert only(IMAGES[2:4], PROMPTS[2:4], [{}, {}]).isnan().tolist() == [False, True]  # type: ignore[union-attr]
+    reason = "reward 'fragile' raised RuntimeError .CUDA error: out of memory. for prompt 'bad'"
+    with pytest.raises(RunError, match=reason):
+        only(IMAGES[3:4], PROMPTS[3:4], [{}])
+    with pytest.raises(RunError, match=f"answered 500: .*{reason}.*3 tries"):
+        FlowFactory(client(served))(IMAGES[3:4], PROMPTS[3:4])
+
+
+def test_names_and_health() -> None:
+    async def both() -> Any:
+        served = app(brightness, fragile, key="secret")
+        key = {"authorization": "Bearer secret"}
+        return [
+            await asgi.call(served, "/health"), await asgi.call(served, "/rewards", headers=key),
+            await asgi.call(served, "/rewards"), await asgi.call(served, "/rewards", headers={"authorization": "Bearer no"}),
+            await asgi.call(served, "/nothing", headers=key),
+        ]  # fmt: skip
+
+    health, names, none, wrong, missing = asyncio.run(both())
+    assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok", "fragile": "ok"}})
+    assert names[:2] == (200, {"rewards": ["brightness", "fragile"]})
+    assert (none.status, wrong.status, missing.status) == (401, 401, 404)
+
+
+def request(count: int, size: str = "a") -> dict[str, Any]:
+    """Return a request of samples."""
+    file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
+    return {"prompt": file["prompt"], "image": file["image"]}
+
+
+def test_requests_that_come_together_are_scored_together() -> None:
+    """In batches of at most `batch`, images of one size each."""
+    calls: list[tuple[int, ...]] = []
+
+    def noted(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        calls.append(tuple(images.shape))
+        return [float(prompt) for prompt in prompts]
+
+    async def many() -> Any:
+        served = app(noted, batch=6, linger=0.2)
+        requests = [request(2, str(number)) for number in range(5)]
+        return await asyncio.gather(*(asgi.call(served, "/compute", each) for each in requests))
+
+    assert [answer.value["rewards"] for answer in asyncio.run(many())] == [[number] * 2 for number in range(5)]
+    assert sorted(shape[0] for shape in calls) == [4, 6]
+
+
+def test_images_of_several_sizes_are_scored_apart() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def noted(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls.append(tuple(images.shape))
+        return images.flatten(1).sum(1) * 255
+
+    async def both() -> Any:
+        served = app(noted, linger=0.2)
+        wide = FlowFactory(client(None))._payload(torch.ones(1, 3, 2, 8) / 255, ["x"])
+        return await asyncio.gather(asgi.call(served, "/compute", request(1)), asgi.call(served, "/compute", wide))
+
+    found = [answer.value["rewards"][0] for answer in asyncio.run(both())]
+    assert found == [sum(range(24)), 48]
+    assert sorted(calls) == [(1, 3, 2, 4), (1, 3, 2, 8)]
+
+
+def test_a_full_queue_answers_429() -> None:
+    """A single request is taken however large it is."""
+    go = threading.Event()
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        assert go.wait(10)
+        return [0.0] * len(prompts)
+
+    async def many() -> Any:
+        served = app(slow, batch=1, linger=0, most_waiting=3)
+        first = asyncio.create_task(asgi.call(served, "/compute", request(1)))
+        await asyncio.sleep(0.05)  # it is at work
+        waiting = asyncio.create_task(asgi.call(served, "/compute", request(5)))
+        await asyncio.sleep(0.05)
+        refused = await asgi.call(served, "/compute", request(1))
+        go.set()
+        return refused, (await first).status, (await waiting).status
+
+    refused, first, waiting = asyncio.run(many())
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert "5 samples are waiting" in refused.value["detail"]
+    assert (first, waiting) == (200, 200)
+
+
+def test_samples_of_a_client_that_has_gone_are_not_scored() -> None:
+    go, seen = threading.Event(), list[str]()
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        seen.extend(prompts)
+        assert go.wait(10)
+        return [0.0] * len(prompts)
+
+    async def both() -> Any:
+        served = app(slow, batch=1, linger=0)
+        first = asyncio.create_task(asgi.call(served, "/compute", request(1, "first")))
+        await asyncio.sleep(0.05)
+        gone = await asgi.call(served, "/compute", request(1, "gone"), hangs_up=True)
+        last = asyncio.create_task(asgi.call(served, "/compute", request(1, "last")))
+        await asyncio.sleep(0.05)
+        go.set()
+        return gone.status, (await first).status, (await last).status
+
+    assert asyncio.run(both()) == (499, 200, 200)
+    assert seen == ["first", "last"]
+
+
+def test_a_request_that_is_too_large_is_not_read() -> None:
+    """Announced or not; nor are images decoded that have too many pixels."""
+    served = app(brightness, limits=Limits(most_bytes=3000, most_pixels=20))
+
+    async def sizes() -> Any:
+        big = b"[" + b"1," * 5000
+        announced = await asgi.call(served, "/compute", body=big)
+        streamed = await asgi.call(served, "/score", body=big, headers={"content-length": "12"})
+        return (
+            announced,
+            streamed,
+            await asgi.call(served, "/compute", request(3)),
+            await asgi.call(served, "/compute", body=b"<"),
+        )
+
+    found = asyncio.run(sizes())
+    assert [answer.status for answer in found] == [413, 413, 413, 400]
+    assert all(set(answer.value) == {"detail", "error"} for answer in found)
+
+
+def test_other_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_ENV, raising=False)
+    assert [key_of(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
+    for host in ("0.0.0.0", "example.org", "::"):
+        with pytest.raises(UsageError, match=f"host is {host}, which other machines reach, and there is no API key"):
+            key_of(host)
+    monkeypatch.setenv(KEY_ENV, "secret")
+    assert key_of("0.0.0.0") == "secret"
+
+
+def test_a_server_needs_rewards() -> None:
+    with pytest.raises(UsageError, match="there are no rewards to serve"):
+        RewardService({})
