@@ -25,7 +25,7 @@ class EvalConfig:
         rewards: Evaluators: names such as jpeg, or functions (images, prompts) -> [B] as module:name. By default those of
             the run or of the built-in model.
         base: Base model that is sampled from the same noise: start (what the weights, the adapter or the run started from),
-            the folder of a run, or a folder of weights. None compares with nothing.
+            the folder of a run, one of its checkpoints, or a folder of weights. None compares with nothing.
         weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
         lora: File or folder of an adapter, such as the `lora` of a run folder.
         out: Folder for images, scores.csv, table.csv, table.json and sheet.png. None prints the table and writes nothing.

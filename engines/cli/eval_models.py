@@ -15,6 +15,7 @@ from fluvial.engines.checkpoint.storage import MANIFEST
 from fluvial.engines.cli.parse import one_size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
+from fluvial.engines.export.run import policy_of
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.module import ShardedModule
@@ -201,7 +202,7 @@ def _of_checkpoint(
         if config.negative != own:
             raise UsageError(f"negative is {config.negative!r}, and the run of {name} has {own!r}: leave it as it is")
         run = replace(
-            run, evaluation=asked, engine=_uncompiled(run, config),
+            run, evaluation=asked, engine=replace(_uncompiled(run, config), replicas=1, context_parallel=1),
             pipeline=replace(
                 config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width
             ),
@@ -222,23 +223,37 @@ def _of_checkpoint(
 
 
 def _of_base(base: str, model: str, job: Job, config: "EvalConfig", world: World) -> Subject:
-    """Return the base of a run's folder, or of a folder of weights.
+    """Return the base of a run, of one of its checkpoints, or of a folder of weights.
 
     Raises:
         UsageError: there is no such folder, or it is of another model.
     """
-    folder = Path(base)
-    if is_run(base):
-        other = _record(folder).model
+    source, folder = source_of(base), Path(base)
+    engine = EngineConfig(compute=config.compute, compile=False)
+    if source is not None:
+        other, folder = source.config.model, source.folder / WEIGHTS
         if other != model:
             raise UsageError(f"base is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model")
-        folder = folder / WEIGHTS
-        if not folder.is_dir():
-            raise UsageError(f"base is {base}, a run that has exported no weights: let it end (--resume)")
     elif not folder.is_dir():
-        raise UsageError(f"base is {base}, expected start, the folder of a run or a folder of weights")
+        raise UsageError(f"base is {base}, expected start, the folder of a run, a checkpoint or a folder of weights")
+    if source is not None and source.checkpoint is not None:
+        return Subject(base, job, _saved(source.checkpoint, job, config, engine, world))
     with_these = _with_weights(job, model, folder)
-    return Subject(base, with_these, _network(with_these, None, EngineConfig(compute=config.compute, compile=False), world))
+    return Subject(base, with_these, _network(with_these, None, engine, world))
+
+
+def _saved(
+    place: str, job: Job, config: "EvalConfig", engine: EngineConfig, world: World
+) -> Callable[[], AbstractContextManager[nn.Module]]:
+    """Return the function that opens the policy of a checkpoint, sharded over the ranks."""
+
+    @contextmanager
+    def network() -> Iterator[nn.Module]:
+        module, weights = policy_of(place, average=config.average, world=world)
+        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as found:
+            yield found
+
+    return network
 
 
 def _job(model: str, weights: Path | None, config: "EvalConfig") -> Job:

@@ -25,9 +25,9 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   models              List the models that can be trained, with the memory of their weights.
 
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet that predicts epsilon).
-eval and sample also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint. plan takes
-handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --help lists the fields. On several processes:
-torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
+eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
+plan takes handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --help lists the fields.
+On several processes: torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
 COMMANDS = (

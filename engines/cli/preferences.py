@@ -12,6 +12,8 @@ from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.train.config import PipelineConfig
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from fluvial.engines.train.job import Job
 
 
@@ -55,6 +57,8 @@ class PipelinePreferencesConfig:
         count: Number of prompts that samples are drawn of; None takes each prompt once.
         group: Number of samples per prompt.
         rewards: Rewards, each with or without =weight: jpeg, or functions of your own (module:name).
+        weights: Folder of weights in place of the pipeline's own, such as the `weights` of a run folder.
+        lora: File or folder of an adapter, such as the `lora` of a run folder.
         steps: Number of steps of the sampling schedule.
         seed: Seed of the order of the prompts and of the noise.
         micro_batch: Number of samples per forward pass.
@@ -67,6 +71,8 @@ class PipelinePreferencesConfig:
     count: int | None = None
     group: int = 8
     rewards: tuple[str, ...] = ()
+    weights: Path | None = None
+    lora: Path | None = None
     steps: int = 20
     seed: int = 0
     micro_batch: int = 4
@@ -91,13 +97,16 @@ def run(args: list[str]) -> None:
         config = parsed(PreferencesConfig, lambda: PreferencesConfig(folder), program, args[1:])
         with flags_in_errors(config):
             count, asked, out = write(name, config), config.prompts, config.out
+        given = {"weights": config.weights}
     else:
         wanted = parsed(PipelinePreferencesConfig, lambda: PipelinePreferencesConfig(folder), program, args[1:])
         with flags_in_errors(wanted):
             (count, asked), out = write_of_pipeline(name, wanted), wanted.out
+        given = {"weights": wanted.weights, "lora": wanted.lora}
+    start = "".join(f" --{flag} {path}" for flag, path in given.items() if path is not None)
     console().print(
         f"{count} preferences of {asked} prompts: {out}; train on them with\n"
-        f"fluvial train dpo --model {name} --objective.preferences {out}",
+        f"fluvial train dpo --model {name} --objective.preferences {out}{start}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -113,7 +122,7 @@ def write(name: str, config: PreferencesConfig) -> int:
     claim_preferences(config.out)
     draws = uniform(fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), (config.prompts,))
     places = (draws * len(job.prompts)).long().tolist()
-    return _write(job, [job.prompts[place] for place in places], config, NO_GUIDANCE)
+    return _write(job, jobs.build(job), [job.prompts[place] for place in places], config, NO_GUIDANCE)
 
 
 def write_of_pipeline(name: str, config: PipelinePreferencesConfig) -> tuple[int, int]:
@@ -125,19 +134,28 @@ def write_of_pipeline(name: str, config: PipelinePreferencesConfig) -> tuple[int
     from fluvial.engines.data.preferences import claim_preferences
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.train import job as jobs
+    from fluvial.engines.train.jobs.weights import add_adapter, with_base
 
     one_size(config.pipeline)
     job = jobs.pipeline(
         name, config.pipeline, prompts=config.prompts, steps=config.steps, guidance=config.guidance, compute=torch.float32
     )
+    job = with_base(job, config.weights)
+    module = jobs.build(job)
+    if config.lora is not None:
+        add_adapter(module, job, config.lora, field="--lora")
     claim_preferences(config.out)
     count = len(job.prompts) if config.count is None else config.count
     order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
-    return _write(job, [job.prompts[place] for place in order.places(0, count)], config, config.guidance), count
+    return _write(job, module, [job.prompts[place] for place in order.places(0, count)], config, config.guidance), count
 
 
 def _write(
-    job: "Job", asked: Sequence[str], config: PreferencesConfig | PipelinePreferencesConfig, guidance: Guidance
+    job: "Job",
+    module: "Module",
+    asked: Sequence[str],
+    config: PreferencesConfig | PipelinePreferencesConfig,
+    guidance: Guidance,
 ) -> int:
     """Draw a group of samples of each prompt, write the best and the worst of each, and return how many pairs there are.
 
@@ -153,18 +171,13 @@ def _write(
     from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.rollout.text import TextLengths
-    from fluvial.engines.train import job as jobs
 
     weighted = select(job.rewards, config.rewards)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     schedule = on_device(job.model.schedule(config.steps, job.shape), device)
     tokens = TextLengths(job.model).of(guidance.texts(job.model, asked))
     sampling = Sampling(job.shape, schedule, guidance, text_tokens=tokens)
-    module, root, group = (
-        jobs.build(job).to(device).eval(),
-        fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES),
-        config.group,
-    )
+    module, root, group = module.to(device).eval(), fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES), config.group
     together, pairs = max(config.micro_batch // group, 1), list[Any]()
     for first in range(0, len(asked), together):
         prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,13 @@ from fluvial.core.random import key
 from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, one_size, parsed
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import images
 from fluvial.engines.rewards.runner import score
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.jobs.weights import add_adapter
 from fluvial.models import DiffusionModel
 
 
@@ -56,7 +55,8 @@ class PipelineSampleConfig:
     Args:
         prompts: Prompts to draw.
         out: PNG file to write. Of a video it shows the first, the middle and the last frame.
-        lora: Folder of an adapter, the `lora` of a run folder. Without one only the pipeline itself draws.
+        lora: File or folder of an adapter, with the keys of diffusers, PEFT or kohya/ComfyUI, such as the `lora` of a run
+            folder. Without one only the pipeline itself draws.
         each: Number of images per prompt.
         steps: Number of steps of the sampling schedule.
         seed: Seed of the noise, the same with and without the adapter.
@@ -138,13 +138,8 @@ def sample_pipeline(name: str, config: PipelineSampleConfig) -> Path:
     numbers = (job.shape, config.steps, config.seed, config.micro_batch, config.guidance)
     sheets = [images.sheet_of(_draw(job.model, module, prompts, *numbers), prompts, title=name, columns=config.each)]
     if config.lora is not None:
-        parts = {name: config.lora / name for name in module} if isinstance(module, nn.ModuleDict) else {"": config.lora}
-        try:
-            for name, folder in parts.items():
-                network: Any = module.get_submodule(name)
-                network.load_lora_adapter(str(folder), prefix=job.model.part, weight_name=LORA)  # type: ignore[attr-defined]
-        except (AttributeError, OSError, ValueError, RuntimeError) as error:
-            raise UsageError(f"--lora {config.lora} cannot be loaded: {str(error).splitlines()[0]}") from error
+        add_adapter(module, job, config.lora, field="--lora")
+        module.to(_device())
         after = _draw(job.model, module, prompts, *numbers)
         sheets.append(images.sheet_of(after, prompts, title=f"with {config.lora}", columns=config.each))
     _save(sheets, config.out)

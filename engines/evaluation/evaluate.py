@@ -16,6 +16,7 @@ from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.models import DiffusionModel, Schedule
+from fluvial.models.images import shown_frames
 
 SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
 APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
@@ -58,7 +59,7 @@ class Evaluation(NamedTuple):
     exact: dict[str, float]  # fraction of samples with the score 1 by evaluator
     samples: int
     prompts: Sequence[str]  # of the images
-    images: Tensor  # [n, C, H, W] in [0, 1], the first of this rank
+    images: Tensor  # [n, C, H, W] in [0, 1], the first of all ranks
     images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
     scores: Scores
     velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
@@ -146,12 +147,12 @@ def evaluate(
         chunks = generate(task.model, module, requests, sampling, micro_batch=micro_batch)
         for number, chunk in enumerate(chunks):
             first = number * micro_batch
+            count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
             for runner in runners:
                 runner.submit(chunk.images, chunk.prompts)
-            if first < show:
-                shown.append(chunk.images[: show - first].cpu())
+            if count and mine[first] < show:
+                shown.append(chunk.images[: show - mine[first]].cpu())
             if keep is not None:
-                count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])
         with world.agreed():
@@ -161,14 +162,31 @@ def evaluate(
             runner.close()
     local = torch.stack(scores, dim=1) if scores else torch.zeros(len(mine), 0)
     table = world.gather_data(local.to(world.device))[:total].cpu()
-    images, names = torch.cat(shown), tuple(task.evaluators)
+    images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
     return Evaluation(
         score=dict(zip(names, table.mean(0).tolist(), strict=True)),
         exact=dict(zip(names, (table == 1).float().mean(0).tolist(), strict=True)),
         samples=total,
-        prompts=requests.prompts[: len(images)],
+        prompts=asked[: len(images)],
         images=images,
-        images_score=local[: len(images), -1] if scores else None,
+        images_score=table[: len(images), -1] if scores else None,
         scores=Scores(names, plan.names, asked, table),
         split=split(table, asked, names),
     )
+
+
+def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
+    """Return the images of all ranks in the order of their samples; every rank must take part.
+
+    Between ranks they travel as a sheet shows them: in 8 bits, and of a video only some frames.
+
+    Args:
+        images: batches of images of this rank, in [0, 1]; none where other ranks have the first samples.
+        world: process group.
+    """
+    if world.size == 1:
+        return torch.cat([*images])
+    shown = [batch[:, :, shown_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
+    own = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
+    by_rank = world.gather_items(own)[:: world.sequence]
+    return torch.cat([batch for part in by_rank for batch in part]).float() / 255

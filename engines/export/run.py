@@ -28,6 +28,7 @@ from fluvial.engines.train.record import CONVERTER, as_record, recorded
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.lora import LoraConfig, add_lora, is_adapter, lora_settings
+from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
@@ -94,6 +95,32 @@ def export_run(
             if world.is_main:
                 write_card(card, draft, run=run)
     return out, False
+
+
+def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Module, Weights | None]:
+    """Return the network of a checkpoint with the policy, before sharding, and the folder of its base weights.
+
+    Where an adapter was trained, the parameters of the network itself are on the meta device, and are to be read from that
+    folder. Without one the network is whole, and there is no folder. Every rank must take part.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        average: whether the moving average of the weights is taken, if there is one.
+        world: process group.
+
+    Raises:
+        UsageError: there is no such checkpoint, or its model cannot be opened.
+        RunError: the checkpoint is damaged or of another model.
+    """
+    starts = ("average.", "weight.") if average else ("weight.",)
+    tensors, manifest = checkpoint.read(path, lambda key: key.startswith(starts) and _is_trained(key), world=world)
+    start = starts[0] if any(key.startswith(starts[0]) for key in tensors) else "weight."
+    with world.agreed():
+        config, adapter = _settings(manifest, path)
+        job = _job(config)
+        module = _network(config, job, adapter, alone=True, manifest=manifest)
+        _fill(module, {key.removeprefix(start): each for key, each in tensors.items() if key.startswith(start)}, path)
+    return module.requires_grad_(False), None if adapter is None else job.model.weights
 
 
 def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Path:

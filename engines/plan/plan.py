@@ -32,7 +32,8 @@ class PlanConfig:
     Args:
         gpus: Number of GPUs in all.
         train: Weights that are trained: full (all of them) or lora.
-        resolution: Height and width of the images, in pixels; by default the model's.
+        resolution: Height and width of the images, in pixels; by default the model's. Memory depends on the number of pixels
+            alone, so for another shape, or the largest of several sizes, it is the side of a square with as many.
         micro_batch: Number of samples per forward pass; by default the model's.
         micro_batches: Number of micro-batches per update, on each GPU.
         reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.

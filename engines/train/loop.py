@@ -148,7 +148,8 @@ class Loop:
             self.folder.report()
         if trainer.console:
             self.progress.say("")
-            trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
+            if after.score:
+                trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
             self.progress.say(
                 f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of "
                 f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"

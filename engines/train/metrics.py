@@ -114,10 +114,12 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 def evaluation_line(when: str, evaluation: Evaluation) -> str:
     """Return an evaluation as a line for the console."""
+    if not evaluation.score:
+        return f"{when}: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
     exactly = any(evaluation.exact.values())
     numbers = evaluation.exact if exactly else evaluation.score
     parts = (f"{number:.3f} by the {evaluator} evaluator" for evaluator, number in numbers.items())
-    return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts) or 'not evaluated'}"
+    return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts)}"
 
 
 def evaluation_title(name: str, evaluation: Evaluation) -> str:

@@ -13,7 +13,7 @@ TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"
 
 
 def two(world: World) -> dict[str, Any]:
-    """Return the scores, the rows and the names of the images that this rank kept."""
+    """Return the scores, the rows, the first images and the names of the images that this rank kept."""
     kept: list[str] = []
     evaluators = {"bright": tiny.brightness, "passes": lambda images, prompts: [float(p == "0") for p in prompts]}
     job = tiny.job(heldout=TAGGED, evaluators=evaluators)
@@ -23,5 +23,6 @@ def two(world: World) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "values": found.scores.values.tolist(), "score": found.score, "split": found.split, "kept": kept,
-        "rows": [vars(row) for row in rows(found.scores)],
+        "rows": [vars(row) for row in rows(found.scores)], "images": (found.images * 255).round().tolist(),
+        "prompts": [str(prompt) for prompt in found.prompts],
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from fluvial.engines.cli import main as cli
 TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 --eval-every 1"
+SMALL += " --checkpoint-every 1"
 # Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
 OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --eval-samples 4"
 
@@ -137,6 +139,26 @@ def test_a_pipeline_with_an_adapter_against_itself_without(
     assert float(first["base jpeg"]) != 0
 
 
+def test_a_base_may_be_a_checkpoint(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the run itself or of another; one process evaluates what two ranks per sample trained."""
+    run, copy, both = folder / "run", tmp_path / "run", {}
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "config.json").read_text())
+    record["engine"]["context_parallel"] = record["engine"]["replicas"] = 2
+    (copy / "config.json").write_text(json.dumps(record))
+    for number in (1, 2):
+        out = tmp_path / str(number)
+        base = ["--base", str(run / "checkpoints" / f"00000{number}")]
+        assert cli.run(["eval", str(copy / "checkpoints" / "000002"), *base, "--out", str(out)]) == 0, capfd.readouterr().err
+        both[number] = table(out)["evaluators:brightness", "all", ""]
+    assert both[2]["difference"] == pytest.approx(0, abs=1e-6)
+    assert both[2]["base_mean"] == pytest.approx(both[1]["mean"], abs=1e-6)
+    assert abs(both[1]["difference"]) > 1e-5
+    codes = ["eval", str(folder / "codes"), "--samples", "4", "--out", str(tmp_path / "codes")]
+    assert cli.run([*codes, "--base", str(folder / "codes" / "checkpoints" / "000002")]) == 0, capfd.readouterr().err
+    assert table(tmp_path / "codes")["reward", "all", ""]["difference"] == pytest.approx(0, abs=1e-6)
+
+
 def test_a_built_in_run_scores_as_at_its_end(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its held-out codes, its evaluators and its number of samples come from its record."""
     summary = json.loads((folder / "codes" / "summary.json").read_text())
@@ -167,7 +189,7 @@ WRONG = [
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0"),
     ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("eval handwriting --base start", "there is nothing to compare with it"),
-    ("eval handwriting --base {tmp}/nowhere", "nowhere, expected start, the folder of a run or a folder of weights"),
+    ("eval handwriting --base {tmp}/nowhere", "nowhere, expected start, the folder of a run, a checkpoint or a"),
     (
         "eval handwriting --base {tmp}/run",
         "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same",
@@ -194,14 +216,14 @@ def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pyt
 
 
 def test_two_ranks_find_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The whole command, to the bit, and each image once."""
+    """The whole command, to the bit: scores, table and sheet, and each image once."""
     typed = ["eval", "handwriting", "--seeds", "1", "--samples", "5", "--steps", "2", "--micro-batch", "2"]
     assert cli.run([*typed, "--out", str(tmp_path / "one")]) == 0, capfd.readouterr().err
     done = launch.fluvial(*typed, "--out", str(tmp_path / "two"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert table(tmp_path / "one") == table(tmp_path / "two")
-    for name in ("scores.csv", "table.csv"):
-        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    for name in ("scores.csv", "table.csv", "sheet.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     images = [sorted(path.name for path in (tmp_path / name / "images").iterdir()) for name in ("one", "two")]
     assert images[0] == images[1]
     assert len(images[0]) == 5

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.evaluation.evaluate import Evaluation, Scores, drawn, evaluate, every
+from fluvial.engines.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, drawn, evaluate, every
 from fluvial.engines.evaluation.folder import EvaluationFolder, contact_sheet, write_image
 from fluvial.engines.evaluation.table import overall, printed, read_scores, rows, write_scores
 from fluvial.engines.fsdp.world import World, init_world
@@ -75,7 +75,7 @@ def test_more_seeds_and_further_prompts_leave_samples_as_they_are(one: World) ->
 
 
 def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
-    """To the bit, with an odd number of samples, and every image is kept once."""
+    """To the bit, with an odd number of samples; every image is kept once, and a sheet shows the same ones."""
     kept: list[str] = []
     alone = found(one, TAGGED, seeds=3, keep=lambda names, images: kept.extend(names))
     ranks = launch.on_ranks(2, "evaluations:two")
@@ -84,6 +84,8 @@ def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
         assert rank["score"] == alone.score
         assert rank["split"] == json.loads(json.dumps(alone.split))
         assert rank["rows"] == json.loads(json.dumps([vars(row) for row in rows(alone.scores)]))
+        assert rank["prompts"] == list(alone.prompts) == [*TAGGED] * 3
+        assert rank["images"] == (alone.images * 255).round().tolist()  # those of the other rank too
     assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == sorted(kept) == sorted(alone.scores.names)
 
 
@@ -131,6 +133,24 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
     assert text == ["a title", "against the base on the same noise"]
 
 
+def test_videos_travel_between_ranks_as_a_sheet_shows_them() -> None:
+    """In the order of the ranks, the first, the middle and the last frame of each, in 8 bits."""
+    ours, theirs = torch.rand(3, 2, 3, 9, 4, 4, generator=torch.Generator().manual_seed(0)).split(2)
+
+    class Two:
+        size, sequence = 2, 1
+
+        def gather_items(self, own: list[Tensor]) -> list[list[Tensor]]:
+            assert [batch.dtype for batch in own] == [torch.uint8, torch.uint8]
+            other = (theirs[0][:, :, [0, 4, 8]] * 255).round().byte()
+            return [own, [other]]
+
+    gathered = _of_all_ranks(list(ours), Two())  # type: ignore[arg-type]
+    assert gathered.shape == (6, 3, 3, 4, 4)
+    for video, whole in zip(gathered, [*ours.flatten(0, 1), *theirs[0]], strict=True):
+        assert as_image(video, width=1).tobytes() == as_image(whole, width=1).tobytes()
+
+
 def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
     """Its last table shows those of which there are two numbers, and its summary those that there are."""
     after = found(one)
@@ -139,6 +159,16 @@ def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
     summary = metrics.evaluation_summary(before, after)
     assert summary["gone_score_before"] == 0.75
     assert summary["passes_score_after"] == after.score["passes"]
+
+
+def test_a_line_tells_the_scores_or_that_there_are_none(one: World) -> None:
+    """What is exactly right if anything is."""
+    result = found(one)
+    assert "exactly right on held-out prompts 0.000 by the bright" in metrics.evaluation_line("now", result)
+    fuzzy = result._replace(exact=dict.fromkeys(result.exact, 0.0))
+    assert metrics.evaluation_line("now", fuzzy).startswith("now: score on held-out prompts 0.")
+    line = metrics.evaluation_line("now", result._replace(score={}, exact={}))
+    assert line == "now: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
 
 
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -102,12 +102,17 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
 
 
 def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Both images of a pair are cut to one size; the loss starts at log 2."""
+    """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
     given = ["--objective.preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
     assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     found = updates(tmp_path / "run")
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
+    done = launch.fluvial("train", "dpo", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for record, other in zip(found, updates(tmp_path / "two"), strict=True):
+        assert (other["size"], other["loss"]) == (record["size"], pytest.approx(record["loss"], rel=1e-3))
 
 
 def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

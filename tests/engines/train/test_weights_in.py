@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
@@ -12,10 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parsed
+from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.files import LORA
+from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.weights import base_model, from_run
+from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora
 from fluvial.models.lora_files import read_lora
 from fluvial.models.pipelines.open import open_model
 
@@ -123,3 +127,69 @@ def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, capfd: pyte
     for (model, *typed), says in wrong.items():
         assert train(folder, "grpo", model, tmp_path / "run", *prompts, *typed) == 2
         assert says in launch.one_line(capfd.readouterr().err)
+    sheet = ["sample", str(folder / "sd3"), *SIZE, "--steps", "2", "--each", "1", "--out", str(tmp_path / "sheet.png")]
+    assert cli.run([*sheet, "--lora", str(tmp_path / "text.safetensors")]) == 2
+    assert "match no linear layer of the SD3Transformer2DModel: text" in launch.one_line(capfd.readouterr().err)
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_preferences_are_drawn_with_the_policy_of_a_run(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its adapter or its exported weights, which draw the same images; the next command starts from them, too."""
+    given = ["--prompts", str(folder / "prompts.txt"), "--rewards", "jpeg", "--group", "2", "--steps", "2", "--count", "1"]
+    drawn = {}
+    for name, start in (
+        ("base", []),
+        ("lora", ["--lora", str(folder / "sft" / "lora")]),
+        ("weights", ["--weights", str(folder / "sft" / "weights")]),
+    ):
+        words = ["preferences", str(folder / "sd3"), *SIZE, *given, *start, "--out", str(tmp_path / name)]
+        assert cli.run(words) == 0, capfd.readouterr().err
+        assert capfd.readouterr().out.split("preferences ")[-1].split()[1:] == start
+        images = [Image.open(tmp_path / name / f"000000-{side}.png") for side in ("win", "lose")]
+        drawn[name] = torch.stack([torch.tensor(list(image.tobytes())).float() for image in images])
+    assert (drawn["lora"] - drawn["weights"]).abs().max() <= 1  # merged, to rounding
+    assert (drawn["lora"] - drawn["base"]).abs().max() > 1
+    assert cli.run([*words[:-1], str(tmp_path / "other"), "--lora", str(folder / "prompts.txt")]) == 2
+    assert "--lora: " in launch.one_line(capfd.readouterr().err)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", ["wan-experts", "sdxl"])
+def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They go on from an adapter, from other base weights and from a run, as pipelines of one transformer do."""
+    row = tiny_pipelines.ROWS[name]
+    model = tiny_pipelines.opened(name, tiny_pipelines.save(row, tmp_path / "model"))
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\nan owl\n")
+    module = model.build()
+    with init_world() as world:
+        written: dict[str, Any] = {"dtype": torch.float32, "world": world}
+        add_lora(module, LoraConfig(rank=2, alpha=6.0), ("to_q",))
+        for parameter in adapter_parameters(module, "default").values():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+        write_lora(module, tmp_path / "lora", **written)
+        export(module, tmp_path / "other", merge=True, **written)
+    height, width, *frames = row.sizes[0]
+    size = ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.frames", str((*frames, 1)[0])]
+    asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *size]
+    words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *SMALL.split(), "--updates", "1", "--rollout.steps", "2"]
+    words += ["--rollout.group", "2", "--rollout.window", "1", "--rollout.window-high", "1"]
+    started = [*words, "--lora", str(tmp_path / "lora"), "--out", str(tmp_path / "run")]
+    assert cli.run(started) == 0, capfd.readouterr().err
+    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    assert first["first_pass_max_abs_log_ratio"] == 0.0
+    begun = read_lora(tmp_path / "lora", model.build(empty=True))
+    after = read_lora(tmp_path / "run" / "lora", model.build(empty=True))
+    assert (after.rank, after.alpha, after.layers) == (begun.rank, begun.alpha, begun.layers) == (2, 6.0, begun.layers)
+
+    def built(*typed: str) -> dict[str, torch.Tensor]:
+        """Return the weights that a run with these flags starts from."""
+        config = parsed(TrainConfig, lambda: TrainConfig(tmp_path), "x", [*asked, *typed])
+        return jobs.of_run(config).model.build().state_dict()
+
+    base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))
+    changed = [key for key in base if not torch.equal(base[key], other[key])]
+    assert {key.removesuffix(".weight") for key in changed} == set(begun.layers)
+    assert [key for key in base if not torch.equal(base[key], run[key])] == changed
+    assert all((run[key] - other[key]).abs().max() < 1e-2 for key in changed)  # an update away
