@@ -149,7 +149,7 @@ def evaluate(
             first = number * micro_batch
             count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
             for runner in runners:
-                runner.submit(chunk.images, chunk.prompts)
+                runner.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
             if count and mine[first] < show:
                 shown.append(chunk.images[: show - mine[first]].cpu())
             if keep is not None:

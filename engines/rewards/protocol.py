@@ -1,14 +1,14 @@
 """What a reward is: a function from images and their prompts to one number per image."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, Union
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
 
-# One finite real number per image: a tensor or an array `[B]` of any real dtype (bool counts as 0 and 1), or a list.
+# One real number per image: a tensor or an array `[B]` of any real dtype (bool counts as 0 and 1), or a list.
 Scores = Union[Tensor, "np.ndarray", Sequence[float]]
 
 
@@ -20,22 +20,32 @@ class Reward(Protocol):
         def bright(images, prompts):
             return images.flatten(1).mean(1)
 
-    One with an argument named `metadata` also receives the record of each prompt, a dict with the further columns of the
-    file that the prompt comes from.
+    Its parameters name what it is passed. The names are read once, when the run is built.
+
+        images             `[B, C, H, W]`, float in [0, 1], on the model's device; of videos `[B, C, F, H, W]`
+        videos             `[B, C, F, H, W]`; a run that makes images cannot use the reward
+        latents            `[B, *event]`, the samples before they are decoded
+        prompts            prompt of each sample
+        metadata           record of each prompt: a dict of the further columns of the file that the prompt comes from
+        condition_images   image of each prompt's record, a list of `[C, H, W]` in [0, 1]
+        group              number of the group; the reward is then called with all samples of one group at once
 
         def counted(images, prompts, metadata):
             return [float(count(image) == record["count"]) for image, record in zip(images, metadata)]
 
-    It runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's images. It
-    may keep state, use the GPU or call a server. Its score of an image must not depend on the other images of the call: how
-    the samples of a rollout are cut into calls depends on `micro_batch` and on the number of ranks.
+        def preferred(images, prompts, group):      # how often each sample wins against the others of its group
+            return [fmean(wins(a, b, prompts[0]) for b in images if b is not a) for a in images]
+
+    It returns one number per sample, or a mapping of several numbers per sample: `score` is learnt from, and all are logged.
+    A sample that cannot be scored gets NaN; a call that raises gives none of its samples a score. The groups of such samples
+    are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
+
+    A reward runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's
+    samples. It may keep state, use the GPU or call a server. Unless it names `group`, its score of a sample must not depend
+    on the other samples of the call: how the samples of a rollout are cut into calls depends on `micro_batch` and on the
+    number of ranks.
     """
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], /) -> Scores:
-        """Return the score of each image; a higher one is better.
-
-        Args:
-            images: `[B, C, H, W]`, float in [0, 1], on the model's device; of videos `[B, C, F, H, W]`.
-            prompts: prompt of each image.
-        """
+    def __call__(self, *args: Any, **kwargs: Any) -> Scores | Mapping[str, Scores]:
+        """Return the score of each sample; a higher one is better."""
         ...

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fluvial.engines import plugins
+from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import reward_problem, weight_of
+from fluvial.engines.rewards.scores import weight_of
+from fluvial.engines.rewards.signature import reward_problem, signature_of
 
 
 def select(
@@ -42,3 +44,15 @@ def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
     for name, reward in rewards.items():
         if (problem := reward_problem(reward)) is not None:
             raise UsageError(f"{label} {name!r} {problem}")
+
+
+def check_records(rewards: Mapping[str, Any], prompts: Sequence[str], *, label: str = "reward") -> None:
+    """Raise UsageError, in one line, if a reward asks for something that the records of the prompts have not."""
+    for name, reward in rewards.items():
+        if signature_of(reward).takes("condition_images"):
+            without = next((prompt for prompt in prompts if as_prompt(prompt).image is None), None)
+            if without is not None:
+                raise UsageError(
+                    f"{label} {name!r} takes condition_images, and prompt {without!r} has none: give its record a column "
+                    "image"
+                )

@@ -1,125 +1,248 @@
 """Reward threads: rewards score a chunk of images while the next chunk is generated."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import Queue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import FluvialError, RunError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.groups import GroupBuffer
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import as_scores, named, one_line, with_metadata
+from fluvial.engines.rewards.scores import Scored, as_scores, invalid, named, one_line, read_scores, together
+from fluvial.engines.rewards.signature import Samples, signature_of
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
+BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
 
 
 class RewardRunner:
-    """Scores chunks of images on one thread, in order.
+    """Scores chunks of samples on one thread, in order.
+
+    A call that raises gives its samples no score. If the error may come from one of them, they are scored one by one.
 
     Args:
         reward: reward to call.
         label: name of the reward in messages.
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
+        tolerated: number of invalid samples between two calls of `results` above which the reward is not called any more,
+            because the run stops anyway; None calls it always.
     """
 
-    def __init__(self, reward: Reward, *, label: str = "the reward", timeout: float | None = None) -> None:
-        self.reward, self.label, self.timeout = with_metadata(reward), label, TIMEOUT if timeout is None else timeout
-        self.work: Queue[tuple[Future[Any], Tensor, Sequence[str]] | None] = Queue()
-        self.waiting: list[tuple[Future[Any], Tensor, Sequence[str]]] = []
+    def __init__(
+        self, reward: Reward, *, label: str = "the reward", timeout: float | None = None, tolerated: int | None = None
+    ) -> None:
+        self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
+        self.signature, self.tolerated = signature_of(reward), tolerated
+        self.work: Queue[tuple[Future[Scored], Samples] | None] = Queue()
+        self.waiting: list[tuple[Future[Scored], Samples]] = []
+        self.seconds, self._failed = 0.0, 0  # that it computed, and invalid samples, since the last call of `results`
         # A daemon: a reward that hangs does not keep the process alive.
         Thread(target=self._serve, name="reward", daemon=True).start()
 
-    def submit(self, images: Tensor, prompts: Sequence[str]) -> None:
-        """Start scoring a chunk."""
-        chunk = (Future[Any](), images, prompts)
+    def submit(
+        self, images: Tensor, prompts: Sequence[str], latents: Tensor | None = None, group: int | None = None
+    ) -> None:
+        """Start scoring a chunk, see `Samples`."""
+        chunk = (Future[Scored](), Samples(images, prompts, latents, group))
         self.waiting.append(chunk)
         self.work.put(chunk)
+
+    def results(self) -> list[Scored]:
+        """Return the scores of each chunk submitted since the last call, in order.
+
+        Raises:
+            RunError: the reward took too long; the message names the prompts.
+        """
+        waiting, self.waiting = self.waiting, []
+        found = []
+        for future, samples in waiting:
+            try:
+                found.append(future.result(self.timeout))
+            except FutureTimeoutError:
+                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(samples.prompts)}") from None
+        self._failed = 0
+        return found
 
     def collect(self) -> Tensor:
         """Return the scores of all chunks submitted since the last call, float32 on the CPU, in order.
 
         Raises:
-            RunError: the reward raised, took too long, or did not return one finite number per image; the message names the
+            RunError: the reward raised, took too long, or did not return one valid number per image; the message names the
                 prompt.
         """
-        waiting, self.waiting = self.waiting, []
-        return torch.cat([self._checked(*chunk) for chunk in waiting]) if waiting else torch.empty(0)
+        found = together(self.results())
+        if torch.isnan(found.scores).any():
+            raise RunError(found.problems[0])
+        return found.scores
 
     def close(self) -> None:
         """Let the thread end, without waiting for a call that hangs."""
         self.work.put(None)
 
     def _serve(self) -> None:
+        known = ""
         while (chunk := self.work.get()) is not None:
-            future, images, prompts = chunk
-            try:
-                future.set_result(self.reward(images, prompts))
-            except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
-                future.set_exception(self._located(error, images, prompts))
+            future, samples = chunk
+            if self.tolerated is not None and self._failed > self.tolerated:
+                future.set_result(invalid(len(samples.prompts), known))
+                continue
+            start = time.perf_counter()
+            scored = self._scored(samples)
+            self.seconds += time.perf_counter() - start
+            self._failed += int(torch.isnan(scored.scores).sum())
+            known = scored.problems[0] if scored.problems else known
+            future.set_result(scored)
 
-    def _checked(self, future: Future[Any], images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def _scored(self, samples: Samples) -> Scored:
+        """Return the scores of a chunk, whatever the reward does."""
         try:
-            returned = future.result(self.timeout)
-        except FutureTimeoutError:
-            raise RunError(f"{self.label} took over {self.timeout:g} s for {named(prompts)}") from None
-        return as_scores(returned, prompts, label=self.label)
+            return self._called(samples)
+        except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
+            # What a reward lacks, or cannot reach, for all samples, it would for each.
+            whole = samples.group is not None or isinstance(error, OSError | FluvialError)
+            return invalid(len(samples.prompts), self._line(error, samples)) if whole else self._one_by_one(samples, error)
 
-    def _located(self, error: BaseException, images: Tensor, prompts: Sequence[str]) -> RunError:
-        """Return the error to report, with the first prompt whose image, scored alone, makes the reward raise."""
-        culprit = list(prompts)
-        for i, prompt in enumerate(prompts):
+    def _called(self, samples: Samples) -> Scored:
+        return read_scores(self.signature.call(self.reward, samples), samples.prompts, label=self.label)
+
+    def _line(self, error: BaseException, samples: Samples) -> str:
+        """Return why a call gave no scores, in one line."""
+        if not isinstance(error, FluvialError):
+            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(samples.prompts)}"
+        return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
+
+    def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
+        """Return the scores of the samples that the reward can score alone; the line names the first that it cannot."""
+        found, problem, bad = list[Scored](), self._line(error, samples), 0
+        for i in range(len(samples.prompts)):
+            single = samples.part(slice(i, i + 1))
             try:
-                self.reward(images[i : i + 1], [prompt])
-            except BaseException:
-                culprit = [prompt]
-                break
-        located = RunError(f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(culprit)}")
-        located.__cause__ = error
-        return located
+                found.append(self._called(single) if bad < BAD else invalid(1, problem))
+            except BaseException as own:
+                problem, bad = problem if bad else self._line(own, single), bad + 1
+                found.append(invalid(1, problem))
+        return together(found)._replace(problems=(problem,), failed=True)
+
+
+class Collected(NamedTuple):
+    """What several rewards say of N samples, on one rank."""
+
+    scores: Tensor  # [N, K], NaN where invalid; 0 for samples of which another rank has the score
+    parts: dict[str, dict[int, float]]  # further numbers of rewards by "reward/name" and sample
+    problems: list[str]  # a line for each reason of an invalid score
+    computed: float  # seconds of the reward that computed longest
+    waited: float  # seconds that its end was waited for
 
 
 class RewardRunners:
-    """Several rewards of the same images, each on its own thread.
+    """Several rewards of the same samples, each on its own thread.
 
     Args:
         weighted: rewards with their weights, by name.
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
+        group: samples per group, of which a reward that compares them gets all in one call; 0 has no groups.
+        tolerated: number of invalid samples of a reward above which it is not called any more, see `RewardRunner`.
     """
 
-    def __init__(self, weighted: Mapping[str, tuple[Reward, float]], *, timeout: float | None = None) -> None:
+    def __init__(
+        self, weighted: Mapping[str, tuple[Reward, float]], *, timeout: float | None = None, group: int = 0,
+        tolerated: int | None = None,
+    ) -> None:  # fmt: skip
+        self.names = list(weighted)
         self.runners = [
-            RewardRunner(reward, label=f"reward {name!r}", timeout=timeout) for name, (reward, _) in weighted.items()
+            RewardRunner(reward, label=f"reward {name!r}", timeout=timeout, tolerated=tolerated)
+            for name, (reward, _) in weighted.items()
         ]
         self.weights = torch.tensor([weight for _, weight in weighted.values()])
+        self.groupwise = [runner for runner in self.runners if runner.signature.takes("group")]
+        self.buffer = GroupBuffer(group) if self.groupwise else None
+        self._ids: list[int] = []  # of the samples so far, -1 for repeats
+        self._groups: list[int] = []  # of the groups so far
 
-    def submit(self, images: Tensor, prompts: Sequence[str]) -> None:
-        """Start scoring a chunk with every reward."""
+    def submit(
+        self, images: Tensor, prompts: Sequence[str], latents: Tensor | None = None, ids: Sequence[int] | None = None
+    ) -> None:
+        """Start scoring a chunk with every reward.
+
+        Args:
+            images, prompts, latents: the samples, see `Samples`.
+            ids: index of each sample in the rollout, -1 for a repeat, whose score is not used; by default those that follow.
+        """
+        ids = range(len(self._ids), len(self._ids) + len(prompts)) if ids is None else ids
+        self._ids.extend(ids)
         for runner in self.runners:
-            runner.submit(images, prompts)
+            if runner not in self.groupwise:
+                runner.submit(images, prompts, latents)
+        if self.buffer is not None:
+            self._start(self.buffer.add(Samples(images, prompts, latents), ids))
 
-    def collect(self) -> Tensor:
-        """Return the scores `[B, K]` of all chunks submitted since the last call, see `RewardRunner.collect`."""
-        columns = [runner.collect() for runner in self.runners]
-        return torch.stack(columns, dim=1) if columns else torch.empty(0, 0)
+    def collect(self, world: World | None = None, *, batch: int | None = None) -> Collected:
+        """Return the scores of all chunks submitted since the last call.
+
+        Args:
+            world: process group, whose ranks must all take part where `needs_world`.
+            batch: number of samples of all ranks; by default those that were submitted.
+
+        Raises:
+            RunError: a reward took too long.
+        """
+        start = time.perf_counter()
+        ids, self._ids = self._ids, []
+        count = len(ids) if batch is None else batch
+        table, parts, problems = torch.zeros(count, len(self.runners)), dict[str, dict[int, float]](), list[str]()
+        groups, self._groups = self._groups, []
+        for column, (name, runner) in enumerate(zip(self.names, self.runners, strict=True)):
+            places = ids
+            if runner in self.groupwise:
+                assert self.buffer is not None
+                places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
+            found = together(runner.results())
+            own = [row for row, place in enumerate(places) if place >= 0]
+            kept = [places[row] for row in own]
+            table[kept, column] = found.scores[own]
+            problems += found.problems
+            for part, values in found.parts.items():
+                parts[f"{name}/{part}"] = dict(zip(kept, values[own].tolist(), strict=True))
+        computed = max((runner.seconds for runner in self.runners), default=0.0)
+        for runner in self.runners:
+            runner.seconds = 0.0
+        return Collected(table, parts, problems, computed, time.perf_counter() - start)
+
+    def exchange(self, world: World) -> None:
+        """Start scoring the groups whose samples are on several ranks, on one of them; every rank must take part."""
+        if self.buffer is not None:
+            self._start(self.buffer.exchange(world))
 
     def close(self) -> None:
         """Let the threads end."""
         for runner in self.runners:
             runner.close()
 
+    def _start(self, groups: Sequence[Samples]) -> None:
+        for samples in groups:
+            assert samples.group is not None
+            self._groups.append(samples.group)
+            for runner in self.groupwise:
+                runner.submit(*samples)
+
 
 def score(reward: Reward, images: Tensor, prompts: Sequence[str], *, label: str = "the reward") -> Tensor:
     """Return the scores of images `[B]`, float32 on the CPU, in one call and without a thread.
 
     Raises:
-        RunError: the reward raised, or did not return one finite number per image.
+        RunError: the reward raised, or did not return one valid number per image.
     """
     try:
-        returned: Any = with_metadata(reward)(images, prompts)
+        returned: Any = signature_of(reward).call(reward, Samples(images, prompts))
+    except FluvialError as error:
+        raise RunError(f"{label}: {error}") from error
     except Exception as error:
         raise RunError(f"{label} raised {type(error).__name__} ({one_line(error)}) for {named(prompts)}") from error
     return as_scores(returned, prompts, label=label)

@@ -1,30 +1,98 @@
-"""What a reward returned, as one finite float32 number per image, or one line that says why it is not."""
+"""What a reward returned, as one float32 number per image, and one line for each number that cannot be learnt from."""
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.records import metadata_of
 from fluvial.engines.errors import RunError
 
 SHOWN = 60  # characters of a value in a message
+SCORE = "score"  # the number of a mapping that is learnt from
+LARGEST = 1e9  # size of a score; above it the spread of a group would be lost in rounding
 
 
-def as_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
-    """Return what a reward returned as float32 `[B]` on the CPU, without gradient.
+class Scored(NamedTuple):
+    """The scores of N samples by one reward."""
+
+    scores: Tensor  # [N] float32 on the CPU; NaN for a sample that has no valid score
+    parts: dict[str, Tensor] = {}  # noqa: RUF012  # [N] each, further numbers that the reward returned; they are logged
+    problems: tuple[str, ...] = ()  # a line for each reason of an invalid score
+    failed: bool = False  # the reward raised, or returned something else than scores
+
+
+def invalid(count: int, problem: str) -> Scored:
+    """Return the result of a call that gave no score at all."""
+    return Scored(torch.full((count,), math.nan), {}, (problem,), failed=True)
+
+
+def together(parts: Sequence[Scored]) -> Scored:
+    """Return results one after the other; a part that one of them lacks is NaN there."""
+    names = dict.fromkeys(name for part in parts for name in part.parts)
+    columns = {
+        name: torch.cat([part.parts.get(name, torch.full((len(part.scores),), math.nan)) for part in parts])
+        for name in names
+    }
+    scores = torch.cat([part.scores for part in parts]) if parts else torch.empty(0)
+    problems = tuple(problem for part in parts for problem in part.problems)
+    return Scored(scores, columns, problems, any(part.failed for part in parts))
+
+
+def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
+    """Return what a reward returned: numbers, or a mapping of several with the key `score`, without gradient.
+
+    A score that is not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in `problems`.
 
     Args:
         returned: anything.
-        prompts: prompts of the images that it was called with.
-        label: start of the message, e.g. "reward 'bright'".
+        prompts: prompts of the samples that it was called with.
+        label: start of a message, e.g. "reward 'bright'".
 
     Raises:
-        RunError: it is not one finite real number per image; the message says what it is, and names the prompts.
+        RunError: it is not one real number per sample; the message says what it is, and names the prompts.
+    """
+    parts: dict[str, Tensor] = {}
+    if isinstance(returned, Mapping) and SCORE in returned:
+        parts = {
+            str(name): _numbers(values, prompts, label=f"{label}, {name},")
+            for name, values in returned.items()
+            if name != SCORE
+        }
+        returned = returned[SCORE]
+    scores = _numbers(returned, prompts, label=label)
+    wrong = ~(scores.abs() <= LARGEST)  # NaN too
+    problems = [_problem(float(scores[i]), prompts[i], label) for i in torch.nonzero(wrong).flatten().tolist()]
+    return Scored(scores.masked_fill(wrong, math.nan), parts, tuple(problems))
+
+
+def as_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
+    """Return what a reward returned as float32 `[B]` on the CPU, without gradient; arguments as of `read_scores`.
+
+    Raises:
+        RunError: it is not one valid number per sample.
+    """
+    found = read_scores(returned, prompts, label=label)
+    if found.problems:
+        raise RunError(found.problems[0])
+    return found.scores
+
+
+def _problem(score: float, prompt: str, label: str) -> str:
+    """Return why a score is invalid."""
+    if math.isfinite(score):
+        return f"{label} is {score:g} for {named([prompt])}, expected a number of at most {LARGEST:g} in size"
+    return f"{label} is {score:g} for {named([prompt])}, expected a finite number"
+
+
+def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
+    """Return one real number per sample, finite or not.
+
+    Raises:
+        RunError: that is not what was returned.
     """
     count = len(prompts)
     try:
@@ -44,8 +112,6 @@ def as_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
             f"{label} returned shape {list(scores.shape)} for {count} image{'s' if count > 1 else ''}, expected [{count}] "
             f"({named(prompts)})"
         )
-    for i in torch.nonzero(~torch.isfinite(scores)).flatten().tolist():
-        raise RunError(f"{label} is {scores[i]:g} for {named([prompts[i]])}, expected a finite number")
     return scores
 
 
@@ -82,43 +148,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def reward_problem(found: Any) -> str | None:
-    """Return why an object cannot be called as a reward, or None; a check for `plugins.load`."""
-    from fluvial.engines.plugins import callable_with
-
-    check: Callable[[Any], str | None] = callable_with("images", "prompts")
-    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
-        return "is an async function, expected a function of (images, prompts): define it with def"
-    if not isinstance(found, type) and _takes_metadata(found):
-        return None if callable(found) and _binds(found) else check(found)
-    return check(found)
-
-
-def with_metadata(reward: Callable[..., Any]) -> Callable[[Tensor, Sequence[str]], Any]:
-    """Return a reward as a function of images and prompts; one with an argument `metadata` gets the prompts' records."""
-    if not _takes_metadata(reward):
-        return reward
-    return lambda images, prompts: reward(images, prompts, metadata=metadata_of(prompts))
-
-
-def _takes_metadata(reward: Any) -> bool:
-    """Return whether a function has an argument named `metadata`."""
-    try:
-        found = inspect.signature(reward).parameters.get("metadata")
-    except (TypeError, ValueError):  # not a function, or one written in C
-        return False
-    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
-
-
-def _binds(reward: Callable[..., Any]) -> bool:
-    """Return whether a function can be called with images, prompts and metadata."""
-    try:
-        inspect.signature(reward).bind("images", "prompts", metadata=[])
-    except TypeError:
-        return False
-    return True
-
-
 def _tensor(returned: Any) -> Tensor | None:
     """Return numbers as a float32 tensor, or None for what is no array and no list of real numbers."""
     if isinstance(returned, Tensor):
@@ -152,7 +181,7 @@ def _advice(returned: Any) -> str:
         returned.close()
         return ": define it with def, not async def"
     if isinstance(returned, Mapping):
-        return ": return the values alone"
+        return f": name the one that is learnt from {SCORE!r}"
     if isinstance(returned, list | tuple) and len(returned) == 2:
         return ": return the scores alone"
     return ": it has no return statement" if returned is None else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
 from fluvial.engines.data.prompts import weights_by_source
@@ -17,7 +17,10 @@ from fluvial.engines.fsdp.loading import fingerprint
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.registry import check_rewards, select
+from fluvial.engines.rewards.registry import check_records, check_rewards, select
+from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rewards.signature import Samples, is_groupwise
+from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
@@ -25,6 +28,7 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
+from fluvial.engines.train.jobs.pipeline import is_adapter
 from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.policies import START, Policies
@@ -49,6 +53,7 @@ class Parts:
         source: source of samples.
         learner: maker of updates.
         rewards: rewards with their weights, by name; none where the run makes no samples.
+        runners: threads of the rewards.
         preferences: given preferences, where the run learns from a folder of them.
         base: fingerprint of the weights that training starts from.
     """
@@ -62,6 +67,7 @@ class Parts:
     source: RolloutSource
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
+    runners: RewardRunners
     preferences: tuple[Preference, ...] | EncodedPreferences
     base: str
 
@@ -71,6 +77,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
 
     Raises:
         UsageError: configuration and job do not fit together, or something of the job cannot be used.
+        RunError: a reward cannot score blank images.
     """
     with world.agreed():
         # What is wrong with the job is found before anything is computed.
@@ -78,6 +85,30 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         job.check_prompts()
         _check_order(config, job)
         asked = evaluated(job, config.evaluation, config.pipeline)
+        check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
+        check_records(asked.evaluators, asked.heldout, label="evaluator")
+    group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
+    runners = RewardRunners(rewards, group=group, tolerated=tolerated)
+    try:
+        with world.agreed():
+            _warm_up(config, job, asked, runners, world)
+        return _built(config, job, asked, world, rewards, runners)
+    except BaseException:
+        runners.close()
+        raise
+
+
+def _built(
+    config: TrainConfig, job: Job, asked: Job, world: World, rewards: dict[str, tuple[Reward, float]], runners: RewardRunners
+) -> Parts:
+    """Return the parts of a run, whose rewards work; every rank must take part.
+
+    Args:
+        config, job, world: arguments of `build_parts`, the job with its evaluators.
+        asked: the job as it is evaluated.
+        rewards, runners: rewards of the run, and their threads.
+    """
+    with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
         base = (_digest(module) if weights is None else fingerprint(weights)) + adapter
@@ -104,7 +135,34 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
     learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
     with world.agreed():
         source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
-    return Parts(job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, preferences, base)
+    return Parts(
+        job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, runners, preferences, base
+    )
+
+
+def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
+    """Let every reward and evaluator score a blank batch, before anything expensive.
+
+    Raises:
+        RunError: one of them failed.
+    """
+    count = 2 if isinstance(config.micro_batch, str) else config.micro_batch
+    known = {id(runner.reward) for runner in runners.runners}
+    others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
+    images, latents = _blank(config, job), torch.zeros(1, *job.shape)
+    blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
+    warm_up(runners, blank, count=count, group=config.rollout.group)
+    warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
+
+
+def _blank(config: TrainConfig, job: Job) -> Tensor:
+    """Return one blank image, or video, as the model makes them; for a pipeline without waiting for its VAE."""
+    if config.is_built_in or is_adapter(config.model):
+        with torch.no_grad():
+            return job.model.decode(torch.zeros(1, *job.shape))
+    (height, width), frames = config.pipeline.size, config.pipeline.frames
+    is_video = frames > 1 or len(job.shape) > 3
+    return torch.zeros(1, 3, frames, height, width) if is_video else torch.zeros(1, 3, height, width)
 
 
 def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
@@ -120,8 +178,9 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
             "rewards to module:name"
         )
     check_rewards(job.evaluators, label="evaluator")
-    if not job.evaluators:
-        job = replace(job, evaluators={name: reward for name, (reward, _) in rewards.items()})
+    if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
+        alone = {name: reward for name, (reward, _) in rewards.items() if not is_groupwise(reward)}
+        job = replace(job, evaluators=alone)
     return rewards, job
 
 

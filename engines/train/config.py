@@ -111,6 +111,8 @@ class TrainConfig:
         data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, or functions (images, prompts) -> [B] as module:name. By default the job's first.
+        max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
+            one of their samples; the run stops above it.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
             only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
             sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
@@ -167,6 +169,7 @@ class TrainConfig:
     data_cache: Path | None = None
     data_errors: Literal["refuse", "skip"] = "refuse"
     rewards: tuple[str, ...] = ()
+    max_invalid: float = 0.25
     micro_batch: int | Literal["auto"] = 64
     init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
@@ -201,7 +204,7 @@ class TrainConfig:
         count, not_negative = (1, 2**31), (0, 2**31)
         check_fields(
             self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
-            micro_batch=count,
+            micro_batch=count, max_invalid=(0, 0.999),
             max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
             export_every=not_negative, checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
         )  # fmt: skip

@@ -18,7 +18,10 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.advantages import advantages, extreme
 from fluvial.engines.objectives.losses import LossConfig, add_ema_kl
 from fluvial.engines.objectives.table import check_loss, check_target_weight, located, name_of
+from fluvial.engines.rewards.gradients import weighted_sum
+from fluvial.engines.rewards.invalid import kept_samples, spread
 from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rewards.signature import Samples
 from fluvial.engines.rollout.backprop import final_samples, last_items, number_of_steps
 from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
@@ -44,7 +47,7 @@ class Learnt(NamedTuple):
 
     updates: list[UpdateInfo]
     correction: CorrectionInfo | None = None
-    advantage: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
+    advantage: Tensor | None = None  # of the samples that are learnt from, on the host; None for preferences
 
 
 class Work(NamedTuple):
@@ -57,7 +60,7 @@ class Work(NamedTuple):
     share: Share
     correction: CorrectionInfo | None = None
     target_weight: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
-    advantage: Tensor | None = None  # likewise
+    advantage: Tensor | None = None  # of the samples that are learnt from
 
 
 class Learner:
@@ -113,23 +116,27 @@ class Learner:
 
         Args:
             samples: samples of this rank.
-            rewards: rewards of all samples, `[B, K]`, on the host.
+            rewards: rewards of all samples, `[B, K]`, on the host; groups with NaN are left out.
             weights: weight of each reward, `[K]`.
             key: key of the rollout.
         """
         config, objective, batch = self.config, self.config.objective, self.config.rollout.batch
         self.schedule, self.sampler = self.schedules.of(tuple(samples.trajectory.final.shape[1:]))
         traits = objective.traits
-        group, reward = torch.arange(batch) // config.rollout.compared, rewards @ weights
+        kept = kept_samples(rewards, config.rollout.group)
+        group, rewards = torch.nonzero(kept).flatten() // config.rollout.compared, rewards[kept]
+        reward = rewards @ weights
         if traits.trains_on == "preferences":
-            return self._best_and_worst(samples, reward, group, key)
+            return self._best_and_worst(samples, reward, group, kept, key)
         if self.statistics is None:
-            advantage = advantages(rewards, weights, group, config.advantage)
+            valid = advantages(rewards, weights, group, config.advantage)
         else:
-            advantage = self.statistics.advantages(reward, self._prompts(samples))
+            asked = self._prompts(samples)
+            valid = self.statistics.advantages(reward, [asked[i] for i in torch.nonzero(kept).flatten().tolist()])
         with located(objective, "target_weight"):
-            target_weight = objective.target_weight(reward, advantage, group)
-        check_target_weight(objective, target_weight, batch)
+            target_weight = objective.target_weight(reward, valid, group)
+        check_target_weight(objective, target_weight, len(group))
+        advantage, target_weight = spread(valid, kept), spread(target_weight, kept)
         slots = len(samples.prompts)
         share, device = Share(self.world.data_rank * slots, slots, batch), self.world.device
         own_target, own_weight = share.rows(target_weight).to(device), share.rows(torch.ones(batch)).to(device)
@@ -148,7 +155,7 @@ class Learner:
         else:
             taken = torch.ones(batch, config.noising.each)
             flat = self._noised(samples.trajectory.final, share.numbers, own_target, own_weight, key)
-        taken = taken * extreme(reward, group, config.advantage.extremes).to(taken.dtype)[:, None]
+        taken = taken * spread(extreme(reward, group, config.advantage.extremes).to(taken.dtype), kept)[:, None]
         # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
         drops = config.advantage.drop_zero
         over_kept = traits.mean_over_kept or drops
@@ -156,7 +163,7 @@ class Learner:
         kept = (advantage if drops else target_weight) != 0
         adds = taken if every else taken * kept.to(taken.dtype)[:, None]
         count = int((adds if over_kept else taken).sum())
-        return Work(flat, samples.cond, adds, count, share, correction, target_weight, advantage)
+        return Work(flat, samples.cond, adds, count, share, correction, target_weight, valid)
 
     def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
         """Return the items of given preferences; each rank takes its share of them.
@@ -187,15 +194,15 @@ class Learner:
         adds = torch.ones(real, self.config.noising.each)
         return Work(preferred(win, lose), cond, adds, int(adds.sum()), share)
 
-    def _best_and_worst(self, samples: SampleBatch, reward: Tensor, group: Tensor, key: Key) -> Work:
+    def _best_and_worst(self, samples: SampleBatch, reward: Tensor, group: Tensor, kept: Tensor, key: Key) -> Work:
         """Return the items of the best and the worst sample of each group; groups with equal rewards have none."""
-        found = best_and_worst(reward, group)
+        found, numbers = best_and_worst(reward, group), torch.nonzero(kept).flatten()
         places = torch.nonzero(found.valid).flatten().tolist()
         # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
         everyone = self.world.gather_data(samples.trajectory.final)[: self.config.rollout.batch]
         prompts = self._prompts(samples)
-        win, lose = found.win.tolist(), found.lose.tolist()
-        chosen = [Preference(prompts[i], everyone[win[i]], everyone[lose[i]]) for i in places]
+        own, win, lose = numbers.tolist(), numbers[found.win].tolist(), numbers[found.lose].tolist()
+        chosen = [Preference(prompts[own[i]], everyone[win[i]], everyone[lose[i]]) for i in places]
         return self.preference_items(chosen, [int(group[i]) for i in places], key)
 
     def _prompts(self, samples: SampleBatch) -> list[str]:
@@ -353,21 +360,9 @@ class Learner:
         final = final_samples(
             v, items, self.sampler, self.schedule, lambda items: self._predict(self.engine.module, items, cond)
         )
-        images, prompts = self.job.model.decode(final), [self.prompts[i] for i in items.sample.tolist()]
-        total = torch.zeros_like(items.level)
-        for name, (reward, weight) in self.rewards.items():
-            scores = reward(images, prompts)
-            if (
-                not isinstance(scores, Tensor)
-                or scores.shape != total.shape
-                or (torch.is_grad_enabled() and not scores.requires_grad)
-            ):
-                raise UsageError(
-                    f"reward {name!r} gives no gradient, and {name_of(self.config.objective)} follows it: expected PyTorch "
-                    f"operations on the images, and a tensor [{len(total)}]"
-                )
-            total = total + weight * scores
-        return total
+        prompts = [self.prompts[i] for i in items.sample.tolist()]
+        samples = Samples(self.job.model.decode(final), prompts, final)
+        return weighted_sum(self.rewards, samples, objective=name_of(self.config.objective))
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
         """Return the prediction at each item; both samples of a preference go through one forward pass."""

@@ -18,29 +18,38 @@ from fluvial.engines.evaluation.table import overall
 from fluvial.engines.fsdp import flops
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.report.progress import table
+from fluvial.engines.rewards.gathering import Rewards
 from fluvial.engines.rollout.text import Padding
 from fluvial.engines.train.learner import Learnt
+from fluvial.engines.train.monitoring import signal
 
 PHASES = ("rollout", "reward", "update")
 
 
-def reward_record(rewards: Tensor, weights: Tensor, names: list[str], prompts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the record of the rewards `[B, K]` of a rollout; empty without rewards.
+def reward_record(
+    found: Rewards, weights: Tensor, names: list[str], asked: Sequence[str], *, group: int
+) -> dict[str, Any]:  # fmt: skip
+    """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
 
     Args:
-        rewards: rewards of all samples.
+        found: the rewards.
         weights: weight of each reward, `[K]`.
         names: name of each reward.
-        prompts: prompt of each group; its tags and sources split the mean.
+        asked: prompt of each group or of each sample; its tags and sources split the mean.
+        group: samples per group.
     """
     if not names:
         return {}
+    rewards, batch = found.scores[found.kept], len(found.scores)
+    prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(found.kept).flatten().tolist()] if asked else []
     total = rewards @ weights
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
         record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
-    each = [prompt for prompt in prompts for _ in range(len(rewards) // len(prompts))]
-    return {**record, **split(total[:, None], each, ["reward"])}
+    if found.parts:
+        record["reward_parts"] = found.parts
+    record["invalid"] = found.invalid
+    return {**record, **split(total[:, None], prompts, ["reward"]), **signal.group_record(rewards, weights, group)}
 
 
 def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | None = None) -> dict[str, Any]:
@@ -72,11 +81,13 @@ def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | N
 
 
 def speed(
-    updates: list[UpdateInfo], seconds: Mapping[str, float], samples: int, *, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
+    updates: list[UpdateInfo], seconds: Mapping[str, float], samples: int, *, device: torch.device, dtype: torch.dtype,
+    rewards: Rewards | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
-    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known.
+    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. The seconds that this
+    rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
 
     Args:
         updates: updates of the rollout.
@@ -84,11 +95,14 @@ def speed(
         samples: samples of the rollout on all ranks.
         device: device of this rank.
         dtype: dtype of the computation.
+        rewards: rewards of the rollout, if any scored it.
     """
     work = sum(update.flops for update in updates)
     found = {"samples_per_second": samples / sum(seconds.values()), "update_flops": work / seconds["update"]}
     if (most := flops.peak(device, dtype)) is not None:
         found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
+    if rewards is not None:
+        found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return found
 
 

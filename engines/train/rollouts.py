@@ -98,13 +98,14 @@ class RolloutSource:
             rewards: scorers of the images; scoring starts while the next chunk is generated.
         """
         rollout = self.config.rollout
-        ids, _ = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
+        ids, real = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
+        numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts, shape = [asked[i * len(asked) // rollout.batch] for i in ids], self._shape(root, asked)
         key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
         negative = [] if self.config.kl.guidance is None else [guidance.negative]
         tokens = self.texts.of([*guidance.texts(self.job.model, prompts), *negative])
         if not self.config.makes_samples:
-            return self._data(ids, prompts, key, tokens, rewards)
+            return self._data(ids, numbers, prompts, key, tokens, rewards)
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
@@ -114,7 +115,8 @@ class RolloutSource:
         with self.policies.behaviour(self.engine) as module:
             sampling = self._sampling(root, tokens, shape)
             for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.samples_per_pass):
-                rewards.submit(chunk.images, chunk.prompts)  # the images themselves are not kept
+                own = numbers[self.config.samples_per_pass * len(parts) :][: len(chunk.prompts)]
+                rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
 
@@ -195,7 +197,9 @@ class RolloutSource:
         same = rollout.window_draw == "rollout"
         return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
 
-    def _data(self, ids: list[int], prompts: list[str], key: Key, tokens: int | None, rewards: RewardRunners) -> SampleBatch:
+    def _data(
+        self, ids: list[int], numbers: list[int], prompts: list[str], key: Key, tokens: int | None, rewards: RewardRunners
+    ) -> SampleBatch:
         """Return clean samples of the job's data; rewards score their images, where the objective compares them."""
         assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []
@@ -205,7 +209,7 @@ class RolloutSource:
             x0: Tensor = self.job.data(fold_in(key, ids[start]), part).to(device)
             if self.config.scores_samples:
                 with torch.no_grad():
-                    rewards.submit(self.job.model.decode(x0), part)
+                    rewards.submit(self.job.model.decode(x0), part, x0, numbers[start : start + size])
             cond = optree.tree_map(
                 lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )

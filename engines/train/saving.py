@@ -24,7 +24,7 @@ from fluvial.models.lora import lora_settings
 FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
     "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "tracker", "collective_timeout", "resume",
-    "resume_from", "engine", "evaluation", "export_every", "export_as",
+    "resume_from", "engine", "evaluation", "export_every", "export_as", "max_invalid",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rewards.gathering import Rewards, gather_rewards
 from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run import restart, run_folder
 from fluvial.engines.run.run_folder import RunFolder
@@ -82,7 +82,7 @@ class Trainer:
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
             self.source, self.learner, self.preferences = parts.source, parts.learner, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
-            self.rewards, self.runners = parts.rewards, RewardRunners(parts.rewards)
+            self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
             stack.callback(self.saver.close)
             self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
@@ -134,10 +134,18 @@ class Trainer:
             "samples": self.progress.samples,
             **metrics.learnt_record(learnt, self.learner.texts.padding, self.source.size),
             **signal.parts_record(learnt.updates[-1].parts, steps=self.config.objective.traits.trains_on == "steps"),
-            **metrics.reward_record(rewards, self.runners.weights, list(self.rewards), asked),
-            **signal.group_record(rewards, self.runners.weights, self.config.rollout.group),
+            **metrics.reward_record(
+                rewards, self.runners.weights, list(self.rewards), asked, group=self.config.rollout.group
+            ),
             **(signal.advantage_record(learnt.advantage) if self.rewards else {}),
-            "speed": metrics.speed(learnt.updates, seconds, samples, device=self.world.device, dtype=dtype),
+            "speed": metrics.speed(
+                learnt.updates,
+                seconds,
+                samples,
+                device=self.world.device,
+                dtype=dtype,
+                rewards=rewards if self.rewards else None,
+            ),
             "memory": metrics.memory(learnt.updates[-1]),
             "skipped_steps": self.engine.skipped,
             "seconds": seconds,
@@ -221,13 +229,13 @@ class Trainer:
         if lora:
             write_lora(self.engine.module, folder / "lora", **written)
 
-    def _learn(self, root: Key, asked: list[str], seconds: dict[str, float]) -> tuple[Learnt, Tensor, float | None]:
-        """Make a rollout and its updates; return what was learnt, the rewards `[B, K]` and the diversity of the samples."""
+    def _learn(self, root: Key, asked: list[str], seconds: dict[str, float]) -> tuple[Learnt, Rewards, float | None]:
+        """Make a rollout and its updates; return what was learnt, the rewards and the diversity of the samples."""
         if self.preferences:
             with metrics.timed(seconds, "rollout"):
                 chosen = self.source.preferences(root, self.preferences)
             with metrics.timed(seconds, "reward"):
-                rewards, self.stopping = self._gathered(torch.empty(0, 0))
+                rewards = self._rewards()
             with metrics.timed(seconds, "update"):
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
@@ -236,28 +244,28 @@ class Trainer:
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()
-            with self.world.agreed():
-                own = self.runners.collect()
-            # The request to stop travels with the rewards, so that all ranks stop after the same update.
-            rewards, self.stopping = self._gathered(own)
+            rewards = self._rewards()
             spread = None if batch.thumbnails is None else self._diversity(batch.thumbnails)
             self.engine.onload()
             self.policies.onload()
         with metrics.timed(seconds, "update"):
-            work = self.learner.items(batch, rewards, self.runners.weights, root)
+            work = self.learner.items(batch, rewards.scores, self.runners.weights, root)
             del batch  # the items are a copy of its trajectory
             return self.learner.update(work, root), rewards, spread
 
-    def _gathered(self, rewards: Tensor) -> tuple[Tensor, bool]:
-        """Return the rewards `[B, K]` of all samples, on the host, and whether any rank was asked to stop."""
-        batch, kinds = self.config.rollout.batch, len(self.rewards)
-        flags = torch.tensor([float(bool(self.stop))])
-        gathered = self.world.gather(torch.cat([rewards.flatten(), flags]).to(self.world.device)[None]).cpu()
-        stopping = bool(gathered[:, -1].any())
-        if not kinds:
-            return torch.zeros(batch, 0), stopping
-        # The ranks of a group have the same samples.
-        return gathered[:: self.world.sequence, :-1].reshape(-1, kinds)[:batch], stopping
+    def _rewards(self) -> Rewards:
+        """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part.
+
+        Raises:
+            RunError: too many groups have no valid reward.
+        """
+        self.runners.exchange(self.world)
+        with self.world.agreed():
+            own = self.runners.collect(batch=self.config.rollout.batch)
+        rewards, self.stopping = gather_rewards(
+            own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
+        )
+        return rewards
 
     def _diversity(self, thumbnails: Tensor) -> float | None:
         """Return the distance between the samples of a group, see `diagnostics.diversity`; None for groups of one."""

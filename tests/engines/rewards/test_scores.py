@@ -64,7 +64,10 @@ WRONG: list[tuple[Any, str]] = [
     (None, r"returned None, expected a tensor or a list of 3 numbers, one per image: it has no return statement"),
     ("good", r"returned a str \('good'\), expected a tensor or a list of 3 numbers"),
     ("x" * 500, r"returned a str \('x{40,60}\.\.\.\)"),
-    ({"score": [1, 2, 3]}, r"returned a dict with the keys 'score', expected .*: return the values alone"),
+    (
+        {"points": [1, 2, 3]},
+        r"returned a dict with the keys 'points', expected .*: name the one that is learnt from 'score'",
+    ),
     ({}, r"returned a dict with the keys "),
     (torch.ones(3, dtype=torch.complex64), r"returned a tensor of torch.complex64, expected"),
     (np.ones(3) * 1j, r"returned a ndarray, expected"),

@@ -1,0 +1,162 @@
+"""What a reward asks for: read once from the names of its parameters, and passed with every call."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fluvial.engines.data.images import read_image
+from fluvial.engines.data.records import as_prompt, metadata_of
+from fluvial.engines.errors import UsageError
+
+SAMPLES = ("images", "videos", "latents")  # a reward takes at least one of these
+KNOWN = (*SAMPLES, "prompts", "metadata", "group", "condition_images")
+FIRST = ("images", "prompts")  # what the first two parameters stand for, if their names say nothing else
+EXPECTED = "a function of (images, prompts)"
+
+
+class Samples(NamedTuple):
+    """Samples that a reward is called with, B of them."""
+
+    images: Tensor  # [B, C, H, W] in [0, 1], of videos [B, C, F, H, W]
+    prompts: Sequence[str]
+    latents: Tensor | None = None  # [B, *event], the samples before they are decoded
+    group: int | None = None  # number of their group in the rollout, where they are one whole group
+
+    def part(self, rows: slice) -> "Samples":
+        """Return some of the samples."""
+        latents = None if self.latents is None else self.latents[rows]
+        return Samples(self.images[rows], self.prompts[rows], latents, self.group)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a reward is called.
+
+    Args:
+        positional: what is passed by position, in this order; names of `KNOWN`.
+        named: what is passed by name.
+    """
+
+    positional: tuple[str, ...] = FIRST
+    named: tuple[str, ...] = ()
+
+    def takes(self, name: str) -> bool:
+        """Return whether the reward asks for something."""
+        return name in (*self.positional, *self.named)
+
+    def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
+        """Return what a reward returns for samples.
+
+        Raises:
+            UsageError: the samples have not what the reward asks for.
+        """
+        found = [_value(name, samples) for name in self.positional]
+        return reward(*found, **{name: _value(name, samples) for name in self.named})
+
+
+def signature_of(reward: Any) -> Signature:
+    """Return how a reward is called.
+
+    Its first two parameters are the images and the prompts, or what their names say. A further parameter is passed what its
+    name says. One of another name keeps its default.
+
+    Args:
+        reward: anything.
+
+    Raises:
+        ValueError: it cannot be called as a reward; the message goes on from the name of the reward.
+    """
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
+        raise ValueError(f"is an async function, expected {EXPECTED}: define it with def")
+    if not callable(reward) or inspect.isclass(reward):
+        kind = "a class" if inspect.isclass(reward) else f"of type {type(reward).__name__}"
+        raise ValueError(f"is {kind}, expected {EXPECTED}")
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return Signature()
+    found, problem = _read(signature)
+    names = (*found.positional, *found.named)
+    if problem is None and len({*names}) < len(names):
+        problem = "two of its parameters stand for the same"
+    if problem is None and "prompts" not in names:
+        problem = "it takes no prompts"
+    if problem is None and not {*SAMPLES} & {*names}:
+        problem = f"it takes none of {', '.join(SAMPLES)}"
+    if problem is not None:
+        others = ", ".join(name for name in KNOWN if name not in FIRST)
+        raise ValueError(f"has the signature {signature}, expected {EXPECTED}, and of any of {others}: {problem}")
+    return found
+
+
+def reward_problem(found: Any) -> str | None:
+    """Return why an object cannot be called as a reward, or None; a check for `plugins.load`."""
+    try:
+        signature_of(found)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def is_groupwise(reward: Any) -> bool:
+    """Return whether a reward compares the samples of a group, and is therefore called with whole groups."""
+    return signature_of(reward).takes("group")
+
+
+def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
+    """Return what each parameter is passed, and what is wrong with them."""
+    positional, named = list[str](), list[str]()
+    for place, (name, parameter) in enumerate(signature.parameters.items()):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            positional += FIRST[len(positional) :]
+            continue
+        by_place = parameter.kind is not parameter.KEYWORD_ONLY and place == len(positional) < len(FIRST)
+        if by_place:
+            positional.append(name if name in KNOWN else FIRST[place])
+        elif name in KNOWN and parameter.kind is not parameter.POSITIONAL_ONLY:
+            named.append(name)
+        elif parameter.default is parameter.empty:
+            return Signature(), f"there is nothing to pass for its parameter {name}"
+    return Signature(tuple(positional), tuple(named)), None
+
+
+def _value(name: str, samples: Samples) -> Any:
+    """Return what is passed for a parameter.
+
+    Raises:
+        UsageError: the samples have none.
+    """
+    if name == "videos" and samples.images.ndim != 5:
+        raise UsageError(
+            f"it takes videos, and these are images {list(samples.images.shape[1:])}: name its parameter images"
+        )
+    if name == "latents" and samples.latents is None:
+        raise UsageError("it takes latents, and there are only images here: use a reward of images")
+    if name == "group" and samples.group is None:
+        raise UsageError(
+            "it compares the samples of a group, and there are no groups here: use a reward that scores each image alone"
+        )
+    values: Mapping[str, Callable[[], Any]] = {
+        "images": lambda: samples.images,
+        "videos": lambda: samples.images,
+        "prompts": lambda: samples.prompts,
+        "metadata": partial(metadata_of, samples.prompts),
+        "group": lambda: samples.group,
+        "latents": lambda: samples.latents,
+        "condition_images": lambda: [_condition(prompt, samples.images) for prompt in samples.prompts],
+    }
+    return values[name]()
+
+
+def _condition(prompt: str, like: Tensor) -> Tensor:
+    """Return the image of a prompt's record, `[C, H, W]` in [0, 1], on the device of the samples."""
+    image = as_prompt(prompt).image
+    if image is None:
+        raise UsageError(f"it takes condition_images, and prompt {prompt!r} has none: give its record a column image")
+    return read_image(image).to(like.device)
