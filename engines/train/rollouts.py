@@ -111,7 +111,7 @@ class RolloutSource:
             self.policies.offload()
         alike = rollout.shared_noise or rollout.share_prefix or rollout.branches is not None
         initial_ids = [i // rollout.trunk for i in ids] if alike else None
-        requests, parts = Requests(prompts, ids, key, initial_ids), []
+        requests, parts = Requests(prompts, ids, key, initial_ids), list[SampleBatch]()
         with self.policies.behaviour(self.engine) as module:
             sampling = self._sampling(root, tokens, shape)
             for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.samples_per_pass):

@@ -108,7 +108,7 @@ def test_the_end_of_the_process_is_an_error_like_others() -> None:
 
 
 def test_a_reward_that_has_failed_too_often_is_not_called_any_more() -> None:
-    """The rollout stops the run anyway; the next one begins anew."""
+    """The rollout stops the run anyway; the next one calls it again."""
     reward = Picky(*PROMPTS, error=ConnectionError)
     runner = RewardRunner(reward, tolerated=4)
     for _ in range(5):

@@ -16,7 +16,7 @@ from fluvial.engines.rewards.signature import Samples, is_groupwise, reward_prob
 
 PROMPTS = [Prompt("a", metadata={"count": 3}), "b"]
 SAMPLES = Samples(torch.ones(2, 3, 4, 4), PROMPTS, torch.zeros(2, 5), 7)
-FILM = SAMPLES._replace(images=torch.ones(2, 3, 6, 4, 4))
+VIDEO = SAMPLES._replace(images=torch.ones(2, 3, 6, 4, 4))
 
 
 def first_two(x: Any, texts: Any, threshold: float = 0.5) -> Any:
@@ -77,8 +77,8 @@ def test_a_reward_is_passed_what_its_parameters_name(reward: Callable[..., Any],
 
 def test_videos_are_passed_as_images_too() -> None:
     """A reward of images gets the whole video, and one of videos refuses images."""
-    assert signature_of(of_videos).call(of_videos, FILM)["videos"] is FILM.images
-    assert signature_of(swapped).call(swapped, FILM)["images"] is FILM.images
+    assert signature_of(of_videos).call(of_videos, VIDEO)["videos"] is VIDEO.images
+    assert signature_of(swapped).call(swapped, VIDEO)["images"] is VIDEO.images
     with pytest.raises(UsageError, match=r"it takes videos, and these are images \[3, 4, 4\]"):
         signature_of(of_videos).call(of_videos, SAMPLES)
 

@@ -111,11 +111,17 @@ def test_a_job_that_cannot_be_trained_is_refused_when_the_run_is_built(
 
 @pytest.mark.parametrize(
     ("returned", "says"),
-    [({"score": 1}, "a dict with the keys 'score'"), (None, "None"), (torch.ones(2, 1), r"shape \[2, 1\] for 2 images")],
+    [({"points": 1}, "a dict with the keys 'points'"), (None, "None"), (torch.ones(2, 1), r"shape \[2, 1\] for 2 images")],
 )
 def test_a_reward_that_returns_something_else_ends_in_one_line(tmp_path: Path, returned: Any, says: str) -> None:
-    """In training and in evaluation."""
-    with Trainer(tiny.config(tmp_path), own(rewards={"it": lambda images, prompts: returned})) as trainer:
+    """In training and in evaluation, if it was right at first."""
+    calls: list[int] = []
+
+    def changing(images: torch.Tensor, prompts: Sequence[str]) -> Any:
+        calls.append(len(prompts))
+        return returned if len(calls) > 1 else [0.0] * len(prompts)
+
+    with Trainer(tiny.config(tmp_path), own(rewards={"it": changing})) as trainer:
         with pytest.raises(RunError, match=f"reward 'it' returned {says}") as error:
             trainer.update()
         assert "\n" not in str(error.value)
