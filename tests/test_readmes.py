@@ -153,8 +153,8 @@ def test_a_command_of_a_readme_parses(name: str, line: str, stubbed: list[str], 
         code = cli.run(arguments)
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    # runs and config do their work at once.
-    assert stubbed or arguments[0] in ("runs", "config") or shown.out.startswith(("usage:", "--model"))
+    # runs, config and rewards do their work at once.
+    assert stubbed or arguments[0] in ("runs", "config", "rewards") or shown.out.startswith(("usage:", "--model"))
 
 
 def record_a_run(arguments: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
   plan MODEL          Work out the memory of training, and which settings make it fit.
   models              List the models that can be trained, with the memory of their weights.
+  rewards [NAME]      List the reward models, or describe one and its options.
 
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet that predicts epsilon).
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
@@ -43,6 +44,7 @@ COMMANDS = (
     "report",
     "plan",
     "models",
+    "rewards",
 )
 
 
@@ -103,7 +105,7 @@ def _command(args: list[str]) -> int:
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
     if (
-        args[0] not in ("train", "runs", "config", "report", "models", "serve-rewards")
+        args[0] not in ("train", "runs", "config", "report", "models", "serve-rewards", "rewards")
         and len(args) > 1
         and args[1] in ("-h", "--help")
     ):

@@ -4,7 +4,7 @@ Source: DDPO, arXiv 2305.13301, section 5.1.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,3 +44,13 @@ def _kilobytes(image: Tensor) -> float:
     file = io.BytesIO()
     as_image(image, width=image.shape[-1]).save(file, format="JPEG", quality=QUALITY)
     return file.tell() / 1000
+
+
+def make_compressibility() -> Callable[[Tensor, Sequence[str]], Tensor]:
+    """Return the reward; it has no options."""
+    return jpeg_compressibility
+
+
+def make_incompressibility() -> Callable[[Tensor, Sequence[str]], Tensor]:
+    """Return the reward; it has no options."""
+    return jpeg_incompressibility

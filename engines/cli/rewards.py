@@ -1,0 +1,81 @@
+"""`fluvial rewards`: list the reward models, or describe one and its options."""
+
+import inspect
+import textwrap
+
+from fluvial.engines.cli.listing import installed
+from fluvial.engines.errors import UsageError
+from fluvial.engines.plugins import did_you_mean
+
+FOOT = """
+Memory is that of the weights in float32; dtype=bfloat16 halves it. "gradient": differentiable in the images, as the recipe
+alignprop needs it. Weights are downloaded from the Hub at the commit shown, or read from a folder (weights=FOLDER).
+fluvial rewards NAME lists the options of one. Functions of your own are named as module:name.
+"""
+
+
+def run(args: list[str]) -> int:
+    """Print the table, or one reward.
+
+    Raises:
+        UsageError: the name is not that of a reward model, or a second argument follows.
+    """
+    from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
+
+    if not args or args[0] in ("-h", "--help"):
+        _table()
+        return 0
+    name = args[0]
+    if len(args) > 1:
+        raise UsageError(f"rewards takes one name at most, got {args[1]!r} after {name!r} (fluvial rewards)")
+    if name in ELSEWHERE:
+        raise UsageError(
+            f"{name} is not a reward model of fluvial: {ELSEWHERE[name]}; run it in a server, and give its address"
+        )
+    if name not in REWARD_MODELS:
+        raise UsageError(
+            f"unknown reward {name!r}, expected one of {', '.join(REWARD_MODELS)}{did_you_mean(name, REWARD_MODELS)}"
+        )
+    _describe(name)
+    return 0
+
+
+def _table() -> None:
+    """Print one entry per reward model."""
+    from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
+
+    print(f"{'--rewards':<23} {'takes':<7} {'memory':<9} {'gradient':<9} score")
+    for model in REWARD_MODELS.values():
+        memory = f"{model.gibibytes:.1f} GiB" if model.parameters else "-"
+        print(f"{model.name:<23} {model.takes:<7} {memory:<9} {'yes' if model.gradients else 'no':<9} {model.formula}")
+        commit = f" @ {model.revision[:8]}" if model.revision else ""
+        weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
+        print(f"{'':<23} {weights}{model.source}{_to_install(name=model.name)}")
+    print(FOOT, end="")
+    print("Not here, because no class of transformers loads them (run them in a server):")
+    for name, reason in ELSEWHERE.items():
+        print(f"  {name:<21} {reason}")
+    for name, source in installed("rewards").items():
+        print(f"An installed package has the reward {name}: {source}")
+
+
+def _to_install(name: str) -> str:
+    """Return what has to be installed for a reward, or nothing."""
+    from fluvial.models.rewards.table import REWARD_MODELS
+
+    missing = REWARD_MODELS[name].missing()
+    return f"; needs pip install '{REWARD_MODELS[name].install}' ({', '.join(missing)})" if missing else ""
+
+
+def _describe(name: str) -> None:
+    """Print what a reward computes, and its options with their defaults."""
+    from fluvial.models.rewards.table import REWARD_MODELS
+
+    model = REWARD_MODELS[name]
+    print(f"{name}: {model.formula}  ({model.source}){_to_install(name)}\n")
+    print(textwrap.dedent(inspect.getdoc(model.make) or ""))
+    options = [
+        f"{option.name}={option.default}" for option in inspect.signature(model.make).parameters.values()
+    ]  # every option has a default
+    if options:
+        print(f"\nOptions and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

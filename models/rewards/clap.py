@@ -1,0 +1,196 @@
+"""CLAP score: the cosine similarity of a sound and its prompt.
+
+Source: arXiv 2211.06687.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fluvial.models.pipelines.folder import quietly
+from fluvial.models.rewards import loading
+from fluvial.models.rewards.loading import LoadingError
+from fluvial.models.rewards.pixels import in_batches
+from fluvial.models.rewards.table import REWARD_MODELS
+
+MODEL = REWARD_MODELS["clap"]
+FLOOR = 1e-10  # smallest power before the logarithm
+
+
+class Clap:
+    """cos(f(a), g(p)) with a CLAP model, for a sound a and a prompt p.
+
+    A sound longer than the model hears (10 s) is scored in windows that lie evenly over it and overlap as little as they
+    can; the score is their mean. The published feature extractor takes one window at random instead.
+
+    Args:
+        weights: folder of a ClapModel of transformers without fusion, or id on the Hub.
+        sampling_rate: sampling rate of the sounds, in Hz; those of another rate than the model's are resampled.
+        revision: commit on the Hub; by default that of the default weights.
+        device: device of the model, e.g. "cuda:1"; by default that of the first sounds.
+        dtype: "float32", "bfloat16" or "float16".
+        batch: largest number of windows per forward pass.
+
+    Raises:
+        ValueError: the weights are not there, are no CLAP model or one with fusion; in one line.
+    """
+
+    def __init__(
+        self,
+        weights: str | Path = MODEL.weights,
+        *,
+        sampling_rate: int = 48000,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
+        batch: int = 16,
+    ) -> None:
+        from transformers import ClapModel
+
+        self.device, self.dtype = loading.device_of("clap", device), loading.dtype_of("clap", dtype)
+        commit = MODEL.commit(weights, revision)
+        self.model: Any = loading.load_model("clap", ClapModel, weights, commit)
+        if self.model.config.audio_config.enable_fusion:
+            raise LoadingError(
+                f"clap: the weights {weights} are a model with fusion, expected one without, e.g. {MODEL.weights}"
+            )
+        self.model.to(device=self.device, dtype=self.dtype)
+        place = loading.place_of("clap", weights)
+        self.tokenizer = loading.load_tokenizer("clap", place, commit)
+        self.features = LogMel(_settings(place, commit))
+        self.sampling_rate, self.batch = sampling_rate, batch
+
+    def __call__(self, audio: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each sound, `[B]` in float32, differentiable in the sounds.
+
+        Args:
+            audio: sounds `[B, samples]`, or `[B, channels, samples]`, whose channels are averaged; in [-1, 1].
+            prompts: prompt of each sound.
+
+        Raises:
+            ValueError: the shape is another one, or the numbers differ.
+        """
+        if audio.ndim not in (2, 3) or len(audio) != len(prompts) or not audio.shape[-1]:
+            raise ValueError(
+                f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
+                "[B, channels, samples] and one prompt per sound"
+            )
+        if self.device is None:
+            self.device = audio.device
+            self.model.to(self.device)
+        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.device, torch.float64)
+        windows = self.features.windows(resample(mono, self.sampling_rate, self.features.rate))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
+            sounds = in_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
+        return (sounds * self._texts(prompts)[:, None]).sum(-1).mean(1)
+
+    def _sounds(self, windows: Tensor) -> Tensor:
+        features = self.features(windows)[:, None].to(self.dtype)
+        longer = torch.zeros(len(windows), 1, dtype=torch.bool, device=windows.device)
+        pooled = self.model.audio_model(input_features=features, is_longer=longer).pooler_output
+        return functional.normalize(self.model.audio_projection(pooled).float(), dim=-1)
+
+    @torch.no_grad()
+    def _texts(self, prompts: Sequence[str]) -> Tensor:
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        longest = self.model.config.text_config.max_position_embeddings - 2  # positions of RoBERTa begin after the padding's
+        inputs = self.tokenizer(list(numbers), padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        ids, mask = inputs["input_ids"].to(self.device), inputs["attention_mask"].to(self.device)
+
+        def embedded(rows: Tensor) -> Tensor:
+            pooled = self.model.text_model(input_ids=ids[rows], attention_mask=mask[rows]).pooler_output
+            return functional.normalize(self.model.text_projection(pooled).float(), dim=-1)
+
+        found = in_batches(embedded, torch.arange(len(numbers), device=self.device), self.batch)
+        return found[torch.tensor([numbers[prompt] for prompt in prompts], device=self.device)]
+
+
+class LogMel:
+    """Log-mel spectrograms in decibels, as transformers' ClapFeatureExtractor computes them without fusion.
+
+    Args:
+        settings: settings of the feature extractor.
+
+    Raises:
+        LoadingError: a setting is missing, or is one that is not supported.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from transformers.audio_utils import mel_filter_bank
+
+        names = (
+            "sampling_rate",
+            "feature_size",
+            "fft_window_size",
+            "hop_length",
+            "max_length_s",
+            "frequency_min",
+            "frequency_max",
+        )
+        missing = [name for name in names if not isinstance(settings.get(name), int | float)]
+        if missing or settings.get("padding", "repeatpad") != "repeatpad":
+            raise LoadingError(f"clap: its feature extractor has no {', '.join(missing) or 'padding=repeatpad'}")
+        self.rate, self.window, self.hop = (
+            int(settings[name]) for name in ("sampling_rate", "fft_window_size", "hop_length")
+        )
+        self.length = int(settings["max_length_s"] * self.rate)
+        filters = mel_filter_bank(
+            num_frequency_bins=self.window // 2 + 1, num_mel_filters=int(settings["feature_size"]),
+            min_frequency=settings["frequency_min"], max_frequency=settings["frequency_max"], sampling_rate=self.rate,
+            norm="slaney", mel_scale="slaney",
+        )  # fmt: skip
+        self.filters = torch.from_numpy(filters).to(torch.float64)
+
+    def windows(self, audio: Tensor) -> Tensor:
+        """Return sounds `[B, samples]` as windows `[B, n, length]` of the length that the model hears.
+
+        A shorter sound is repeated as often as it fits whole, and the rest is silence.
+        """
+        samples = audio.shape[-1]
+        if samples <= self.length:
+            repeated = audio.repeat(1, self.length // samples)
+            return functional.pad(repeated, (0, self.length - repeated.shape[-1]))[:, None]
+        count = -(-samples // self.length)
+        starts = torch.linspace(0, samples - self.length, count, dtype=torch.float64).round().long().tolist()
+        return torch.stack([audio[:, start : start + self.length] for start in starts], dim=1)
+
+    def __call__(self, audio: Tensor) -> Tensor:
+        """Return `[N, frames, bins]` in float32 of sounds `[N, samples]` in float64: 10 log10 max(1e-10, M |STFT(a)|^2)."""
+        window = torch.hann_window(self.window, dtype=audio.dtype, device=audio.device)
+        spectrum = torch.stft(
+            audio, self.window, self.hop, window=window, center=True, pad_mode="reflect", return_complex=True
+        )  # [N, frequencies, frames]
+        power = spectrum.real.square() + spectrum.imag.square()
+        mel = power.transpose(1, 2) @ self.filters.to(audio.device)
+        return (10 * mel.clamp(min=FLOOR).log10()).to(torch.float32)
+
+
+def resample(audio: Tensor, rate: int, wanted: int) -> Tensor:
+    """Return sounds `[B, samples]` at another sampling rate, by their Fourier series: frequencies above both are cut."""
+    if rate == wanted:
+        return audio
+    samples = audio.shape[-1]
+    count = max(round(samples * wanted / rate), 1)
+    spectrum = torch.fft.rfft(audio)
+    kept = min(samples, count) // 2 + 1
+    cut = functional.pad(spectrum[..., :kept], (0, count // 2 + 1 - kept))
+    return torch.fft.irfft(cut, n=count) * (count / samples)
+
+
+def _settings(place: str, revision: str | None) -> Mapping[str, Any]:
+    """Return the settings of the feature extractor of a folder or of an id on the Hub."""
+    from transformers import ClapFeatureExtractor
+
+    with quietly():
+        try:
+            settings, _ = ClapFeatureExtractor.get_feature_extractor_dict(place, revision=revision)
+        except Exception as error:
+            raise LoadingError(
+                f"clap: the feature extractor of {place} cannot be loaded: {loading.first_line(error)}"
+            ) from error
+    found: Mapping[str, Any] = settings
+    return found

@@ -1,0 +1,189 @@
+"""Weights, tokenizers and preprocessing of reward models, from a folder or the Hub; what is wrong is said in one line."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fluvial.models.pipelines.folder import quietly
+from fluvial.models.rewards.pixels import Preprocess, read_preprocess
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# One of these makes a folder one of a tokenizer.
+TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model", "vocab.txt")
+
+
+class LoadingError(ValueError):
+    """A reward model cannot be built; the message is one line."""
+
+
+def place_of(reward: str, weights: str | Path) -> str:
+    """Return a folder or file of weights as it is on disk, or an id on the Hub as it is.
+
+    Raises:
+        LoadingError: it is a path, and there is nothing at it.
+    """
+    path, text = Path(weights).expanduser(), str(weights)
+    if path.exists():
+        return str(path)
+    if text.startswith((".", "/", "~")) or text.count("/") != 1:
+        raise LoadingError(f"{reward}: there is no file or folder {text}; expected one, or an id on the Hub as owner/name")
+    return text
+
+
+def load_model(reward: str, kind: Any, weights: str | Path, revision: str | None) -> Any:
+    """Return a model of transformers with its weights, for inference.
+
+    Args:
+        reward: name of the reward, for messages.
+        kind: class of the model.
+        weights: folder or id on the Hub.
+        revision: commit on the Hub.
+
+    Raises:
+        LoadingError: there are no such weights, or they are of another architecture or incomplete.
+    """
+    from transformers import AutoConfig
+
+    place, expected = place_of(reward, weights), kind.config_class.model_type
+    with quietly():
+        config = _attempt(reward, f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
+        if config.model_type != expected:
+            raise LoadingError(
+                f"{reward}: the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}"
+            )
+        model, report = _attempt(
+            reward, f"the weights {weights}", kind.from_pretrained, place, revision=revision, output_loading_info=True
+        )
+    # Numbers of positions are constants that some versions of transformers saved.
+    check_complete(reward, weights, missing=[name for name in report["missing_keys"] if not name.endswith("_ids")])
+    return frozen(model)
+
+
+def check_complete(reward: str, weights: str | Path, *, missing: Sequence[str]) -> None:
+    """Raise LoadingError if tensors are missing, which would be left as they were drawn."""
+    if missing:
+        names = sorted(missing)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LoadingError(
+            f"{reward}: the weights {weights} are incomplete: they lack {names[0]}{more}; download them again"
+        )
+
+
+def frozen(model: Any) -> Any:
+    """Return a model in evaluation mode whose parameters need no gradient."""
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(reward: str, place: str, revision: str | None) -> Any:
+    """Return the tokenizer of a folder or of an id on the Hub; LoadingError if there is none."""
+    from transformers import AutoTokenizer
+
+    with quietly():
+        return _attempt(reward, f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
+
+
+def load_preprocess(reward: str, place: str, revision: str | None) -> Preprocess:
+    """Return the preprocessing of a folder or of an id on the Hub; LoadingError if there is none, or it is not supported."""
+    from transformers.image_processing_utils import BaseImageProcessor
+
+    with quietly():
+        settings, _ = _attempt(
+            reward, f"the image processor of {place}", BaseImageProcessor.get_image_processor_dict, place, revision=revision
+        )
+    try:
+        return read_preprocess(settings)
+    except ValueError as error:
+        raise LoadingError(f"{reward}: {place} cannot be used: {error}") from error
+
+
+def hub_file(reward: str, weights: str | Path, name: str, revision: str | None) -> Path:
+    """Return the path of one file: `weights` itself, the file `name` in the folder `weights`, or of that id on the Hub.
+
+    Raises:
+        LoadingError: there is no such file.
+    """
+    place = place_of(reward, weights)
+    if Path(place).is_file():
+        return Path(place)
+    if Path(place).is_dir():
+        if (Path(place) / name).is_file():
+            return Path(place) / name
+        raise LoadingError(f"{reward}: the folder {place} has no file {name}")
+    from huggingface_hub import hf_hub_download
+
+    with quietly():
+        return Path(_attempt(reward, f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
+
+
+def read_tensors(reward: str, file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, or of a file of `torch.save`, of which nothing but tensors is unpickled.
+
+    A state dict under the key `state_dict` is taken from under it.
+
+    Raises:
+        LoadingError: the file cannot be read, or holds something else.
+    """
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        found = _attempt(reward, f"the weights {file}", load_file, file)
+    else:
+        found = _attempt(reward, f"the weights {file}", torch.load, file, map_location="cpu", weights_only=True, mmap=True)
+    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+        found = found["state_dict"]
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise LoadingError(f"{reward}: the weights {file} hold a {type(found).__name__}, expected tensors by name")
+    return found
+
+
+def processor_of(
+    weights: str | Path, revision: str | None, processor: str | None, default: tuple[str, str | None]
+) -> tuple[str, str | None]:
+    """Return the folder or id, and the commit, that the tokenizer and the preprocessing come from.
+
+    Args:
+        weights, revision: weights of the model and their commit.
+        processor: folder or id that was asked for, or None.
+        default: id and commit to take where `weights` is a folder without a tokenizer.
+    """
+    if processor is not None:
+        return str(Path(processor).expanduser()), (default[1] if processor == default[0] else None)
+    folder = Path(weights).expanduser()
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        return str(folder), None
+    return default
+
+
+def dtype_of(reward: str, name: str) -> torch.dtype:
+    """Return a dtype by its name; LoadingError for another name than one of `DTYPES`."""
+    if name not in DTYPES:
+        raise LoadingError(f"{reward}: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def device_of(reward: str, name: str | None) -> torch.device | None:
+    """Return a device by its name, or None for None; LoadingError if there is no such device."""
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise LoadingError(f"{reward}: device is {name!r}, which is not there ({first_line(error)})") from error
+    return device
+
+
+def _attempt(reward: str, what: str, function: Any, *args: Any, **options: Any) -> Any:
+    """Return the result of a loading function; LoadingError in one line if it raises."""
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        raise LoadingError(f"{reward}: {what} cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,62 @@
+"""The reward models that fluvial ships, and what it says about those that it cannot.
+
+`REWARD_MODELS["pickscore"].make(device="cuda:1")` builds one.
+"""
+
+from fluvial.models.rewards.facts import RewardModel
+
+VIT_L = "openai/clip-vit-large-patch14", "32bd64288804d66eefd0ccbe215aa642df71cc41"  # CLIP, and its commit
+READ = "1 - min(lev(t, w), |w|) / |w|"  # of the text t that is read and the text w that is asked for
+
+REWARD_MODELS: dict[str, RewardModel] = {
+    model.name: model
+    for model in (
+        RewardModel(
+            "pickscore", "pickscore:PickScore", "exp(logit_scale) cos(f(x), g(p)) / 26", "arXiv 2305.01569",
+            "none stated; MIT of the CLIP that it was finetuned from", "yuvalkirstain/PickScore_v1",
+            "a4e4367c6dfa7288a00c550414478f865b875800", 986.1, gradients=True,
+        ),
+        RewardModel(
+            "hpsv2", "hpsv2:Hpsv2", "cos(f(x), g(p))", "arXiv 2306.09341", "Apache-2.0", "xswu/HPSv2",
+            "697403c78157020a1ae59d23f111aa58ced35b0a", 986.1, gradients=True,
+        ),
+        RewardModel(
+            "imagereward", "imagereward:ImageReward", "(h(t(x, p)) - 0.167) / 1.033, h linear", "arXiv 2304.05977",
+            "Apache-2.0", "THUDM/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72", 446.0, gradients=True,
+        ),
+        RewardModel(
+            "clipscore", "clipscore:ClipScore", "cos(f(x), g(p))", "arXiv 2104.08718", "MIT", *VIT_L, 427.6, gradients=True,
+        ),
+        RewardModel(
+            "siglip", "siglip:Siglip", "cos(f(x), g(p))", "arXiv 2303.15343", "Apache-2.0",
+            "google/siglip-so400m-patch14-384",
+            "9fdffc58afc957d1a03a25b10dba0329ab15c2a3", 878.0, "fluvial[rewards]", ("sentencepiece",), gradients=True,
+        ),
+        RewardModel(
+            "aesthetic", "aesthetic:Aesthetic", "h(f(x) / |f(x)|), h linear", "LAION; arXiv 2305.13301",
+            "MIT (CLIP), Apache-2.0 (head)", *VIT_L, 428.5, gradients=True,
+        ),
+        RewardModel(
+            "got_ocr", "got_ocr:GotOcr", READ, "arXiv 2409.01704", "Apache-2.0", "stepfun-ai/GOT-OCR-2.0-hf",
+            "d3017ef2c2c1395888c8d635c5e0508bcb0ac78d", 560.5,
+        ),
+        RewardModel(
+            "clap", "clap:Clap", "cos(f(a), g(p))", "arXiv 2211.06687", "Apache-2.0", "laion/clap-htsat-unfused",
+            "8fa0f1c6d0433df6e97c127f64b2a1d6c0dcda8a", 153.5, gradients=True, takes="audio",
+        ),
+        RewardModel("jpeg", "jpeg:make_compressibility", "-bytes(JPEG_95(x)) / 1000", "arXiv 2305.13301", "none"),
+        RewardModel(
+            "jpeg_incompressibility", "jpeg:make_incompressibility", "bytes(JPEG_95(x)) / 1000", "arXiv 2305.13301", "none"
+        ),
+    )
+}  # fmt: skip
+
+# Rewards that people ask for by name, and why they run in a server of their own.
+ELSEWHERE: dict[str, str] = {
+    "hpsv3": "its package pins its own Qwen2-VL; no class of transformers loads its head",
+    "geneval": "needs mmdet and Python 3.10",
+    "deqa": "needs mPLUG-Owl2, which is code in its repository",
+    "unifiedreward": "a vision-language model of 7 billion parameters: serve it with vLLM or sglang",
+    "videoalign": "Qwen2-VL with tokens and a head of its own, which are code in its repository",
+    "imagebind": "no class of transformers; its package needs torchvision and torchaudio",
+}

@@ -1,0 +1,87 @@
+"""How far the text that an image shows is the text that its prompt asks for: the score of all OCR rewards.
+
+Source: flow_grpo, arXiv 2505.05470, section 5.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fluvial.models.rewards.pixels import as_bytes, frames_of
+
+QUOTES = {'"': '"', "“": "”", "„": "“", "«": "»"}  # opening to closing
+
+
+def quoted(prompt: str) -> str:
+    """Return the text between the first double quotes of a prompt.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for at, character in enumerate(prompt):
+        if character in QUOTES:
+            end = prompt.find(QUOTES[character], at + 1)
+            if end > at + 1:
+                return prompt[at + 1 : end]
+            break
+    raise ValueError(f'the prompt {prompt!r} has no text in double quotes, expected the text to draw, as in: a sign "OPEN"')
+
+
+def levenshtein(a: str, b: str) -> int:
+    """Return the smallest number of insertions, deletions and substitutions of characters that turn `a` into `b`."""
+    row = list(range(len(b) + 1))
+    for i, first in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, second in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (first != second))
+    return row[-1]
+
+
+def text_score(found: str, target: str) -> float:
+    """Return 1 - min(levenshtein(found, target), |target|) / |target|; 1 if the target is a part of what was found.
+
+    Blanks are dropped and case is ignored.
+
+    Raises:
+        ValueError: the target has nothing but blanks.
+    """
+    found, target = ("".join(text.split()).lower() for text in (found, target))
+    if not target:
+        raise ValueError("the text to draw is empty, expected at least one character")
+    if target in found:
+        return 1.0
+    return 1 - min(levenshtein(found, target), len(target)) / len(target)
+
+
+def score_texts(
+    read: Callable[[Tensor], list[str]], target: Callable[[str], str], images: Tensor, prompts: Sequence[str], frames: int
+) -> Tensor:
+    """Return the score of each image, `[B]` in float32; of videos the mean over frames.
+
+    Args:
+        read: function that returns the text in each of the images `[N, H, W, 3]` in uint8.
+        target: function that returns the text that a prompt asks for.
+        images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
+        prompts: prompt of each image.
+        frames: largest number of evenly spaced frames per video.
+    """
+    wanted = [target(prompt) for prompt in prompts]
+    if len(images) != len(wanted):
+        raise ValueError(f"there are {len(images)} images and {len(wanted)} prompts, expected one prompt per image")
+    chosen = frames_of(images.detach(), frames)
+    texts = read(as_bytes(chosen.flatten(0, 1)).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
+    count = chosen.shape[1]
+    scores = [text_score(text, wanted[i // count]) for i, text in enumerate(texts)]
+    return torch.tensor(scores, dtype=torch.float32, device=images.device).view(len(wanted), count).mean(1)
+
+
+def target_of(reward: str, target: str) -> Callable[[str], str]:
+    """Return the function from a prompt to the text to draw: `quoted` or the prompt as it is.
+
+    Raises:
+        ValueError: `target` is neither "quoted" nor "prompt".
+    """
+    if target not in ("quoted", "prompt"):
+        raise ValueError(f"{reward}: target is {target!r}, expected quoted or prompt")
+    return quoted if target == "quoted" else str

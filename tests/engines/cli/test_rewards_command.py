@@ -1,0 +1,88 @@
+"""`fluvial rewards`: the table, one reward and its options, and names that are not there."""
+
+import inspect
+
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
+
+
+def test_every_reward_is_listed_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Formula, weights and commit, memory, licence and source; and why others are not there."""
+    assert cli.run(["rewards"]) == 0
+    shown = capsys.readouterr().out
+    for model in REWARD_MODELS.values():
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{model.name} ")]
+        assert model.formula in line
+        assert model.source in shown
+        if model.weights:
+            assert f"{model.weights} @ {str(model.revision)[:8]}, licence: {model.licence}" in shown
+            assert f"{model.gibibytes:.1f} GiB" in line
+    for name, reason in ELSEWHERE.items():
+        assert f"{name} " in shown
+        assert reason in shown
+    assert max(map(len, shown.splitlines())) <= 160
+
+
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_a_reward_is_described_with_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["rewards", name]) == 0
+    shown = capsys.readouterr().out
+    model = REWARD_MODELS[name]
+    assert shown.startswith(f"{name}: {model.formula}")
+    assert (inspect.getdoc(model.make) or "?").splitlines()[0] in shown
+    for option in inspect.signature(model.make).parameters.values():
+        assert option.default is not option.empty
+        assert f"{option.name}={option.default}" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["pikscore"], "unknown reward 'pikscore', expected one of pickscore, hpsv2"),
+        (["pikscore"], "did you mean 'pickscore'?"),
+        (["geneval"], "geneval is not a reward model of fluvial: needs mmdet"),
+        (["pickscore", "x"], "rewards takes one name at most, got 'x' after 'pickscore'"),
+    ],
+)
+def test_wrong_names_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["rewards", *args]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fluvial.models.rewards.facts.find_spec", lambda name: None)
+    assert cli.run(["rewards", "siglip"]) == 0
+    assert "needs pip install 'fluvial[rewards]' (sentencepiece)" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_the_networks() -> None:
+    """Parameters of the published shapes, counted without memory."""
+    import torch
+    from transformers import CLIPConfig, CLIPModel
+
+    shapes = {
+        "clipscore": (
+            {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
+            768,
+            12,
+            768,
+        ),
+        "hpsv2": (
+            {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "patch_size": 14},
+            1024,
+            24,
+            1024,
+        ),
+    }
+    for name, (vision, width, layers, out) in shapes.items():
+        text = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": 16}
+        with torch.device("meta"):
+            config = CLIPConfig(vision_config={**vision, **heads}, text_config={**text, **heads}, projection_dim=out)
+            model = CLIPModel(config)
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        assert REWARD_MODELS[name].parameters == pytest.approx(millions, abs=0.06)

@@ -1,0 +1,73 @@
+"""Tiny reward models with random weights, saved as their published ones are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_encoders import clip_tokenizer
+
+from fluvial.core.random import key, normal, uniform
+
+
+def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> torch.Tensor:
+    """Return images `[count, 3, height, width]` that are smooth in places and rough in others, in steps of 1/255."""
+    noise = uniform(key(seed), (count, 3, height, width))
+    ramp = torch.linspace(0, 1, width) * torch.linspace(1, 0, height)[:, None]
+    return ((noise * 0.5 + ramp * torch.linspace(0.2, 1, count)[:, None, None, None]).clamp(0, 1) * 255).round() / 255
+
+
+def randomise(model: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
+    """Draw every parameter, so that no two outputs are alike and no bias is 0."""
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            drawn = normal(key(1000 * seed + number), tuple(parameter.shape)) * scale
+            parameter.copy_(drawn + 1 if "norm" in name.lower() and name.endswith("weight") else drawn)
+    return model.eval()
+
+
+def clip_settings() -> dict[str, Any]:
+    """Return the settings of the image processor of a CLIP that sees 30 x 30 pixels."""
+    from fluvial.models.rewards.pixels import CLIP_MEAN, CLIP_STD
+
+    return {
+        "do_resize": True, "size": {"shortest_edge": 30}, "resample": 3, "do_center_crop": True,
+        "crop_size": {"height": 30, "width": 30}, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD),
+    }  # fmt: skip
+
+
+def clip(*, act: str = "quick_gelu") -> Any:
+    """Return a CLIPModel of two layers per tower."""
+    from transformers import CLIPConfig, CLIPModel
+
+    common = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "hidden_act": act,
+        "projection_dim": 12,
+    }
+    config = CLIPConfig(
+        projection_dim=12,
+        vision_config={**common, "hidden_size": 16, "image_size": 30, "patch_size": 10},
+        text_config={
+            **common, "hidden_size": 20, "vocab_size": len(clip_tokenizer()), "max_position_embeddings": 24,
+            "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+        },
+    )  # fmt: skip
+    return randomise(CLIPModel(config))
+
+
+def save_clip(folder: Path) -> Any:
+    """Save a CLIPModel, its tokenizer and the settings of its image processor to a folder, and return the model."""
+    model = clip()
+    model.save_pretrained(folder)
+    clip_tokenizer(24).save_pretrained(folder)
+    write_settings(folder, {**clip_settings(), "image_processor_type": "CLIPImageProcessor"})
+    return model
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of an image processor."""
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,163 @@
+"""CLAP on a tiny model: spectrograms of the published extractor, and the score from the towers' outputs in numpy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy_towers as nt
+import pytest
+import tiny_rewards
+import torch
+from scipy.signal import resample as scipy_resample
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from fluvial.core.random import key, uniform
+from fluvial.models.rewards.clap import Clap, LogMel, resample
+
+PROMPTS = ["rain", "a dog and rain", "a dog"]
+WORDS = ["<s>", "<pad>", "</s>", "<unk>", "a", "dog", "and", "rain"]
+RATE = 8000
+
+
+def extractor() -> Any:
+    """Return the published feature extractor for sounds of one second at 8 kHz."""
+    from transformers import ClapFeatureExtractor
+
+    return ClapFeatureExtractor(
+        feature_size=16, sampling_rate=RATE, hop_length=160, max_length_s=1, fft_window_size=256, frequency_min=50,
+        frequency_max=3500, truncation="rand_trunc", padding="repeatpad",
+    )  # fmt: skip
+
+
+def config(**audio: Any) -> Any:
+    """Return the configuration of a tiny model."""
+    from transformers import ClapConfig
+
+    return ClapConfig(
+        projection_dim=12,
+        text_config={
+            "vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 20, "max_position_embeddings": 32,
+        },
+        audio_config={
+            "num_mel_bins": 16, "spec_size": 32, "window_size": 4, "patch_size": 4, "patch_stride": [4, 4], "depths": [1, 1],
+            "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "hidden_size": 16, "num_hidden_layers": 2, **audio,
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny CLAP model without fusion."""
+    from transformers import ClapModel, PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("clap")
+    tiny_rewards.randomise(ClapModel(config())).save_pretrained(place)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(place)
+    extractor().save_pretrained(place)
+    return place
+
+
+def sounds(samples: int = 6000) -> torch.Tensor:
+    """Return sounds `[3, samples]`: noise of rising loudness over a tone."""
+    time = torch.arange(samples) / RATE
+    tone = torch.sin(2 * torch.pi * 440 * time)
+    return (uniform(key(0), (3, samples)) - 0.5) * torch.tensor([0.1, 0.4, 0.8])[:, None] + 0.3 * tone
+
+
+@pytest.mark.parametrize("samples", [8000, 6000, 2500])
+def test_spectrograms_are_those_of_the_published_extractor(samples: int) -> None:
+    """Of sounds that are as long as the model hears, shorter, and so short that they are repeated."""
+    expected = extractor()(list(sounds(samples).numpy()), sampling_rate=RATE, return_tensors="pt")["input_features"]
+    features = LogMel(extractor().to_dict())
+    found = features(features.windows(sounds(samples).double())[:, 0])
+    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-3)
+
+
+def test_a_long_sound_is_cut_into_windows_that_cover_it() -> None:
+    features = LogMel(extractor().to_dict())
+    audio = torch.arange(20000.0).expand(2, -1)
+    windows = features.windows(audio)
+    assert windows.shape == (2, 3, 8000)
+    assert windows[0, :, 0].tolist() == [0, 6000, 12000]
+
+
+def expected(folder: Path, audio: torch.Tensor) -> nt.Array:
+    """Return the scores, with the text model and all projections in numpy and the audio model of transformers."""
+    from transformers import AutoTokenizer, ClapModel
+
+    model = ClapModel.from_pretrained(folder).eval()
+    features = extractor()(list(audio.numpy()), sampling_rate=RATE, return_tensors="pt")
+    with torch.no_grad():
+        heard = model.audio_model(**features).pooler_output.double().numpy()
+    state = nt.arrays(model.state_dict())
+    w, texts = nt.below(state, "text_model."), []
+    for prompt in PROMPTS:
+        ids = np.array(AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"])
+        x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
+        x = nt.norm(
+            x + w["embeddings.position_embeddings.weight"][2 + np.arange(len(ids))], w, "embeddings.LayerNorm", 1e-12
+        )
+        b = nt.below(w, "encoder.layer.0.")
+        q, k, v = (nt.linear(x, b, f"attention.self.{name}") for name in ("query", "key", "value"))
+        x = nt.norm(
+            x + nt.linear(nt.attend(q, k, v, 2), b, "attention.output.dense"), b, "attention.output.LayerNorm", 1e-12
+        )
+        inner = nt.linear(nt.gelu(nt.linear(x, b, "intermediate.dense")), b, "output.dense")
+        x = nt.norm(x + inner, b, "output.LayerNorm", 1e-12)
+        texts.append(np.tanh(nt.linear(x[0], w, "pooler.dense")))
+    sides = []
+    for x, name in ((heard, "audio_projection"), (np.stack(texts), "text_projection")):
+        p = nt.below(state, f"{name}.")
+        sides.append(nt.unit(nt.linear(np.maximum(nt.linear(x, p, "linear1"), 0), p, "linear2")))
+    return (sides[0] * sides[1]).sum(-1)
+
+
+def test_scores_are_the_formula(folder: Path) -> None:
+    found = Clap(folder, sampling_rate=RATE)(sounds(), PROMPTS)
+    np.testing.assert_allclose(found.numpy(), expected(folder, sounds()), rtol=1e-3, atol=1e-4)
+    assert found.std() > 1e-3
+
+
+def test_gradients_batches_channels_and_windows(folder: Path) -> None:
+    reward = Clap(folder, sampling_rate=RATE, batch=2)
+    audio = sounds().requires_grad_()
+    scores = reward(audio, PROMPTS)
+    (grad,) = torch.autograd.grad(scores.sum(), audio)
+    assert grad.norm(dim=1).min() > 0
+    single = torch.cat([reward(audio[i : i + 1].detach(), [prompt]) for i, prompt in enumerate(PROMPTS)])
+    torch.testing.assert_close(single, scores.detach(), rtol=1e-4, atol=1e-5)
+    mono = audio.detach()
+    stereo = torch.stack([mono * 1.5, mono * 0.5], 1)
+    torch.testing.assert_close(reward(stereo, PROMPTS), scores.detach(), rtol=1e-3, atol=1e-4)
+    long = sounds(16000)
+    halves = (reward(long[:, :8000], PROMPTS) + reward(long[:, 8000:], PROMPTS)) / 2
+    torch.testing.assert_close(reward(long, PROMPTS), halves, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(6000, 8000), (16000, 8000), (44100, 48000)])
+def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
+    """By Fourier series, of a sound that has no frequencies above both."""
+    time = torch.arange(601, dtype=torch.float64) / 601
+    audio = sum(torch.sin(2 * torch.pi * n * time + n) / n for n in (1, 7, 40, 90))
+    assert isinstance(audio, torch.Tensor)
+    found = resample(audio[None], rate, wanted)[0]
+    np.testing.assert_allclose(found.numpy(), scipy_resample(audio.numpy(), round(601 * wanted / rate)), atol=1e-9)
+    assert resample(audio, rate, rate) is audio
+
+
+def test_what_is_wrong_is_one_line(folder: Path, tmp_path: Path) -> None:
+    from transformers import ClapModel
+
+    with pytest.raises(ValueError, match=r"audio has the shape \[3, 6000\] for 1 prompts"):
+        Clap(folder)(sounds(), ["rain"])
+    ClapModel(config(enable_fusion=True, fusion_type="channel_map", patch_embed_input_channels=4)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="are a model with fusion, expected one without"):
+        Clap(tmp_path)
+    with pytest.raises(ValueError, match="clap: its feature extractor has no hop_length"):
+        LogMel({**extractor().to_dict(), "hop_length": None})

@@ -1,0 +1,210 @@
+"""PickScore, CLIPScore and the aesthetic score on a tiny CLIP model, against their formulas in numpy."""
+
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy_towers
+import pytest
+import tiny_rewards
+import torch
+from numpy_towers import Array, quick_gelu
+from torch import Tensor
+
+from fluvial.core.random import key, normal
+from fluvial.models.rewards.aesthetic import Aesthetic
+from fluvial.models.rewards.clipscore import ClipScore
+from fluvial.models.rewards.pickscore import PickScore
+from fluvial.models.rewards.pixels import Preprocess
+
+PROMPTS = ["a red cat", "two dogs, one hat!", "a red cat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny CLIP model, with a head of the aesthetic predictor."""
+    place = tmp_path_factory.mktemp("clip")
+    tiny_rewards.save_clip(place)
+    sizes = [12, 9, 5, 1]
+    tensors = {}
+    for number, (inputs, outputs) in enumerate(pairwise(sizes)):
+        tensors[f"layers.{2 * number}.weight"] = normal(key(50 + number), (outputs, inputs))
+        tensors[f"layers.{2 * number}.bias"] = normal(key(60 + number), (outputs,))
+    torch.save(tensors, place / "aesthetic-model.pth")
+    return place
+
+
+def build(name: str, folder: Path, **options: Any) -> Any:
+    """Return a reward on the tiny model."""
+    if name == "aesthetic":
+        return Aesthetic(folder, head=folder, **options)
+    return (PickScore if name == "pickscore" else ClipScore)(folder, **options)
+
+
+def reference(folder: Path) -> tuple[Array, Array, dict[str, Array]]:
+    """Return the embeddings of the images and of the prompts in numpy, and the weights."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    state = numpy_towers.arrays(CLIPModel.from_pretrained(folder).state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = np.array([tokenizer(prompt, padding="max_length", max_length=24)["input_ids"] for prompt in PROMPTS])
+    pixels = Preprocess(30, (30, 30))(tiny_rewards.images()).double().numpy()
+    common: dict[str, Any] = {"heads": 2, "layers": 2, "act": quick_gelu}
+    return (
+        numpy_towers.clip_vision(pixels, state, **common),
+        numpy_towers.clip_text(ids, state, end=1, **common),
+        state,
+    )
+
+
+def expected(name: str, folder: Path) -> Array:
+    """Return the scores of a reward by its formula in numpy."""
+    images, texts, state = reference(folder)
+    cosines = (images * texts).sum(-1)
+    if name == "aesthetic":
+        head = numpy_towers.arrays(torch.load(folder / "aesthetic-model.pth", weights_only=True))
+        for i in (0, 2, 4):
+            images = images @ head[f"layers.{i}.weight"].T + head[f"layers.{i}.bias"]
+        return images[:, 0]
+    return np.exp(state["logit_scale"]) * cosines / 26 if name == "pickscore" else cosines
+
+
+NAMES = ["pickscore", "clipscore", "aesthetic"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_the_formula(name: str, folder: Path) -> None:
+    """They differ between images and prompts, and are those of numpy to float32's rounding."""
+    found = build(name, folder)(tiny_rewards.images(), PROMPTS)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected(name, folder), rtol=1e-4, atol=1e-5)
+    assert found.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_do_not_depend_on_the_batch(name: str, folder: Path) -> None:
+    images = tiny_rewards.images()
+    whole = build(name, folder)(images, PROMPTS)
+    torch.testing.assert_close(build(name, folder, batch=1)(images, PROMPTS), whole, rtol=1e-5, atol=1e-6)
+    for i, prompt in enumerate(PROMPTS):
+        torch.testing.assert_close(build(name, folder)(images[i : i + 1], [prompt])[0], whole[i], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_video_has_the_mean_score_of_its_frames(name: str, folder: Path) -> None:
+    frames = tiny_rewards.images(3)
+    reward = build(name, folder, frames=2)  # the first and the last
+    video = frames.transpose(0, 1)[None]
+    found = reward(video, PROMPTS[:1])
+    torch.testing.assert_close(found[0], reward(frames[[0, 2]], [PROMPTS[0]] * 2).mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_flow_to_the_images_and_not_to_the_weights(name: str, folder: Path) -> None:
+    """A step along the gradient raises the score by about its squared length."""
+    reward = build(name, folder)
+    images = (tiny_rewards.images() * 0.5 + 0.25).requires_grad_()
+    scores = reward(images, PROMPTS)
+    (grad,) = torch.autograd.grad(scores.sum(), images)
+    assert grad.flatten(1).norm(dim=1).min() > 0
+    assert not any(parameter.requires_grad for parameter in reward.towers.model.parameters())
+    # Images are scored in steps of 1/255: a step has to be longer than that to count.
+    step = 0.2 * grad / grad.flatten(1).abs().amax(1)[:, None, None, None]
+    after = reward((images + step).detach(), PROMPTS)
+    assert not after.requires_grad
+    assert bool((after > scores).all())
+
+
+def test_the_gradient_of_a_loss_on_the_score_is_that_of_the_model_on_unrounded_pixels(folder: Path) -> None:
+    """The whole way, against the model on pixels resized without rounding."""
+    from torch.nn import functional
+
+    reward = build("pickscore", folder)
+    images = (tiny_rewards.images(3, 60, 60) * 0.5 + 0.25).requires_grad_()
+    (found,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
+
+    def plain(x: Tensor) -> Tensor:
+        preprocess = Preprocess(30)
+        small = functional.interpolate(x, (30, 30), mode="bicubic", antialias=True, align_corners=False)
+        return (small - torch.tensor(preprocess.mean)[:, None, None]) / torch.tensor(preprocess.std)[:, None, None]
+
+    reward.towers.preprocess = plain
+    (wanted,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
+    assert functional.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.99
+    assert abs(float(found.norm() / wanted.norm()) - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("form", "formula"),
+    [
+        ("cosine", lambda c, s: c),
+        ("logits", lambda c, s: s * c / 30),
+        ("paper", lambda c, s: 2.5 * np.maximum(c, 0)),
+    ],
+)
+def test_forms_of_clipscore(form: str, formula: Callable[[Array, Array], Array], folder: Path) -> None:
+    images, texts, state = reference(folder)
+    wanted = formula((images * texts).sum(-1), np.exp(state["logit_scale"]))
+    found = ClipScore(folder, form=form)(tiny_rewards.images(), PROMPTS)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lower_precision_is_near(folder: Path) -> None:
+    reward = build("pickscore", folder, dtype="bfloat16", device="cpu")
+    assert {parameter.dtype for parameter in reward.towers.model.parameters()} == {torch.bfloat16}
+    found = reward(tiny_rewards.images(), PROMPTS)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected("pickscore", folder), atol=0.02)
+
+
+def refused(build: Callable[[], Any]) -> str:
+    """Return the one line that building a reward ends with."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        build()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_wrong_with_the_weights_is_one_line(folder: Path, tmp_path: Path) -> None:
+    """Nothing there, another architecture, a file cut short, tensors missing, a head of another model."""
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig
+
+    assert refused(lambda: PickScore("/no/such/folder")).startswith("pickscore: there is no file or folder /no/such/folder")
+    BertConfig().save_pretrained(tmp_path / "bert")
+    assert "are of the architecture 'bert', expected 'clip'" in refused(lambda: ClipScore(tmp_path / "bert"))
+    (tmp_path / "empty").mkdir()
+    assert refused(lambda: PickScore(tmp_path / "empty")).startswith("pickscore: the weights")
+
+    shutil.copytree(folder, tmp_path / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "cannot be loaded" in refused(lambda: PickScore(tmp_path / "cut"))
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["visual_projection.weight"]
+    save_file(tensors, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    assert "they lack visual_projection.weight" in refused(lambda: PickScore(tmp_path / "cut"))
+
+    torch.save({"layers.0.weight": torch.zeros(1, 7), "layers.0.bias": torch.zeros(1)}, tmp_path / "head.pth")
+    assert "expected 12 -> ... -> 1" in refused(lambda: Aesthetic(folder, head=tmp_path / "head.pth"))
+    torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
+    assert "expected layers.0.weight" in refused(lambda: Aesthetic(folder, head=tmp_path / "other.pth"))
+    (tmp_path / "text.pth").write_text("not weights")
+    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "text.pth"))
+
+
+def test_what_is_wrong_with_an_option_is_one_line(folder: Path) -> None:
+    assert "dtype is 'int8', expected one of float32, bfloat16, float16" in refused(lambda: PickScore(folder, dtype="int8"))
+    assert "device is 'cuda:77', which is not there" in refused(lambda: PickScore(folder, device="cuda:77"))
+    assert "form is 'sine', expected one of cosine, logits, paper" in refused(lambda: ClipScore(folder, form="sine"))
+    assert "3 images and 1 prompts" in refused(lambda: PickScore(folder)(tiny_rewards.images(), ["a"]))
+
+
+def test_unpickling_a_head_runs_no_code(folder: Path, tmp_path: Path) -> None:
+    """A file of torch.save can hold any object; only tensors are read."""
+    torch.save({"layers.0.weight": Path("x")}, tmp_path / "evil.pth")
+    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "evil.pth"))

@@ -1,0 +1,190 @@
+"""HPSv2.1: weights of open_clip, converted, against open_clip's own mathematics in numpy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy_towers as nt
+import pytest
+import tiny_rewards
+import torch
+from numpy_towers import Array
+from tiny_encoders import clip_tokenizer
+
+from fluvial.core.random import key, normal
+from fluvial.models.rewards.hpsv2 import FILE, Hpsv2
+from fluvial.models.rewards.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
+
+PROMPTS = ["a red cat", "two dogs", "a red cat"]
+WIDTH, TEXT, OUT, LAYERS, HEADS, PATCH, SIDE, LENGTH = 16, 20, 12, 2, 2, 10, 30, 24
+
+
+def vocabulary() -> Any:
+    """Return a tokenizer whose end is the largest token, as CLIP's is."""
+    from transformers import CLIPTokenizer
+
+    words = [word for word in sorted(clip_tokenizer().get_vocab()) if not word.startswith("<|")]
+    vocab = {word: i for i, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=LENGTH)
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Return a random state dict of open_clip's CLIP with a vision transformer."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "logit_scale": (), "positional_embedding": (LENGTH, TEXT), "text_projection": (TEXT, OUT),
+        "token_embedding.weight": (len(vocabulary()), TEXT), "visual.class_embedding": (WIDTH,),
+        "visual.positional_embedding": (1 + (SIDE // PATCH) ** 2, WIDTH), "visual.proj": (WIDTH, OUT),
+        "visual.conv1.weight": (WIDTH, 3, PATCH, PATCH),
+    }  # fmt: skip
+    norms = ["visual.ln_pre", "visual.ln_post", "ln_final"]
+    widths = {"visual.ln_pre": WIDTH, "visual.ln_post": WIDTH, "ln_final": TEXT}
+    for tower, width in (("visual.", WIDTH), ("", TEXT)):
+        for i in range(LAYERS):
+            at = f"{tower}transformer.resblocks.{i}."
+            shapes |= {
+                f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,),
+                f"{at}attn.out_proj.weight": (width, width), f"{at}attn.out_proj.bias": (width,),
+                f"{at}mlp.c_fc.weight": (24, width), f"{at}mlp.c_fc.bias": (24,),
+                f"{at}mlp.c_proj.weight": (width, 24), f"{at}mlp.c_proj.bias": (width,),
+            }  # fmt: skip
+            for name in ("ln_1", "ln_2"):
+                norms.append(at + name)
+                widths[at + name] = width
+    for name in norms:
+        shapes |= {f"{name}.weight": (widths[name],), f"{name}.bias": (widths[name],)}
+    drawn = {name: 0.3 * normal(key(number), shape) for number, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: value + 1 if f"{name}".endswith(("ln_1.weight", "ln_2.weight", "ln_final.weight")) else value
+        for name, value in drawn.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the weights as they are published, and a tokenizer."""
+    place = tmp_path_factory.mktemp("hpsv2")
+    mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+    torch.save({"state_dict": {**state(), "attn_mask": mask}}, place / FILE)
+    vocabulary().save_pretrained(place)
+    return place
+
+
+def resblock(x: Array, w: nt.Weights, allowed: Array | None = None) -> Array:
+    """Return a block of open_clip."""
+    y = nt.norm(x, w, "ln_1")
+    q, k, v = np.split(y @ w["attn.in_proj_weight"].T + w["attn.in_proj_bias"], 3, axis=-1)
+    x = x + nt.linear(nt.attend(q, k, v, HEADS, allowed), w, "attn.out_proj")
+    return x + nt.linear(nt.gelu(nt.linear(nt.norm(x, w, "ln_2"), w, "mlp.c_fc")), w, "mlp.c_proj")
+
+
+def expected(pixels: Array, ids: Array) -> Array:
+    """Return the cosine of images and texts, as open_clip computes it."""
+    w = nt.arrays(state())
+    x = nt.patches(pixels, w["visual.conv1.weight"])
+    first = np.broadcast_to(w["visual.class_embedding"], (len(x), 1, WIDTH))
+    x = nt.norm(np.concatenate([first, x], 1) + w["visual.positional_embedding"], w, "visual.ln_pre")
+    y = w["token_embedding.weight"][ids] + w["positional_embedding"]
+    for i in range(LAYERS):
+        x = resblock(x, nt.below(w, f"visual.transformer.resblocks.{i}."))
+        y = resblock(y, nt.below(w, f"transformer.resblocks.{i}."), np.tril(np.ones((LENGTH, LENGTH), dtype=bool)))
+    image = nt.norm(x[:, 0], w, "visual.ln_post") @ w["visual.proj"]
+    text = nt.norm(y, w, "ln_final")[np.arange(len(ids)), ids.argmax(1)] @ w["text_projection"]
+    return (nt.unit(image) * nt.unit(text)).sum(-1)
+
+
+def test_scores_are_those_of_open_clip(folder: Path) -> None:
+    """Texts padded with 0, as open_clip does; the conversion drops, transposes and splits tensors."""
+    images, tokenizer = tiny_rewards.images(), vocabulary()
+    texts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    ids = np.array([text + [0] * (LENGTH - len(text)) for text in texts])
+    padded = pad_to_square(images.double(), SIDE).numpy()
+    pixels = (padded - np.array(CLIP_MEAN)[:, None, None]) / np.array(CLIP_STD)[:, None, None]
+    found = Hpsv2(folder, heads=(HEADS, HEADS))(images, PROMPTS)
+    np.testing.assert_allclose(found.numpy(), expected(pixels, ids), rtol=1e-4, atol=1e-5)
+    assert found.std() > 1e-3
+
+
+def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
+    """As torchvision resizes tensors: Keys' cubic with a = -1/2, stretched where the image shrinks, without clipping."""
+
+    def matrix(have: int, wanted: int) -> Array:
+        scale = have / wanted
+        stretch = max(scale, 1.0)
+        rows = np.zeros((wanted, have))
+        for i in range(wanted):
+            centre = (i + 0.5) * scale
+            for j in range(max(int(centre - 2 * stretch + 0.5), 0), min(int(centre + 2 * stretch + 0.5), have)):
+                x = abs(j - centre + 0.5) / stretch
+                rows[i, j] = (1.5 * x - 2.5) * x * x + 1 if x < 1 else ((-0.5 * x + 2.5) * x - 4) * x + 2 if x < 2 else 0
+        return rows / rows.sum(1, keepdims=True)
+
+    image = tiny_rewards.images(1, 41, 53).double()
+    wanted = matrix(41, 23) @ image.numpy() @ matrix(53, 30).T  # round(41 * 30 / 53) = 23
+    found = pad_to_square(image, 30).numpy()
+    np.testing.assert_allclose(found[:, :, 3:26], wanted, atol=1e-6)
+    assert abs(found[:, :, :3]).max() == abs(found[:, :, 26:]).max() == 0
+
+
+def test_gradients_batches_and_videos(folder: Path) -> None:
+    reward = Hpsv2(folder, heads=(HEADS, HEADS), frames=3)
+    images = tiny_rewards.images().requires_grad_()
+    scores = reward(images, PROMPTS)
+    (grad,) = torch.autograd.grad(scores.sum(), images)
+    assert grad.flatten(1).norm(dim=1).min() > 0
+    single = torch.cat([reward(images[i : i + 1].detach(), [prompt]) for i, prompt in enumerate(PROMPTS)])
+    torch.testing.assert_close(single, scores.detach(), rtol=1e-5, atol=1e-6)
+    video = images.detach().transpose(0, 1)[None]
+    mean = reward(images.detach(), PROMPTS[:1] * 3).mean()
+    torch.testing.assert_close(reward(video, PROMPTS[:1])[0], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
+    """No such file, another model, tensors missing or of another shape, tensors that a CLIP model does not have."""
+
+    def message(tensors: Any) -> str:
+        torch.save(tensors, tmp_path / FILE)
+        with pytest.raises(ValueError, match="hpsv2: ") as caught:
+            Hpsv2(tmp_path, processor=str(folder), heads=(HEADS, HEADS))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    with pytest.raises(ValueError, match=f"the folder {tmp_path} has no file HPS_v2"):
+        Hpsv2(tmp_path)
+    assert "expected a state dict of open_clip" in message({"weight": torch.zeros(1)})
+    assert "expected tensors by name" in message([1, 2])
+    whole = state()
+    assert "visual.more, which a CLIP model does not have" in message({**whole, "visual.more": torch.zeros(1)})
+    del whole["visual.ln_post.bias"]
+    assert "they lack vision_model.post_layernorm.bias" in message(whole)
+    assert "do not fit together" in message({**whole, "visual.ln_post.bias": torch.zeros(3)})
+    assert "tokens and the weights 7" in message({**state(), "token_embedding.weight": torch.zeros(7, TEXT)})
+
+
+def test_heads_of_the_published_model_are_known() -> None:
+    """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
+    from fluvial.models.rewards.open_clip import config_of
+
+    tensors = {name: torch.empty(0) for name in ("logit_scale",)}
+    shapes = {
+        "visual.conv1.weight": (1280, 3, 14, 14), "token_embedding.weight": (49408, 1024), "visual.proj": (1280, 1024),
+        "visual.positional_embedding": (257, 1280), "positional_embedding": (77, 1024),
+        "visual.transformer.resblocks.31.mlp.c_fc.weight": (5120, 1280),
+        "transformer.resblocks.23.mlp.c_fc.weight": (4096, 1024),
+        "visual.transformer.resblocks.0.mlp.c_fc.weight": (5120, 1280),
+        "transformer.resblocks.0.mlp.c_fc.weight": (4096, 1024),
+    }  # fmt: skip
+    tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    config = config_of(tensors, None)
+    vision, text = config.vision_config, config.text_config
+    assert (vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act) == (
+        16,
+        32,
+        224,
+        "gelu",
+    )
+    assert (text.num_attention_heads, text.num_hidden_layers, text.intermediate_size, text.eos_token_id) == (
+        16,
+        24,
+        4096,
+        49407,
+    )

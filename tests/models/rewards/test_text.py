@@ -1,0 +1,78 @@
+"""The score of all OCR rewards: its formula on given readings."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluvial.models.rewards.text import levenshtein, quoted, score_texts, target_of, text_score
+
+WORDS = st.text(alphabet="abcd", max_size=6)
+
+
+def distance(a: str, b: str) -> int:
+    """Return the edit distance by its recursion."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+@given(a=st.text(alphabet="abc", max_size=4), b=st.text(alphabet="abc", max_size=4))
+def test_the_distance_is_its_recursion(a: str, b: str) -> None:
+    assert levenshtein(a, b) == distance(a, b)
+
+
+@given(found=WORDS, target=WORDS.filter(bool))
+def test_the_score_is_the_formula(found: str, target: str) -> None:
+    whole = target in found
+    wanted = 1.0 if whole else 1 - min(distance(found, target), len(target)) / len(target)
+    assert text_score(found, target) == wanted
+    assert 0 <= wanted <= 1
+
+
+@pytest.mark.parametrize(
+    ("found", "target", "score"),
+    [
+        ("OPEN", "open", 1.0),
+        ("we are o p e n today", "Open", 1.0),
+        ("OPFN", "OPEN", 0.75),
+        ("", "OPEN", 0.0),
+        ("a wholly other text", "OPEN", 0.0),
+        ("new\nyork", "New York", 1.0),
+    ],
+)
+def test_blanks_and_case_do_not_count(found: str, target: str, score: float) -> None:
+    assert text_score(found, target) == score
+
+
+def test_the_target_is_between_the_first_double_quotes() -> None:
+    assert quoted('a shop with the sign "OPEN" and "CLOSED"') == "OPEN"
+    assert quoted("a cake that says “Happy Day”") == "Happy Day"
+    for prompt in ("a shop", 'a sign ""', 'one quote " alone', "it's 'single'"):
+        with pytest.raises(ValueError, match="has no text in double quotes"):
+            quoted(prompt)
+    with pytest.raises(ValueError, match="is empty"):
+        text_score("x", "  ")
+    assert target_of("ocr", "prompt")("a shop") == "a shop"
+    with pytest.raises(ValueError, match="ocr: target is 'words', expected quoted or prompt"):
+        target_of("ocr", "words")
+
+
+def test_readings_of_frames_are_averaged() -> None:
+    """The recogniser gets whole numbers, channels last; frames of a video stay with their prompt."""
+    seen: list[Tensor] = []
+
+    def read(images: Tensor) -> list[str]:
+        seen.append(images)
+        return ["open" if image.float().mean() > 127 else "shut" for image in images]
+
+    dark, light = torch.zeros(3, 4, 5), torch.ones(3, 4, 5)
+    prompts = ['"open"', '"shut"']
+    scores = score_texts(read, quoted, torch.stack([light, light]), prompts, 4)
+    assert scores.tolist() == [1.0, 0.0]
+    assert (seen[0].dtype, seen[0].shape, int(seen[0].max())) == (torch.uint8, (2, 4, 5, 3), 255)
+    videos = torch.stack([torch.stack([light, dark], 1), torch.stack([dark, dark], 1)])
+    assert score_texts(read, quoted, videos, prompts, 4).tolist() == [0.5, 1.0]
+    with pytest.raises(ValueError, match="2 images and 1 prompts"):
+        score_texts(read, quoted, torch.stack([light, light]), prompts[:1], 4)
