@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fluvial.models.rewards import loading
-from fluvial.models.rewards.clip import load_towers
-from fluvial.models.rewards.heads import LinearHead
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.clip import load_towers
+from fluvial.models.rewards.shared.heads import LinearHead
 from fluvial.models.rewards.table import REWARD_MODELS, VIT_L
 
 MODEL = REWARD_MODELS["aesthetic"]

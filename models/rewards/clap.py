@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fluvial.models.pipelines.folder import quietly
-from fluvial.models.rewards import loading
-from fluvial.models.rewards.loading import LoadingError
-from fluvial.models.rewards.pixels import in_batches
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.loading import LoadingError
+from fluvial.models.rewards.shared.pixels import in_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 MODEL = REWARD_MODELS["clap"]

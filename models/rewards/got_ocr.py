@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards import loading
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.text import score_texts, target_of
 from fluvial.models.rewards.table import REWARD_MODELS
-from fluvial.models.rewards.text import score_texts, target_of
 
 MODEL = REWARD_MODELS["got_ocr"]
 # The model knows one request; the processor of transformers writes it in the same words.

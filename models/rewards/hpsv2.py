@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fluvial.models.rewards import loading
-from fluvial.models.rewards.clip import VIT_H, Towers, load_tokenize
-from fluvial.models.rewards.open_clip import to_clip_model
-from fluvial.models.rewards.pixels import CLIP_MEAN, CLIP_STD, as_bytes, normalised, pad_to_square
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.clip import VIT_H, Towers, load_tokenize
+from fluvial.models.rewards.shared.open_clip import to_clip_model
+from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, as_bytes, normalised, pad_to_square
 from fluvial.models.rewards.table import REWARD_MODELS
 
 MODEL, FILE = REWARD_MODELS["hpsv2"], "HPS_v2.1_compressed.pt"

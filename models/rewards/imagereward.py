@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards import loading
-from fluvial.models.rewards.heads import LinearHead
-from fluvial.models.rewards.loading import LoadingError
-from fluvial.models.rewards.pixels import Preprocess, frames_of, in_batches
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.heads import LinearHead
+from fluvial.models.rewards.shared.loading import LoadingError
+from fluvial.models.rewards.shared.pixels import Preprocess, frames_of, in_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 MODEL, FILE = REWARD_MODELS["imagereward"], "ImageReward.pt"

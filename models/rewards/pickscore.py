@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fluvial.models.rewards.clip import VIT_H, load_towers
+from fluvial.models.rewards.shared.clip import VIT_H, load_towers
 from fluvial.models.rewards.table import REWARD_MODELS
 
 MODEL = REWARD_MODELS["pickscore"]

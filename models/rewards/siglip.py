@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fluvial.models.rewards.clip import load_towers
-from fluvial.models.rewards.loading import LoadingError
+from fluvial.models.rewards.shared.clip import load_towers
+from fluvial.models.rewards.shared.loading import LoadingError
 from fluvial.models.rewards.table import REWARD_MODELS
 
 MODEL = REWARD_MODELS["siglip"]

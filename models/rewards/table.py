@@ -3,7 +3,7 @@
 `REWARD_MODELS["pickscore"].make(device="cuda:1")` builds one.
 """
 
-from fluvial.models.rewards.facts import RewardModel
+from fluvial.models.rewards.shared.facts import RewardModel
 
 VIT_L = "openai/clip-vit-large-patch14", "32bd64288804d66eefd0ccbe215aa642df71cc41"  # CLIP, and its commit
 READ = "1 - min(lev(t, w), |w|) / |w|"  # of the text t that is read and the text w that is asked for
@@ -54,7 +54,7 @@ REWARD_MODELS: dict[str, RewardModel] = {
 # Rewards that people ask for by name, and why they run in a server of their own.
 ELSEWHERE: dict[str, str] = {
     "hpsv3": "its package pins its own Qwen2-VL; no class of transformers loads its head",
-    "geneval": "needs mmdet and Python 3.10",
+    "geneval": "its detector needs mmdet and Python 3.10; models.rewards.geneval has its rules for any detector",
     "deqa": "needs mPLUG-Owl2, which is code in its repository",
     "unifiedreward": "a vision-language model of 7 billion parameters: serve it with vLLM or sglang",
     "videoalign": "Qwen2-VL with tokens and a head of its own, which are code in its repository",

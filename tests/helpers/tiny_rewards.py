@@ -28,7 +28,7 @@ def randomise(model: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
 
 def clip_settings() -> dict[str, Any]:
     """Return the settings of the image processor of a CLIP that sees 30 x 30 pixels."""
-    from fluvial.models.rewards.pixels import CLIP_MEAN, CLIP_STD
+    from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD
 
     return {
         "do_resize": True, "size": {"shortest_edge": 30}, "resample": 3, "do_center_crop": True,

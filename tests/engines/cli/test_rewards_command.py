@@ -42,7 +42,7 @@ def test_a_reward_is_described_with_its_options(name: str, capsys: pytest.Captur
     [
         (["pikscore"], "unknown reward 'pikscore', expected one of pickscore, hpsv2"),
         (["pikscore"], "did you mean 'pickscore'?"),
-        (["geneval"], "geneval is not a reward model of fluvial: needs mmdet"),
+        (["geneval"], "geneval is not a reward model of fluvial: its detector needs mmdet"),
         (["pickscore", "x"], "rewards takes one name at most, got 'x' after 'pickscore'"),
     ],
 )
@@ -54,7 +54,7 @@ def test_wrong_names_are_one_line(args: list[str], message: str, capsys: pytest.
 
 
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fluvial.models.rewards.facts.find_spec", lambda name: None)
+    monkeypatch.setattr("fluvial.models.rewards.shared.facts.find_spec", lambda name: None)
     assert cli.run(["rewards", "siglip"]) == 0
     assert "needs pip install 'fluvial[rewards]' (sentencepiece)" in capsys.readouterr().out
 

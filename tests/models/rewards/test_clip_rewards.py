@@ -18,7 +18,7 @@ from fluvial.core.random import key, normal
 from fluvial.models.rewards.aesthetic import Aesthetic
 from fluvial.models.rewards.clipscore import ClipScore
 from fluvial.models.rewards.pickscore import PickScore
-from fluvial.models.rewards.pixels import Preprocess
+from fluvial.models.rewards.shared.pixels import Preprocess
 
 PROMPTS = ["a red cat", "two dogs, one hat!", "a red cat"]
 

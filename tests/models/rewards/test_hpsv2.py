@@ -13,7 +13,7 @@ from tiny_encoders import clip_tokenizer
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards.hpsv2 import FILE, Hpsv2
-from fluvial.models.rewards.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
+from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 WIDTH, TEXT, OUT, LAYERS, HEADS, PATCH, SIDE, LENGTH = 16, 20, 12, 2, 2, 10, 30, 24
@@ -162,7 +162,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 
 def test_heads_of_the_published_model_are_known() -> None:
     """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
-    from fluvial.models.rewards.open_clip import config_of
+    from fluvial.models.rewards.shared.open_clip import config_of
 
     tensors = {name: torch.empty(0) for name in ("logit_scale",)}
     shapes = {

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards.imagereward import FILE, MEAN, STD, TOKENS, ImageReward
-from fluvial.models.rewards.pixels import Preprocess
+from fluvial.models.rewards.shared.pixels import Preprocess
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 WIDTH, TEXT, INNER, LAYERS, HEADS, PATCH, SIDE = 16, 12, 20, 2, 2, 10, 30

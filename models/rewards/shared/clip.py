@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fluvial.models.rewards import loading
-from fluvial.models.rewards.pixels import frames_of, in_batches
+from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.pixels import frames_of, in_batches
 
 # Processor of the models that are finetuned from OpenCLIP's ViT-H/14, and its commit.
 VIT_H = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "1c2b8495b28150b8a4922ee1c8edee224c284c0c")

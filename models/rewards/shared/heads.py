@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn import functional
 
-from fluvial.models.rewards.loading import LoadingError
+from fluvial.models.rewards.shared.loading import LoadingError
 
 
 class LinearHead:

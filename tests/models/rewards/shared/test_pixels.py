@@ -11,8 +11,8 @@ from PIL import Image
 from torch.nn import functional
 
 from fluvial.core.random import key, uniform
-from fluvial.models.rewards import pixels
-from fluvial.models.rewards.pixels import Preprocess
+from fluvial.models.rewards.shared import pixels
+from fluvial.models.rewards.shared.pixels import Preprocess
 
 SIZES = [(41, 53, 30, 38), (53, 41, 60, 47), (20, 20, 30, 30), (64, 64, 64, 21), (7, 200, 30, 3), (30, 30, 30, 30)]
 
@@ -129,7 +129,7 @@ def test_old_settings_are_read_as_new_ones() -> None:
 
 
 def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
-    from fluvial.models.rewards.loading import load_preprocess
+    from fluvial.models.rewards.shared.loading import load_preprocess
 
     with pytest.raises(ValueError, match=f"mine: the image processor of {tmp_path} cannot be loaded") as caught:
         load_preprocess("mine", str(tmp_path), None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fluvial.models.pipelines.folder import quietly
-from fluvial.models.rewards.pixels import Preprocess, read_preprocess
+from fluvial.models.rewards.shared.pixels import Preprocess, read_preprocess
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # One of these makes a folder one of a tokenizer.

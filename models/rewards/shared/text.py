@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards.pixels import as_bytes, frames_of
+from fluvial.models.rewards.shared.pixels import as_bytes, frames_of
 
 QUOTES = {'"': '"', "“": "”", "„": "“", "«": "»"}  # opening to closing
 

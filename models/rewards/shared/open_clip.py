@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fluvial.models.rewards.loading import LoadingError, check_complete, frozen
+from fluvial.models.rewards.shared.loading import LoadingError, check_complete, frozen
 
 # Names of tensors that differ, by the beginning; those of the blocks follow below.
 NAMES = {

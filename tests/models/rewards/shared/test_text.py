@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.models.rewards.text import levenshtein, quoted, score_texts, target_of, text_score
+from fluvial.models.rewards.shared.text import levenshtein, quoted, score_texts, target_of, text_score
 
 WORDS = st.text(alphabet="abcd", max_size=6)
 
