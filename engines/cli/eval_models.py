@@ -232,7 +232,7 @@ def _of_base(base: str, model: str, job: Job, config: "EvalConfig", world: World
     engine = EngineConfig(compute=config.compute, compile=False)
     if source is not None:
         other, folder = source.config.model, source.folder / WEIGHTS
-        if other != model:
+        if not _is_same(other, model):
             raise UsageError(f"base is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model")
     elif not folder.is_dir():
         raise UsageError(f"base is {base}, expected start, the folder of a run, a checkpoint or a folder of weights")
@@ -240,6 +240,12 @@ def _of_base(base: str, model: str, job: Job, config: "EvalConfig", world: World
         return Subject(base, job, _saved(source.checkpoint, job, config, engine, world))
     with_these = _with_weights(job, model, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
+
+
+def _is_same(model: str, other: str) -> bool:
+    """Return whether two names are of one model; a folder has several."""
+    folders = Path(model), Path(other)
+    return model == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
 def _saved(

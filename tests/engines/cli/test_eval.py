@@ -121,7 +121,7 @@ def test_a_pipeline_with_an_adapter_against_itself_without(
     """The run's adapter on the pipeline is what the run evaluated; a base may be a run or a folder of weights, too."""
     asked = ["--prompts", str(folder / "tagged.jsonl"), "--rewards", "evaluators:brightness", "evaluators:passes", "jpeg"]
     size = ["--pipeline.height", "32", "--pipeline.width", "16", "--steps", "4", "--guidance", "4.5", "--seeds", "2"]
-    typed = ["eval", str(folder / "sd3"), *asked, *size, "--micro-batch", "2"]
+    typed = ["eval", f"{folder}/run/../sd3", *asked, *size, "--micro-batch", "2"]  # another name of the same folder
     adapter = [*typed, "--lora", str(folder / "run" / "lora")]
     assert cli.run([*adapter, "--base", "start", "--out", str(tmp_path / "start")]) == 0, capfd.readouterr().err
     found, run = table(tmp_path / "start"), table(folder / "run")
