@@ -43,6 +43,7 @@ def save(
     fingerprint: dict[str, Any],
     world: World,
     keep: int,
+    spare: int | None = None,
 ) -> Folder:
     """Write a checkpoint, then remove later ones and all but the newest `keep`. Every rank must take part.
 
@@ -56,6 +57,7 @@ def save(
         fingerprint: settings that a resuming run must share.
         world: process group that saves.
         keep: number of checkpoints to keep, at least 1.
+        spare: update of a checkpoint that is kept as well.
 
     Raises:
         UsageError: the URL's protocol is not known, or a package for it is missing.
@@ -64,7 +66,7 @@ def save(
     with world.agreed():
         store = open_store(folder)
     manifest = _unsealed(update, fingerprint, meta)
-    return type(folder)(_save(store, state, manifest, world, keep=keep, copy_ahead=True))
+    return type(folder)(_save(store, state, manifest, world, keep=keep, spare=spare, copy_ahead=True))
 
 
 def save_async(
@@ -76,6 +78,7 @@ def save_async(
     fingerprint: dict[str, Any],
     world: World,
     keep: int,
+    spare: int | None = None,
 ) -> Future[Folder]:
     """Copy the state to the host, and write the checkpoint in a thread while training goes on.
 
@@ -84,7 +87,7 @@ def save_async(
 
     Args:
         world: `world.background()`, made once, because its collectives must not mix with those of training.
-        folder, state, meta, update, fingerprint, keep: as for `save`.
+        folder, state, meta, update, fingerprint, keep, spare: as for `save`.
 
     Raises:
         UsageError: as `save`.
@@ -100,7 +103,9 @@ def save_async(
         stager.close()
     manifest = _unsealed(update, fingerprint, meta)
     writer = ThreadPoolExecutor(1, "checkpoint")
-    future = writer.submit(lambda: type(folder)(_save(store, copied, manifest, world, keep=keep, copy_ahead=False)))
+    future = writer.submit(
+        lambda: type(folder)(_save(store, copied, manifest, world, keep=keep, spare=spare, copy_ahead=False))
+    )
     writer.shutdown(wait=False)
     return future
 
@@ -305,8 +310,9 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _save(
-    store: CheckpointStore, state: dict[str, Tensor], manifest: dict[str, Any], world: World, *, keep: int, copy_ahead: bool
-) -> str:
+    store: CheckpointStore, state: dict[str, Tensor], manifest: dict[str, Any], world: World, *, keep: int,
+    spare: int | None, copy_ahead: bool,
+) -> str:  # fmt: skip
     """Write a checkpoint, and return its path or URL."""
     name = f"{manifest['update']:06d}"
     failed = _failed(store, name)
@@ -344,7 +350,7 @@ def _save(
             # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
             names = store.names()
             mine = [other for other in names if int(other) <= manifest["update"]]
-            for old in {*names} - {*mine[-keep:]}:
+            for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
                 store.remove(old)
     return store.spelled(name)
 

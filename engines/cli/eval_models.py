@@ -20,6 +20,7 @@ from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.registry import without_weight
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
@@ -159,7 +160,7 @@ def _asked(model: str, config: "EvalConfig", source: Source | None) -> Evaluatio
     own = EvaluationConfig() if source is None else source.config.evaluation
     rewards = config.rewards or own.rewards
     if not rewards and source is not None and model not in BUILT_IN and source.config.scores_samples:
-        rewards = tuple(word.partition("=")[0] for word in source.config.rewards) or ("jpeg",)
+        rewards = tuple(map(without_weight, source.config.rewards)) or ("jpeg",)
     return EvaluationConfig(
         prompts=config.prompts or own.prompts, rewards=rewards, seeds=config.seeds, steps=config.steps,
         guidance=config.guidance, solver=config.solver, average=config.average,

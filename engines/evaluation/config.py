@@ -40,7 +40,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         size, count = (1, 2**20), (1, 2**31)
         check_fields(self, steps=count, seeds=count, guidance=(0, 1e6), height=size, width=size)
-        if weighted := [name for name in self.rewards if "=" in name]:
+        if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
             raise ValueError(
                 f"evaluation.rewards holds {weighted[0]!r}, and evaluators have no weights, because each is reported alone: "
                 "use its name alone"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
 from fluvial.core.checks import check_fields
+from fluvial.engines.rewards.constraint import parse_floors
 
 SMALLEST = (1e-12, 1e30)
 
@@ -36,6 +37,11 @@ class AdvantageConfig:
         history: Number of the last rewards of each prompt, over past rollouts, whose mean and standard deviation normalise
             its rewards in place of its group's (DDPO's code); 0 takes the group's.
         history_min: Number of rewards of a prompt below which those of all samples of the rollout are taken.
+        floors: Rewards that are kept above a floor instead of being maximised, as name=floor, e.g. ocr=0.8. Each gets a
+            Lagrange multiplier as its weight, which rises while its mean over a rollout is below the floor and falls, down
+            to 0, while it is above.
+        floor_lr: Step size of the multipliers: their change per rollout and unit of the reward.
+        floor_max: Largest multiplier.
     """
 
     scale: Scale = "group"
@@ -48,6 +54,14 @@ class AdvantageConfig:
     extremes: int = 0
     history: int = 0
     history_min: int = 16
+    floors: tuple[str, ...] = ()
+    floor_lr: float = 0.1
+    floor_max: float = 10.0
+
+    @property
+    def floor_of(self) -> dict[str, float]:
+        """Floor of each reward that has one, by name."""
+        return parse_floors(self.floors, field="advantage.floors")
 
     def __post_init__(self) -> None:
         check_fields(
@@ -58,7 +72,17 @@ class AdvantageConfig:
             extremes=(0, 2**31),
             history=(0, 2**31),
             history_min=(2, 2**31),
+            floor_lr=SMALLEST,
+            floor_max=SMALLEST,
         )
+        parse_floors(self.floors, field="advantage.floors")
+        if not self.floors and (self.floor_lr, self.floor_max) != (0.1, 10.0):
+            raise ValueError("advantage.floor_lr or floor_max is set, and no reward has a floor: set advantage.floors")
+        if self.floors and self.history:
+            raise ValueError(
+                "advantage.floors is set, whose multipliers change what is learnt from, and advantage.history compares it "
+                "with rewards of earlier rollouts: use history 0"
+            )
         if self.rescale is not None and self.clip is None:
             raise ValueError(
                 f"advantage.rescale is {self.rescale:g}, and advantage.clip is None: set the clip that it scales"

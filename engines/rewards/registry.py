@@ -1,11 +1,13 @@
-"""Which rewards a run uses: names of the job's rewards, of installed packages, or `module:name`, each with a weight."""
+"""Which rewards a run uses: those of the job, clients of servers, or `module:name`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fluvial.engines import plugins
 from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
+from fluvial.engines.rewards.options import built, made, parse
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import weight_of
 from fluvial.engines.rewards.signature import reward_problem, signature_of
@@ -13,30 +15,56 @@ from fluvial.engines.rewards.signature import reward_problem, signature_of
 
 def select(
     rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards"
-) -> dict[str, tuple[Reward, float]]:
+) -> dict[str, tuple[Reward, float]]:  # fmt: skip
     """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
 
     Args:
-        rewards: rewards of the job, by name.
-        names: `name` or `name=weight` each. A name is a key of `rewards`, an entry point of `fluvial.rewards`, or
-            `module:name`.
+        rewards: rewards of the job, by name; they come before others of the same name.
+        names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
+            `rewards`, a client, an entry point of `fluvial.rewards`, or `module:name`.
         field: setting that names them, for messages.
 
     Raises:
-        UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, or a weight is no number.
+        UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, an option is wrong, or a weight
+            is no number.
     """
     found: dict[str, tuple[Reward, float]] = {}
+    makers = built_in()
     for text in names or list(rewards)[:1]:
-        name, separator, weight = text.partition("=")
+        name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
         if name in found:
             raise UsageError(f"{field} is {list(names)}, which names {name!r} twice: name each reward once")
-        value = weight_of(weight) if separator else 1.0
+        value = 1.0 if weight is None else weight_of(weight)
         if value is None:
             raise UsageError(
                 f"{field} is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
             )
-        found[name] = plugins.load(name, "rewards", reward_problem, table=rewards, field=field), value
+        label = f"{field} {name!r}"
+        if name in makers and name not in rewards:
+            reward = makers[name](label, options)
+        else:
+            found_object = plugins.load(name, "rewards", table={**rewards, **makers, **rewards}, field=field)
+            reward = made(label, found_object, options)
+        if (problem := reward_problem(reward)) is not None:
+            raise UsageError(f"{label} {problem}")
+        found[name] = reward, value
     return found
+
+
+def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
+    """Return how each reward that comes with fluvial is made, `(label, options) -> reward`, by name."""
+    from fluvial.engines.rewards.clients import table as clients
+
+    def client(name: str, label: str, options: Mapping[str, str]) -> Any:
+        return built(label, partial(clients.build, name, options), {})
+
+    return {name: partial(client, name) for name in clients.CLIENTS}
+
+
+def without_weight(text: str) -> str:
+    """Return the text of a reward without its weight."""
+    weight = parse(text, plugins.names("rewards", built_in()), field="rewards").weight
+    return text if weight is None else text.removesuffix(f"={weight}")
 
 
 def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:

@@ -31,6 +31,7 @@ from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, fur
 from fluvial.engines.train.jobs.pipeline import is_adapter
 from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
+from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
 from fluvial.engines.train.rollouts import RolloutSource
 from fluvial.engines.train.validate import check_model
@@ -87,6 +88,7 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         asked = evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
+        _check_watched(config, asked, rewards)
     group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     try:
@@ -177,11 +179,42 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or set "
             "rewards to module:name"
         )
+    _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
         alone = {name: reward for name, (reward, _) in rewards.items() if not is_groupwise(reward)}
         job = replace(job, evaluators=alone)
     return rewards, job
+
+
+def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
+    """Raise UsageError unless floors are of rewards of the run, without a weight, and another one is learnt from."""
+    floors = config.advantage.floor_of
+    for name in floors:
+        if name not in rewards:
+            raise UsageError(
+                f"advantage.floors names {name!r}, expected one of the rewards of the run, {', '.join(rewards) or 'none'}"
+            )
+        if rewards[name][1] != 1:
+            raise UsageError(
+                f"advantage.floors names {name!r}, whose weight is its multiplier, and rewards gives it the weight "
+                f"{rewards[name][1]:g}: leave the weight"
+            )
+    if floors and not set(rewards) - set(floors):
+        raise UsageError("advantage.floors names every reward of the run: add one to learn from to rewards")
+
+
+def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
+    """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
+    if not config.stop_when_gamed:
+        return
+    name = evaluator_of(tuple(asked.evaluators)) if asked.evaluators else None
+    if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
+        what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
+        raise UsageError(
+            f"stop_when_gamed is {config.stop_when_gamed}, and {what}: name one that training does not see in "
+            "evaluation.rewards"
+        )
 
 
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:

@@ -110,7 +110,8 @@ class TrainConfig:
             images may share one.
         data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
-            rewards, or functions (images, prompts) -> [B] as module:name. By default the job's first.
+            rewards, of clients with their options (flow_factory:url=http://host:8000,batch=8=0.5), or functions of (images,
+            prompts) -> [B], or classes, as module:name. By default the job's first.
         max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
             one of their samples; the run stops above it.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
@@ -124,6 +125,9 @@ class TrainConfig:
             because rollout and update then compute different policies.
         eval_every: Number of updates between evaluations on held-out prompts; 0 evaluates only before and after.
         eval_samples: Number of samples per evaluation during the run.
+        stop_when_gamed: Number of evaluations in a row at which the score of the unseen evaluator has to fall, while the
+            reward rises, for the run to end early, with its weights and the checkpoint of its best evaluation kept; 0 never
+            ends it. The unseen evaluator is the one named heldout, or else the last.
         final_samples: Number of samples of the evaluations before and after the run; with `evaluation.seeds` they take every
             prompt instead.
         checkpoint_every: Number of updates between checkpoints.
@@ -176,6 +180,7 @@ class TrainConfig:
     max_log_ratio: float = DEFAULT_MAX_LOG_RATIO
     eval_every: int = 20
     eval_samples: int = 200
+    stop_when_gamed: int = 0
     final_samples: int = 1000
     checkpoint_every: int = 20
     checkpoint_async: bool = False
@@ -206,6 +211,7 @@ class TrainConfig:
             self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
             micro_batch=count, max_invalid=(0, 0.999),
             max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
+            stop_when_gamed=not_negative,
             export_every=not_negative, checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
         )  # fmt: skip
         check_objective(self.objective)

@@ -13,6 +13,7 @@ from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.train import metrics
 from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.monitoring.extremes import KeptImages
+from fluvial.engines.train.monitoring.gaming import Watch, described, evaluator_of, score_of
 
 if TYPE_CHECKING:
     from fluvial.engines.train.trainer import Trainer
@@ -42,28 +43,58 @@ class Loop:
             evaluation = self._evaluate("before", self.final_samples)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
             self.progress.say(metrics.evaluation_line("before training", evaluation))
+        gamed = ""
         for record in trainer:
             if self.folder:
                 self.folder.log(record)
+            if "reward" in record and config.eval_every:
+                trainer.progress.recent.append(record["reward"]["mean"])
             self.progress.advance(metrics.shown(record), record["seconds"], updates=config.updates_per_rollout)
             done = trainer.engine.updates
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.eval_samples)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
+                gamed = self._watched(evaluation)
             if self._due(config.export_every) and done < config.updates:
                 self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
-            if trainer.stopping or self._due(config.checkpoint_every) or done == config.updates:
+            if trainer.stopping or gamed or self._due(config.checkpoint_every) or done == config.updates:
                 trainer.save()
-        if trainer.stopping:
+            if gamed:
+                break
+        if trainer.stopping and not gamed:
             trainer.saver.wait(trainer.progress)
             self.progress.say(
                 f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
                 f"go on with --resume --out {config.out}"
             )
             return {}
-        summary = self._finish()
-        trainer.saver.wait(trainer.progress)
+        trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
+        summary = self._finish(gamed)
+        if gamed:
+            self.progress.say(gamed)
         return summary
+
+    def _watched(self, evaluation: Evaluation) -> str:
+        """Note an evaluation, and return why the run stops if the reward is gamed, else nothing; every rank must take part.
+
+        The checkpoint of the best evaluation is kept.
+        """
+        trainer, count = self.trainer, self.config.stop_when_gamed
+        if not evaluation.score:
+            return ""
+        watch, update = Watch(trainer.progress.evaluations, trainer.progress.recent), trainer.engine.updates
+        watch.add(update, score_of(evaluation))
+        best = watch.best
+        if not count or best is None:
+            return ""
+        if best.update == update:
+            trainer.save()
+        found = watch.gamed(count)
+        if not found:
+            return ""
+        where = f"{self.config.checkpoint_folder}/{best.update:06d}"
+        why = described(found, evaluator_of(tuple(evaluation.score)))
+        return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:
         """Try whether the job's model can be trained at all, if the job says how, and exported as asked.
@@ -121,8 +152,8 @@ class Loop:
             probe.save(path)
         return probe
 
-    def _finish(self) -> dict[str, Any]:
-        """Evaluate, export, draw, and return the summary."""
+    def _finish(self, gamed: str = "") -> dict[str, Any]:
+        """Evaluate, export, draw, and return the summary; `gamed` says why the run stopped early, if it did."""
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, extremes=EXTREMES)
         trainer.export(out)
@@ -137,6 +168,7 @@ class Loop:
             "ranks": trainer.world.size,
             "seed": config.seed,
             "versions": metrics.versions(),
+            **({"stopped_when_gamed": gamed} if gamed else {}),
         }
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:

@@ -17,6 +17,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
+from fluvial.engines.train.monitoring.gaming import Watch
 from fluvial.engines.train.record import as_record
 from fluvial.models.lora import lora_settings
 
@@ -25,6 +26,7 @@ FREE = {
     "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
     "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "tracker", "collective_timeout", "resume",
     "resume_from", "engine", "evaluation", "export_every", "export_as", "max_invalid",
+    "stop_when_gamed",
 }  # fmt: skip
 
 
@@ -37,6 +39,11 @@ class Progress:
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
+    evaluations: list[list[float]] = field(
+        default_factory=list
+    )  # during the run: update, score and reward, see `gaming.Watch`
+    recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
+    multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `rewards.constraint`
 
 
 class Saver:
@@ -79,6 +86,9 @@ class Saver:
         }  # fmt: skip
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
+        best = Watch(progress.evaluations, progress.recent).best
+        if self.config.stop_when_gamed and best is not None:
+            written["spare"] = best.update
         where, state = self.config.checkpoint_folder, self.engine.state()
         if self.background is None or blocking:
             checkpoint.save(where, state, meta, **written, world=self.world)

@@ -24,6 +24,7 @@ from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.rewards.constraint import free_weights, learnt_weights, updated
 from fluvial.engines.rewards.gathering import Rewards, gather_rewards
 from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run import restart, run_folder
@@ -128,15 +129,20 @@ class Trainer:
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
         self._watch_ratio(learnt.updates[0])
-        dtype = self.config.engine.compute_dtype(self.world.device)
+        dtype, floors = self.config.engine.compute_dtype(self.world.device), self.config.advantage.floor_of
         record: dict[str, Any] = {
             "update": self.engine.updates,
             "samples": self.progress.samples,
             **metrics.learnt_record(learnt, self.learner.texts.padding, self.source.size),
             **signal.parts_record(learnt.updates[-1].parts, steps=self.config.objective.traits.trains_on == "steps"),
             **metrics.reward_record(
-                rewards, self.runners.weights, list(self.rewards), asked, group=self.config.rollout.group
+                rewards,
+                free_weights(self.runners.weights, list(self.rewards), floors),
+                list(self.rewards),
+                asked,
+                group=self.config.rollout.group,
             ),
+            **({"multipliers": dict(self.progress.multipliers)} if floors else {}),
             **(signal.advantage_record(learnt.advantage) if self.rewards else {}),
             "speed": metrics.speed(
                 learnt.updates,
@@ -249,7 +255,7 @@ class Trainer:
             self.engine.onload()
             self.policies.onload()
         with metrics.timed(seconds, "update"):
-            work = self.learner.items(batch, rewards.scores, self.runners.weights, root)
+            work = self.learner.items(batch, rewards.scores, self._weights(rewards), root)
             del batch  # the items are a copy of its trajectory
             return self.learner.update(work, root), rewards, spread
 
@@ -266,6 +272,16 @@ class Trainer:
             own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
         )
         return rewards
+
+    def _weights(self, rewards: Rewards) -> Tensor:
+        """Return the weight of each reward in the advantages; one with a floor has its multiplier, after this rollout."""
+        config, names, weights = self.config.advantage, list(self.rewards), self.runners.weights
+        if not config.floors:
+            return weights
+        means = dict(zip(names, rewards.scores[rewards.kept].double().mean(0).tolist(), strict=True))
+        known = self.progress.multipliers
+        self.progress.multipliers = updated(known, means, config.floor_of, lr=config.floor_lr, most=config.floor_max)
+        return learnt_weights(weights, names, self.progress.multipliers)
 
     def _diversity(self, thumbnails: Tensor) -> float | None:
         """Return the distance between the samples of a group, see `diagnostics.diversity`; None for groups of one."""

@@ -126,6 +126,13 @@ def _rewards(config: RunSettings) -> Iterator[str]:
         )
     if objective.traits.rewards != "advantages" and config.advantage != AdvantageConfig(combine=config.advantage.combine):
         yield f"advantage is set, and {name} takes no advantages: leave it as it is"
+    if config.stop_when_gamed and not (
+        config.eval_every and config.scores_samples and objective.traits.rewards != "nothing"
+    ):
+        yield (
+            f"stop_when_gamed is {config.stop_when_gamed}, and eval_every is 0 or {name} learns from no rewards: use "
+            "stop_when_gamed 0"
+        )
     if not config.scores_samples and config.rewards:
         yield f"rewards is set, and {name} generates no samples that could be scored: leave it as it is"
 

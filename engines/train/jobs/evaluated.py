@@ -43,7 +43,13 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     Raises:
         UsageError: a name is unknown or stands twice, or is not a reward.
     """
-    found = {name: reward for name, (reward, _) in select({**job.rewards, **job.evaluators}, names, field=field).items()}
+    selected = select({**job.rewards, **job.evaluators}, names, field=field)
+    if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
+        raise UsageError(
+            f"{field} gives {weighted[0]!r} a weight, and evaluators have no weights, because each is reported alone: leave "
+            "it"
+        )
+    found = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(found, label="evaluator")
     return found
 

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rewards.registry import check_rewards, select
+from fluvial.engines.rewards.registry import check_rewards, select, without_weight
 
 REWARDS: dict[str, Any] = {"brightness": tiny.brightness, "contrast": tiny.contrast}
 OWN = """
 import functools
+from pathlib import Path
+from typing import Literal
 
 def bright(images, prompts):
     return images.flatten(1).mean(1)
@@ -30,6 +32,18 @@ async def later(images, prompts):
 class Scorer:
     def __call__(self, images, prompts):
         return [0.0] * len(prompts)
+
+class Scaled:
+    def __init__(self, scale: float, *, name: str = "", sharp: bool | Literal["low", "high"] = False) -> None:
+        if scale <= 0:
+            raise ValueError(f"scale is {scale:g}, expected above 0")
+        self.options = scale, name, sharp
+
+    def __call__(self, images, prompts):
+        return [self.options[0]] * len(prompts)
+
+def tuned(images, prompts, level: int = 1, folder: Path = Path()):
+    return [level, folder]
 
 scorer = Scorer()
 partial = functools.partial(bright)
@@ -55,7 +69,37 @@ def test_rewards_that_are_asked_for() -> None:
     assert select({}, ()) == {}
 
 
-@pytest.mark.parametrize("name", ["bright", "scorer", "partial"])
+OPTIONS: list[tuple[str, tuple[Any, ...], float]] = [
+    ("scale=2", (2.0, "", False), 1.0),
+    ("scale=2=0.5", (2.0, "", False), 0.5),
+    ("scale=2,name=a=b,sharp=true", (2.0, "a=b", True), 1.0),
+    ("scale=2,sharp=low,name=http://host:1/x?y=z=3", (2.0, "http://host:1/x?y=z", "low"), 3.0),
+]
+
+
+@pytest.mark.parametrize(("text", "expected", "weight"), OPTIONS)
+def test_options_of_a_class(text: str, expected: tuple[Any, ...], weight: float) -> None:
+    """Each of its type, and the weight behind the last."""
+    ((name, (reward, found)),) = select(REWARDS, (f"own_rewards:Scaled:{text}",)).items()
+    assert (name, found) == ("own_rewards:Scaled", weight)
+    made: Any = reward
+    assert made.options == expected
+    assert without_weight(f"own_rewards:Scaled:{text}") == f"own_rewards:Scaled:{text.removesuffix(f'={weight:g}')}"
+
+
+def test_options_of_a_function_and_of_a_client() -> None:
+    """A function's are its further parameters; a client's those of the server and its own."""
+    (found,) = select(REWARDS, ("own_rewards:tuned:level=3,folder=a/b=2",)).values()
+    assert found[1] == 2.0
+    assert found[0](None, ["x"]) == [3, Path("a/b")]
+    ((name, (client, _)),) = select(REWARDS, ("flow_factory:url=http://127.0.0.1:9,batch=3,timeout=5",)).items()
+    made: Any = client
+    assert (name, made.batch, made.server.timeout) == ("flow_factory", 3, 5.0)
+    assert without_weight("jpeg=0.5") == "jpeg"
+    assert without_weight("mine:score=0.5") == "mine:score"
+
+
+@pytest.mark.parametrize("name", ["bright", "scorer", "partial", "Scorer"])
 def test_a_reward_of_a_module(name: str) -> None:
     """A function, an object that can be called, and a partial function."""
     (found,) = select(REWARDS, (f"own_rewards:{name}=2",)).values()
@@ -87,7 +131,20 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
         (("own_rewards:bridge",), r"own_rewards has no 'bridge'; did you mean 'bright'\?"),
         (("own_rewards:one",), r"has the signature \(images\), expected a function of \(images, prompts\)"),
         (("own_rewards:later",), r"is an async function, expected a function of \(images, prompts\): define it with def"),
-        (("own_rewards:Scorer",), r"is a class, expected a function of \(images, prompts\)"),
+        (("own_rewards:Scaled",), r"rewards 'own_rewards:Scaled' needs the option scale: write scale=value after its name"),
+        (("own_rewards:Scaled:scael=2",), r"has no option 'scael', expected scale, name, sharp; did you mean 'scale'\?"),
+        (("own_rewards:Scaled:scale=much",), r"rewards 'own_rewards:Scaled': scale is 'much', expected a number$"),
+        (("own_rewards:Scaled:scale=2,sharp=3",), r"sharp is '3', expected low or high or true or false"),
+        (("own_rewards:Scaled:scale=-1",), r"rewards 'own_rewards:Scaled': scale is -1, expected above 0"),
+        (("own_rewards:Scaled:scale=2,scale=3",), r"which names an option twice"),
+        (
+            ("own_rewards:Scaled:scale=2,sharp",),
+            r"whose option 'sharp' is not name=value: write own_rewards:Scaled:opt",
+        ),
+        (("own_rewards:bright:scale=2",), r"has no option 'scale', it takes none"),
+        (("brightness:scale=2",), r"rewards 'brightness' has no option 'scale', it takes none"),
+        (("flow_factory",), r"rewards 'flow_factory': flow_factory needs the option url"),
+        (("flow_factory:url=http://127.0.0.1:9,batch=x",), r"batch is 'x', expected a whole number"),
         (("math:pi",), r"is of type float, expected a function"),
     ],
 )
