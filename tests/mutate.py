@@ -266,6 +266,29 @@ FAULTS = (
         "a contact sheet shows the images of one rank alone", "engines/evaluation/evaluate.py",
         "world.gather_items(own)[:: world.sequence]", "[own]",
         "tests/engines/evaluation/test_evaluate.py::test_videos_travel_between_ranks_as_a_sheet_shows_them",
+        "a reply of a reward server that is read whatever its size", "engines/rewards/clients/transport.py",
+        "if len(body) > most_bytes:", "if len(body) > 100 * most_bytes:",
+        "tests/engines/rewards/clients/test_http.py::test_an_endless_reply_is_cut_off",
+    ),
+    Fault(
+        "a function that a pickle names is called", "engines/rewards/clients/unpickle.py",
+        "return _Machine().run(data)", "import pickle; return pickle.loads(data)",
+        "tests/engines/rewards/clients/test_unpickle.py::test_code_in_a_pickle_is_not_run",
+    ),
+    Fault(
+        "a request that fails for now is not sent again", "engines/rewards/clients/http.py",
+        "AWAY = (408, 429, 502, 503, 504)", "AWAY = (408,)",
+        "tests/engines/rewards/clients/test_http.py::test_what_may_pass_is_tried_again_with_growing_delay",
+    ),
+    Fault(
+        "samples of a client that has gone are scored", "engines/serve/asgi.py",
+        "        if not task.done():\n", "        if not await asyncio.wait({task}):\n",
+        "tests/engines/serve/test_rewards.py::test_samples_of_a_client_that_has_gone_are_not_scored",
+    ),
+    Fault(
+        "GenEval's positions with the sides exchanged", "models/rewards/geneval.py",
+        '"left of": x < -0.5', '"left of": x > 0.5',
+        "tests/models/rewards/test_geneval.py::test_positions",
     ),
 )  # fmt: skip
 

@@ -76,7 +76,8 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
             raise UsageError(
                 f"reward {name!r} has the weight {weight:g}, and a server gives plain scores: weigh it where it is used"
             )
-        rewards[name.partition(":")[0] if name.partition(":")[0] not in rewards else name] = reward
+        short = name.rpartition(":")[2]  # score for mine:score
+        rewards[name if short in rewards else short] = reward
     limits = Limits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
     service = RewardService(
         rewards, limits=limits, batch=config.batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting

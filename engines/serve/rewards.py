@@ -16,7 +16,8 @@ import torch
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.runner import score as call
+from fluvial.engines.rewards.scores import read_scores
+from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.engines.serve.asgi import KeyCheck, RequestError, answered, json_of, until_gone
 from fluvial.engines.serve.batching import Batcher, Outcome
 from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
@@ -37,7 +38,7 @@ class RewardService:
         most_waiting: largest number of samples that wait for one reward.
 
     Raises:
-        UsageError: there are no rewards.
+        UsageError: there are no rewards, or one takes what requests do not hold: latents, or whole groups.
     """
 
     def __init__(
@@ -46,6 +47,10 @@ class RewardService:
     ) -> None:  # fmt: skip
         if not rewards:
             raise UsageError("there are no rewards to serve: name at least one")
+        for name, reward in rewards.items():
+            for asked in ("group", "latents"):
+                if signature_of(reward).takes(asked):
+                    raise UsageError(f"reward {name!r} takes {asked}, which requests do not hold: use it within the run")
         self.limits = limits or Limits()
         self.batchers = {
             name: Batcher(_scorer(name, reward), batch=batch, linger=linger, most_waiting=most_waiting)
@@ -139,11 +144,17 @@ def application(service: RewardService, *, key: str = "") -> "ASGIApp":
 def _scorer(name: str, reward: Reward) -> Any:
     """Return a function that scores samples of one shape with a reward, see `Batcher`."""
 
+    signature, label = signature_of(reward), f"reward {name!r}"
+
     def scored(samples: Sequence[Sample]) -> list[Outcome]:
         images, prompts = batch_of(samples)
         with torch.no_grad():
-            found = call(reward, images, prompts, label=f"reward {name!r}")
-        return [Outcome(score, {}) for score in found.tolist()]
+            found = read_scores(signature.call(reward, Samples(images, prompts)), prompts, label=label)
+        problem = found.problems[0] if found.problems else ""
+        return [
+            Outcome(score, {part: float(values[number]) for part, values in found.parts.items()}, problem)
+            for number, score in enumerate(found.scores.tolist())
+        ]
 
     return scored
 

@@ -79,11 +79,53 @@ def test_a_sample_that_fails_harms_no_other() -> None:
     assert found.nan_to_num(-1).tolist() == [1, 2, 3, -1, 1]
     only = UniRL(client(served), rewards=("fragile",))
     assert only(IMAGES[2:4], PROMPTS[2:4], [{}, {}]).isnan().tolist() == [False, True]  # type: ignore[union-attr]
-    reason = "reward 'fragile' raised RuntimeError .CUDA error: out of memory. for prompt 'bad'"
+    reason = "raised RuntimeError .CUDA error: out of memory."
     with pytest.raises(RunError, match=reason):
         only(IMAGES[3:4], PROMPTS[3:4], [{}])
     with pytest.raises(RunError, match=f"answered 500: .*{reason}.*3 tries"):
         FlowFactory(client(served))(IMAGES[3:4], PROMPTS[3:4])
+
+
+def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
+    """Score a number of which one is none, with two further ones."""
+    return {
+        "score": [1.0, float("nan"), 3.0],
+        "length": [float(len(prompt)) for prompt in prompts],
+        "odd": [float("nan")] * 3,
+    }
+
+
+def test_all_numbers_of_a_reward_are_sent() -> None:
+    """UniRL's format has a place for them; a score that is no number is null, or an error with its reason."""
+    served = app(several)
+    assert FlowFactory(client(served))(IMAGES[:3], PROMPTS[:3]).nan_to_num(-1).tolist() == [1, -1, 3]
+    image = FlowFactory(client(None))._payload(IMAGES[:3], list(PROMPTS[:3]))["image"]
+    turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:3], image, strict=True)]
+    body = {"requests": [{"history": turn, "required_rewards": ["several"]} for turn in turns]}
+    found = asyncio.run(asgi.call(served, "/score", body)).value
+    assert found["results"] == [{"several": {"score": 1, "length": 1}}, {}, {"several": {"score": 3, "length": 3}}]
+    assert "reward 'several' is nan for prompt 'bb'" in found["errors"][1]["several"]
+
+
+def test_the_image_of_a_prompt_reaches_the_reward() -> None:
+    def likeness(images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> list[float]:
+        return [float((image - other).abs().sum() == 0) for image, other in zip(images, condition_images, strict=True)]
+
+    body = request(2)
+    body["condition_images"] = [[body["image"][0]], [body["image"][0]]]
+    found = asyncio.run(asgi.call(app(likeness), "/compute", body))
+    assert found.value == {"rewards": [1.0, 0.0]}
+    missing = asyncio.run(asgi.call(app(likeness), "/compute", request(1)))
+    assert missing.status == 500
+    assert "takes condition_images" in missing.value["detail"]
+
+
+def test_rewards_of_groups_are_not_served() -> None:
+    def preferred(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
+        return [0.0] * len(prompts)
+
+    with pytest.raises(UsageError, match="reward 'preferred' takes group, which requests do not hold"):
+        app(preferred)
 
 
 def test_names_and_health() -> None:
