@@ -266,6 +266,8 @@ FAULTS = (
         "a contact sheet shows the images of one rank alone", "engines/evaluation/evaluate.py",
         "world.gather_items(own)[:: world.sequence]", "[own]",
         "tests/engines/evaluation/test_evaluate.py::test_videos_travel_between_ranks_as_a_sheet_shows_them",
+    ),
+    Fault(
         "a reply of a reward server that is read whatever its size", "engines/rewards/clients/transport.py",
         "if len(body) > most_bytes:", "if len(body) > 100 * most_bytes:",
         "tests/engines/rewards/clients/test_http.py::test_an_endless_reply_is_cut_off",
