@@ -37,6 +37,10 @@ REWARD_MODELS: dict[str, RewardModel] = {
             "MIT (CLIP), Apache-2.0 (head)", *VIT_L, 428.5, gradients=True,
         ),
         RewardModel(
+            "ocr", "ocr:Ocr", READ, "arXiv 2505.05470", "Apache-2.0", "PP-OCRv6 small, in the package rapidocr",
+            parameters=7.6, install="fluvial[rewards]", packages=("rapidocr", "onnxruntime"),
+        ),
+        RewardModel(
             "got_ocr", "got_ocr:GotOcr", READ, "arXiv 2409.01704", "Apache-2.0", "stepfun-ai/GOT-OCR-2.0-hf",
             "d3017ef2c2c1395888c8d635c5e0508bcb0ac78d", 560.5,
         ),
