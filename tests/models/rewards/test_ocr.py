@@ -60,11 +60,11 @@ def test_text_is_found_in_an_image() -> None:
 
 def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenCV's: blue first."""
-    seen: list[np.ndarray] = []  # type: ignore[type-arg]
+    seen: list[np.ndarray] = []
     engine = line.engine
 
     class Spy:
-        def __call__(self, image: np.ndarray, **options: bool) -> object:  # type: ignore[type-arg]
+        def __call__(self, image: np.ndarray, **options: bool) -> object:
             seen.append(image)
             return engine(image, **options)
 
