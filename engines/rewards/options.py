@@ -3,8 +3,8 @@
     NAME[:OPTION=VALUE,OPTION=VALUE...][=WEIGHT]
 
     jpeg=0.5                                        weight 0.5
-    flow_factory:url=http://host:8000,batch=8       options
-    flow_factory:url=http://host:8000,batch=8=2     options, and the weight 2
+    pickscore:device=cuda:1,weights=models/pick     options
+    pickscore:device=cuda:1,weights=models/pick=2   options, and the weight 2
     mine:score=0.5                                  the function `score` of the module `mine`, weight 0.5
     mine:Score:scale=2,sharp=true=0.5               the class `Score` of the module `mine`, made with two options
 

@@ -1,4 +1,4 @@
-"""Which rewards a run uses: those of the job, clients of servers, or `module:name`."""
+"""Which rewards a run uses: those of the job, reward models, clients of servers, or `module:name`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rewards.options import built, made, parse
+from fluvial.engines.rewards.options import built, from_factory, made, parse
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import weight_of
 from fluvial.engines.rewards.signature import reward_problem, signature_of
@@ -21,7 +21,7 @@ def select(
     Args:
         rewards: rewards of the job, by name; they come before others of the same name.
         names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
-            `rewards`, a client, an entry point of `fluvial.rewards`, or `module:name`.
+            `rewards`, a reward model, a client, an entry point of `fluvial.rewards`, or `module:name`.
         field: setting that names them, for messages.
 
     Raises:
@@ -52,13 +52,28 @@ def select(
 
 
 def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
-    """Return how each reward that comes with fluvial is made, `(label, options) -> reward`, by name."""
+    """Return how each reward that comes with fluvial is made, `(label, options) -> reward`, by name.
+
+    A reward model is imported when it is made.
+    """
     from fluvial.engines.rewards.clients import table as clients
+    from fluvial.models.rewards.table import REWARD_MODELS
 
     def client(name: str, label: str, options: Mapping[str, str]) -> Any:
         return built(label, partial(clients.build, name, options), {})
 
-    return {name: partial(client, name) for name in clients.CLIENTS}
+    def model(name: str, label: str, options: Mapping[str, str]) -> Any:
+        found = REWARD_MODELS[name]
+        if found.takes != "images":
+            raise UsageError(f"{label} scores {found.takes}, and samples are images or videos: use a reward of these")
+        if missing := found.missing():
+            raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{found.install}'")
+        return from_factory(label, found.make, options)
+
+    return {
+        **{name: partial(model, name) for name in REWARD_MODELS},
+        **{name: partial(client, name) for name in clients.CLIENTS},
+    }
 
 
 def without_weight(text: str) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import tiny_jobs as tiny
+import tiny_rewards
+import torch
 from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.registry import check_rewards, select, without_weight
+from fluvial.engines.rewards.runner import score
 
 REWARDS: dict[str, Any] = {"brightness": tiny.brightness, "contrast": tiny.contrast}
 OWN = """
@@ -95,8 +98,19 @@ def test_options_of_a_function_and_of_a_client() -> None:
     ((name, (client, _)),) = select(REWARDS, ("flow_factory:url=http://127.0.0.1:9,batch=3,timeout=5",)).items()
     made: Any = client
     assert (name, made.batch, made.server.timeout) == ("flow_factory", 3, 5.0)
+    ((name, (plain, weight)),) = select({}, ("jpeg_incompressibility=-1",)).items()
+    assert (name, weight) == ("jpeg_incompressibility", -1.0)
+    assert plain(torch.zeros(2, 3, 8, 8), ["", ""]).shape == (2,)
     assert without_weight("jpeg=0.5") == "jpeg"
     assert without_weight("mine:score=0.5") == "mine:score"
+
+
+def test_options_of_a_reward_model(tmp_path: Path) -> None:
+    """Its weights from a folder, its device and its batch; it is loaded when the run is built."""
+    tiny_rewards.save_clip(tmp_path)
+    ((name, (reward, weight)),) = select({}, (f"pickscore:device=cpu,batch=2,weights={tmp_path}=0.5",)).items()
+    assert (name, weight) == ("pickscore", 0.5)
+    assert score(reward, tiny_rewards.images(3), ["a fox", "two", "x"]).shape == (3,)
 
 
 @pytest.mark.parametrize("name", ["bright", "scorer", "partial", "Scorer"])
@@ -143,6 +157,11 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (("own_rewards:bright:scale=2",), r"has no option 'scale', it takes none"),
         (("brightness:scale=2",), r"rewards 'brightness' has no option 'scale', it takes none"),
+        (("jpeg:quality=3",), r"rewards 'jpeg' has no option 'quality', it takes none"),
+        (("pickscore:devise=cpu",), r"has no option 'devise', expected weights, .*; did you mean 'device'\?"),
+        (("pickscore:batch=many,weights=x",), r"rewards 'pickscore': batch is 'many', expected a whole number"),
+        (("pickscore:weights=/nowhere=0.5",), r"^rewards 'pickscore': .*/nowhere"),
+        (("clap",), r"rewards 'clap' scores audio, and samples are images or videos"),
         (("flow_factory",), r"rewards 'flow_factory': flow_factory needs the option url"),
         (("flow_factory:url=http://127.0.0.1:9,batch=x",), r"batch is 'x', expected a whole number"),
         (("math:pi",), r"is of type float, expected a function"),
