@@ -117,3 +117,5 @@ if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     for one in points(Case(**{**asked, "folder": Path(asked["folder"])})):
         print(json.dumps(asdict(one)), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # gloo now and then aborts while the interpreter ends
