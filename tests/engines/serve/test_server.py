@@ -105,7 +105,7 @@ def test_a_training_run_loses_nothing_when_its_server_is_killed(tmp_path: Path) 
     ("args", "says"),
     [
         ((), "serve-rewards needs the names of rewards"),
-        (("nothing",), "rewards is 'nothing', expected one of jpeg"),
+        (("nothing",), "rewards is 'nothing', expected one of "),
         (("jpeg=2",), "reward 'jpeg' has the weight 2, and a server gives plain scores"),
         (("jpeg", "--port", "70000"), "--port is 70000, expected a number in"),
         (("jpeg", "--batch", "0"), "--batch is 0, expected at least 1"),
