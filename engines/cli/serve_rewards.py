@@ -67,11 +67,10 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     from fluvial.engines.serve.asgi import key_of, serve
     from fluvial.engines.serve.formats import Limits
     from fluvial.engines.serve.rewards import RewardService, application
-    from fluvial.models.rewards.jpeg import jpeg_compressibility
 
     key = key_of(config.host)
     rewards = {}
-    for name, (reward, weight) in select({"jpeg": jpeg_compressibility}, names).items():
+    for name, (reward, weight) in select({}, names).items():
         if weight != 1:
             raise UsageError(
                 f"reward {name!r} has the weight {weight:g}, and a server gives plain scores: weigh it where it is used"
