@@ -41,7 +41,7 @@ class AdvantageConfig:
             Lagrange multiplier as its weight, which rises while its mean over a rollout is below the floor and falls, down
             to 0, while it is above.
         floor_lr: Step size of the multipliers: their change per rollout and unit of the reward.
-        floor_max: Largest multiplier.
+        floor_max: Largest multiplier of a reward that has a floor.
     """
 
     scale: Scale = "group"
