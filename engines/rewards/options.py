@@ -9,8 +9,8 @@
     mine:Score:scale=2,sharp=true=0.5               the class `Score` of the module `mine`, made with two options
 
 A name of one word that fluvial, the job or an installed package knows takes options after its colon; any other word before a
-colon is a module. A value holds no comma. What follows the last `=` of all is the weight if it is a number; an option whose
-own value ends so needs a weight behind it.
+colon is a module. A value holds no comma; several values of one option are joined by "+". What follows the last `=` of all
+is the weight if it is a number; an option whose own value ends so needs a weight behind it.
 """
 
 import inspect
@@ -28,6 +28,7 @@ from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.rewards.scores import one_line, weight_of
 from fluvial.engines.rewards.signature import KNOWN
 
+SEPARATOR = "+"  # between the values of one option
 WORDS: dict[str, bool] = {"true": True, "false": False}
 
 
@@ -161,6 +162,8 @@ def _value(label: str, text: str, hint: Any) -> Any:
                 continue
     if Path in kinds and str not in kinds:
         return Path(text)
+    if tuple[str, ...] in kinds:
+        return tuple(text.split(SEPARATOR))
     if str in kinds:
         return text
     named = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -7,7 +7,7 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rewards.options import built, from_factory, made, parse
+from fluvial.engines.rewards.options import from_factory, made, parse
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import weight_of
 from fluvial.engines.rewards.signature import reward_problem, signature_of
@@ -60,7 +60,7 @@ def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
     from fluvial.models.rewards.table import REWARD_MODELS
 
     def client(name: str, label: str, options: Mapping[str, str]) -> Any:
-        return built(label, partial(clients.build, name, options), {})
+        return from_factory(label, clients.maker(name), options)
 
     def model(name: str, label: str, options: Mapping[str, str]) -> Any:
         found = REWARD_MODELS[name]

@@ -19,10 +19,11 @@ from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
 from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.rewards.clients.images import spread
-from fluvial.engines.rewards.clients.table import CLIENTS, build
+from fluvial.engines.rewards.clients.table import CLIENTS, maker
 from fluvial.engines.rewards.clients.transport import Reply
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
+from fluvial.engines.rewards.options import from_factory
 
 PROMPTS = ("a cat", "a dog", "a cow")
 NAN = float("nan")
@@ -256,6 +257,11 @@ def test_frames_of_a_video_are_spread() -> None:
     assert len(spread(video, 1)) == 1
 
 
+def build(name: str, options: dict[str, str]) -> Any:
+    """Return a client from options as text."""
+    return from_factory(name, maker(name), options)
+
+
 def test_every_client_is_made_by_name_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of the connection and of the client, as text."""
     made = build("unirl", {"url": "http://a:1", "rewards": "pick+ocr", "timeout": "5", "batch": "3", "metric": "max"})
@@ -269,14 +275,14 @@ def test_every_client_is_made_by_name_and_options(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("flow_factory", {}, "flow_factory needs the option url"),
+        ("flow_factory", {}, "flow_factory needs the option url: write url=value"),
         ("unirl", {"url": "http://a"}, "unirl needs the option rewards"),
-        ("flow_factory", {"url": "http://a", "bach": "3"}, "no option 'bach', expected one of .*; did you mean 'batch'"),
+        ("flow_factory", {"url": "http://a", "bach": "3"}, "no option 'bach', expected url, .*; did you mean 'batch'"),
         ("flow_factory", {"url": "http://a", "batch": "many"}, "batch is 'many', expected a whole number"),
         ("flow_factory", {"url": "http://a", "timeout": "long"}, "timeout is 'long', expected a number"),
         ("flow_factory", {"url": "http://a", "batch": "0"}, "batch is 0, expected at least 1"),
         ("flow_grpo", {"url": "http://a", "trust_pickle": "perhaps"}, "trust_pickle is 'perhaps', expected true or false"),
-        ("flow_grpo", {"url": "http://a", "trust_pickle": "true", "form": "x"}, "form is 'x', expected one of verl"),
+        ("flow_grpo", {"url": "http://a", "trust_pickle": "true", "form": "x"}, "form is 'x', expected verl or"),
         ("unirl", {"url": "http://a", "rewards": "a+a"}, "rewards is .*, expected names that the server has, each once"),
         ("unirl", {"url": "http://a", "rewards": "a", "metric": "sum"}, "metric is 'sum'"),
         ("vlm_rating", {"url": "http://a", "low": "3", "high": "2"}, "low is 3 and high is 2"),
