@@ -23,6 +23,7 @@ LAYERS = (
     ("engines.evaluation",),
     ("engines.objectives",),
     ("engines.run",),
+    ("engines.sources",),
     ("engines.train", "engines.export", "engines.serve"),
     ("engines", "engines.cli"),
     ("bench",),

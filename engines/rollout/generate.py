@@ -213,6 +213,7 @@ class Chunk(NamedTuple):
     cond: Cond
     trajectory: Trajectory
     images: Tensor  # [b, C, H, W], of videos [b, C, F, H, W], in [0, 1]
+    version: int = 0  # number of updates of the weights that made them
 
 
 class SampleBatch(NamedTuple):

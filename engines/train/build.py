@@ -24,6 +24,8 @@ from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.sources.in_process import InProcess
+from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
@@ -33,7 +35,7 @@ from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
-from fluvial.engines.train.rollouts import RolloutSource
+from fluvial.engines.train.rollouts import Rollouts
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.lora import add_lora
@@ -51,7 +53,8 @@ class Parts:
         policies: policies that the objective compares with.
         schedule: schedule with its timesteps on the device.
         evaluation_schedule: schedule of evaluations, which may have another number of steps.
-        source: source of samples.
+        source: maker of samples.
+        rollouts: samples of each rollout.
         learner: maker of updates.
         rewards: rewards with their weights, by name; none where the run makes no samples.
         runners: threads of the rewards.
@@ -66,6 +69,7 @@ class Parts:
     schedule: Schedule
     evaluation_schedule: Schedule
     source: RolloutSource
+    rollouts: Rollouts
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
     runners: RewardRunners
@@ -135,11 +139,15 @@ def _built(
     schedule, _ = schedules.of(job.shape)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
+    source = InProcess(job.model, lambda: policies.behaviour(engine))
     with world.agreed():
-        source = RolloutSource(config, job, world, engine=engine, policies=policies, schedules=schedules, texts=texts)
+        rollouts = Rollouts(
+            config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts
+        )
     return Parts(
-        job, asked, engine, policies, schedule, evaluation_schedule, source, learner, rewards, runners, preferences, base
-    )
+        job, asked, engine, policies, schedule, evaluation_schedule, source, rollouts, learner, rewards, runners,
+        preferences, base,
+    )  # fmt: skip
 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:

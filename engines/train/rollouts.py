@@ -1,6 +1,7 @@
-"""Sources of a run's samples: rollouts of the policy, and clean samples of the job's data."""
+"""Samples of a run: rollouts of the policy, from any source, and clean samples of the job's data."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Literal
 
 import optree
@@ -24,7 +25,6 @@ from fluvial.engines.rollout.generate import (
     Sampling,
     SharedPrefix,
     StochasticSteps,
-    generate,
     joined,
     slots,
 )
@@ -32,6 +32,7 @@ from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.rollout.window import windows
+from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
@@ -40,15 +41,16 @@ from fluvial.engines.train.policies import Policies
 FIRST = 0  # updates before the first rollout
 
 
-class RolloutSource:
-    """Makes this rank's samples of each rollout.
+class Rollouts:
+    """Asks for this rank's samples of each rollout.
 
     Args:
         config: the run.
         job: model and prompts.
         world: process group.
         engine: engine whose module is the policy.
-        policies: policy that makes the rollouts, where it is not the engine's.
+        policies: the other policies, which are offloaded while samples are made.
+        source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
 
@@ -64,11 +66,12 @@ class RolloutSource:
         *,
         engine: Engine,
         policies: Policies,
+        source: RolloutSource,
         schedules: Schedules,
         texts: TextLengths,
     ) -> None:
         self.config, self.job, self.world = config, job, world
-        self.engine, self.policies, self.schedules, self.texts = engine, policies, schedules, texts
+        self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
         self.size: Size | None = None  # of the last samples, where there are several sizes
         self._order: BatchOrder | None = None
         self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
@@ -112,10 +115,11 @@ class RolloutSource:
         alike = rollout.shared_noise or rollout.share_prefix or rollout.branches is not None
         initial_ids = [i // rollout.trunk for i in ids] if alike else None
         requests, parts = Requests(prompts, ids, key, initial_ids), list[SampleBatch]()
-        with self.policies.behaviour(self.engine) as module:
-            sampling = self._sampling(root, tokens, shape)
-            for chunk in generate(self.job.model, module, requests, sampling, micro_batch=self.config.samples_per_pass):
-                own = numbers[self.config.samples_per_pass * len(parts) :][: len(chunk.prompts)]
+        size, sampling = self.config.samples_per_pass, self._sampling(root, tokens, shape)
+        self.source.push(self.engine, self.engine.updates)
+        with closing(self.source.generate(requests, sampling, micro_batch=size)) as chunks:
+            for chunk in chunks:
+                own = numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)

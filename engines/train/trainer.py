@@ -81,10 +81,11 @@ class Trainer:
             self.job, self.evaluated = parts.job, parts.evaluated
             self.engine, self.policies = parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.source, self.learner, self.preferences = parts.source, parts.learner, parts.preferences
+            self.rollouts, self.learner, self.preferences = parts.rollouts, parts.learner, parts.preferences
             self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
             self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
+            stack.callback(parts.source.close)
             stack.callback(self.saver.close)
             self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
             self.learner.remember_in(self.progress.rewards)
@@ -119,7 +120,7 @@ class Trainer:
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
-        asked = [] if self.preferences else self.source.prompts(root)
+        asked = [] if self.preferences else self.rollouts.prompts(root)
         learnt, rewards, spread = self._learn(root, asked, seconds)
         if self.config.followers:
             with metrics.timed(seconds, "update"):
@@ -133,7 +134,7 @@ class Trainer:
         record: dict[str, Any] = {
             "update": self.engine.updates,
             "samples": self.progress.samples,
-            **metrics.learnt_record(learnt, self.learner.texts.padding, self.source.size),
+            **metrics.learnt_record(learnt, self.learner.texts.padding, self.rollouts.size),
             **signal.parts_record(learnt.updates[-1].parts, steps=self.config.objective.traits.trains_on == "steps"),
             **metrics.reward_record(
                 rewards,
@@ -211,7 +212,7 @@ class Trainer:
     def _take(self, micro_batch: int) -> None:
         """Set the number of samples per forward pass."""
         self.config = replace(self.config, micro_batch=micro_batch)
-        self.source.config = self.learner.config = self.saver.config = self.config
+        self.rollouts.config = self.learner.config = self.saver.config = self.config
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
@@ -239,14 +240,14 @@ class Trainer:
         """Make a rollout and its updates; return what was learnt, the rewards and the diversity of the samples."""
         if self.preferences:
             with metrics.timed(seconds, "rollout"):
-                chosen = self.source.preferences(root, self.preferences)
+                chosen = self.rollouts.preferences(root, self.preferences)
             with metrics.timed(seconds, "reward"):
                 rewards = self._rewards()
             with metrics.timed(seconds, "update"):
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
         with metrics.timed(seconds, "rollout"):
-            batch = self.source.samples(root, asked, self.runners)
+            batch = self.rollouts.samples(root, asked, self.runners)
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()

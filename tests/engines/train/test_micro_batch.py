@@ -75,7 +75,7 @@ def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
         assert run.settle() is None
-        assert run.learner.config is run.source.config is run.saver.config is run.config
+        assert run.learner.config is run.rollouts.config is run.saver.config is run.config
 
 
 def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

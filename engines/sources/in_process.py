@@ -1,0 +1,34 @@
+"""Samples made in this process, by the engine's own network."""
+
+from collections.abc import Generator
+
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, generate
+from fluvial.engines.sources.protocol import Behaviour
+from fluvial.models import DiffusionModel
+
+
+class InProcess:
+    """Source of samples that shares the trainer's weights.
+
+    Args:
+        model: adapter of the architecture.
+        behaviour: opens the network that makes the rollouts.
+    """
+
+    def __init__(self, model: DiffusionModel, behaviour: Behaviour) -> None:
+        self.model, self.behaviour = model, behaviour
+        self._version = 0
+
+    def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
+        """Yield the requested samples, see `RolloutSource`."""
+        with self.behaviour() as module:
+            for chunk in generate(self.model, module, requests, sampling, micro_batch=micro_batch):
+                yield chunk._replace(version=self._version)
+
+    def push(self, engine: Engine, version: int) -> None:
+        """Note the version; the weights are shared."""
+        self._version = version
+
+    def close(self) -> None:
+        """Do nothing."""

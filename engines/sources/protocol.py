@@ -1,0 +1,46 @@
+"""What training asks of whatever makes its samples."""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
+
+# Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
+Behaviour = Callable[[], AbstractContextManager[nn.Module]]
+
+
+class RolloutSource(Protocol):
+    """Makes the samples of rollouts, here or elsewhere, with the weights that it was given last."""
+
+    def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
+        """Yield the requested samples in their order, in chunks of `micro_batch`; every rank must take part.
+
+        Args:
+            requests: prompts and ids of this rank's samples, in whole chunks.
+            sampling: how they are made.
+            micro_batch: number of samples per chunk.
+
+        Raises:
+            RunError: they cannot be had.
+        """
+        ...
+
+    def push(self, engine: Engine, version: int) -> None:
+        """Let the samples from here on be made by the weights of now; every rank must take part.
+
+        Args:
+            engine: engine that holds them.
+            version: number of updates that made them.
+
+        Raises:
+            RunError: they cannot be given to whatever makes the samples.
+        """
+        ...
+
+    def close(self) -> None:
+        """End connections, threads and files."""
+        ...
