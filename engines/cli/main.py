@@ -21,7 +21,8 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
   serve-rewards NAME  Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000.
   report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
-  plan MODEL          Work out the memory of training, and which settings make it fit.
+  plan MODEL          Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
+                      and --update-seconds: how many servers keep a trainer busy.
   models              List the models that can be trained, with the memory of their weights.
   rewards [NAME]      List the reward models, or describe one and its options.
 

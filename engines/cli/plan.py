@@ -1,14 +1,26 @@
-"""`fluvial plan MODEL`: work out the memory of training before there is a GPU."""
+"""`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer."""
 
-from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed
+from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+
+SECONDS = ("--rollout-seconds", "--update-seconds")
 
 
 def run(args: list[str]) -> None:
     """Print the plan of a configuration, a table of the settings that fit, or a comparison with a real update.
 
+    With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
+
     Raises:
         UsageError: the arguments are wrong.
     """
+    if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
+        from fluvial.engines.plan import simulate
+
+        ahead = parsed(simulate.AheadConfig, simulate.AheadConfig, "fluvial plan", args)
+        with flags_in_errors(ahead):
+            simulate.show(simulate.checked(ahead), console=console())
+        return
+
     from fluvial.engines.plan.plan import MODELS, PlanConfig, show, show_table
 
     name = named("plan", args, tuple(MODELS), "a model")
