@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 
 
 def drawn(run: Sequence[tuple[float, float]], push: float, ahead: int) -> Timeline:
-    """A simulated run of (rollout, update) seconds."""
+    """Return a simulated run of (rollout, update) seconds."""
     return simulate([a for a, _ in run], [b for _, b in run], push=push, ahead=ahead)
 
 
