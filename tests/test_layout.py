@@ -19,7 +19,7 @@ LAYERS = (
     ("kernels", "models"),
     ("engines.errors", "engines.plugins", "engines.report"),
     ("engines.fsdp",),
-    ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan"),
+    ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan", "engines.wire"),
     ("engines.evaluation",),
     ("engines.objectives",),
     ("engines.run",),

@@ -1,0 +1,220 @@
+"""Requests are what sglang's fields and defaults say, and what is wrong with one is one line."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluvial.engines.rollout.after import AfterWindow
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.request import (
+    DEBUG,
+    FluvialOptions,
+    RequestLimits,
+    RolloutRequest,
+    check_steps,
+    guidance_of,
+    read_request,
+    written,
+)
+
+OWN = {"key": [1, 2], "ids": [5]}
+
+
+def own(**options: Any) -> dict[str, Any]:
+    """Return a body with fluvial's own fields."""
+    return {"prompt": "a", "extra_sampling_params": {"fluvial": options}}
+
+
+def test_the_defaults_are_those_of_sglang() -> None:
+    request = read_request({"prompt": "a"})
+    assert request == RolloutRequest("a")
+    assert (request.rollout, request.rollout_sde_type, request.rollout_noise_level) == (True, "sde", 0.7)
+    assert (request.rollout_log_prob_no_const, request.rollout_debug_mode, request.suppress_logs) == (False, True, False)
+    assert (request.rollout_return_denoising_env, request.rollout_return_dit_trajectory) == (False, False)
+    assert (request.generator_device, request.outputs, request.seed, request.scale) == ("cuda", 1, None, None)
+    assert (request.sampler, request.form) == ("flow_sde", "density")
+    names = {field.name for field in fields(RolloutRequest)}
+    assert read_request({"prompt": "a", **dict.fromkeys(names - {"prompt", "fluvial"}), "unknown": [1]}) == request
+
+
+FULL = RolloutRequest(
+    "a fox", " ", 7, "cpu", 64, 32, 10, 4, 3.5, 4.0, 5, 16, ("x.png",), True, "cps", 0.5, True, False, True, True, (1, 2, 5),
+    (1, 2, 3, 10), "uint8", True, {"guidance_scale_2": 3.0},
+    FluvialOptions(
+        (1, 2**32 - 1), (5, 6, 7, 2**62), (0, 0, 1, 1), "dance_sde", "euler", None, True, "no_const", "sum", "two", 64, True,
+        "all", AfterWindow("dpmpp_2m", 0.5, 0), (2, 2), ("rollout_model_outputs",), 3,
+    ),
+)  # fmt: skip
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    """Through JSON, with every field at another value than its default."""
+    value = json.loads(json.dumps(written(FULL)))
+    found = read_request(value)
+    assert found.fluvial == FULL.fluvial
+    assert written(found) == written(FULL)
+    assert {name for name in value if name != "rollout"} | {"rollout", "fluvial"} == {field.name for field in fields(FULL)}
+    assert written(RolloutRequest("a")) == {"prompt": "a"}
+
+
+def test_own_names_replace_those_of_the_schema() -> None:
+    request = read_request({**own(sampler="dance_sde", form="no_const"), "rollout_sde_type": "cps"})
+    assert (request.sampler, request.form) == ("dance_sde", "no_const")
+    assert read_request({"prompt": "a", "rollout_sde_type": "cps"}).sampler == "cps"
+
+
+def test_guidance_is_the_request_s_or_the_server_s() -> None:
+    server = Guidance(4.0, "blurry")
+    assert guidance_of(RolloutRequest("a"), server) == server
+    assert guidance_of(RolloutRequest("a", " ", guidance_scale=2.0), server) == Guidance(2.0, " ")
+    assert guidance_of(RolloutRequest("a", guidance_scale=2.0, true_cfg_scale=3.0), server).scale == 3.0
+    assert guidance_of(read_request(own(forwards="two")), server).forwards == "two"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": 1}, "prompt is 1, expected a text"),
+        ({"prompt": "a" * 101}, "expected a text of at most 100 characters"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"seed": -1}, r"seed is -1, expected an integer in \[0, 9223372036854775807\]"),
+        ({"seed": 2**63}, "seed is"),
+        ({"seed": 10**4000}, "more than 30 digits"),
+        ({"seed": 1.5}, "seed is 1.5, expected an integer"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": "7"}, "seed is '7'"),
+        ({"width": 0}, "width is 0"),
+        ({"width": 1000, "height": 11}, "make 11000 pixels, expected at most 10000"),
+        ({"width": 50, "height": 50, "num_frames": 5}, "make 12500 pixels"),
+        ({"num_inference_steps": 51}, r"expected an integer in \[1, 50\]"),
+        ({"num_outputs_per_prompt": 9}, r"expected an integer in \[1, 8\]"),
+        ({"guidance_scale": float("nan")}, "guidance_scale is nan, expected a finite number"),
+        ({"guidance_scale": -1}, "guidance_scale is -1"),
+        ({"rollout_noise_level": -0.1}, "rollout_noise_level is -0.1, expected a number in"),
+        ({"rollout_noise_level": float("nan")}, "rollout_noise_level is nan, expected a finite number"),
+        ({"rollout_noise_level": float("inf")}, "expected a finite number"),
+        ({"rollout_noise_level": 10**400}, "expected a finite number"),
+        ({"rollout_noise_level": "0.7"}, "expected a finite number"),
+        ({"rollout_noise_level": 0}, "rollout_noise_level is 0, so that steps of flow_sde have no log-probability"),
+        ({"rollout_sde_type": "cps", "rollout_noise_level": 1.5}, "is 1.5, expected at most 1 for cps"),
+        ({"rollout_sde_type": "dance"}, "rollout_sde_type is 'dance', expected one of sde, cps, ode"),
+        ({"rollout_sde_type": ["sde"]}, "expected one of sde, cps, ode"),
+        ({"rollout_sde_type": "ode"}, "rollout_sde_type is ode, whose steps have no log-probability"),
+        ({"rollout": 1}, "rollout is 1, expected true or false"),
+        ({"rollout_sde_step_indices": 3}, "expected a list of at most 4096 integers"),
+        ({"rollout_sde_step_indices": [0.5]}, r"rollout_sde_step_indices\[0\] is 0.5"),
+        ({"rollout_sde_step_indices": [-1]}, r"rollout_sde_step_indices\[0\] is -1"),
+        ({"rollout_sde_step_indices": [10], "num_inference_steps": 10}, "holds 10, expected 0 to 9 for 10 steps"),
+        ({"rollout_return_step_indices": [11], "num_inference_steps": 10}, "holds 11, expected 0 to 10 for 10 steps"),
+        ({"rollout_sde_step_indices": [1, 1]}, "does not rise"),
+        ({"rollout_return_step_indices": [3, 1]}, "does not rise"),
+        ({"rollout_video_dtype": "float"}, "expected one of uint8"),
+        ({"image_path": "x.png"}, "expected a list of texts"),
+        ({"extra_sampling_params": []}, "extra_sampling_params is of type list, expected an object"),
+        ({"extra_sampling_params": {"fluvial": 1}}, "extra_sampling_params.fluvial is of type int"),
+    ],
+)
+def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:
+    limits = RequestLimits(pixels=10_000, steps=50, outputs=8, characters=100)
+    with pytest.raises(WireError, match=says) as error:
+        read_request({"prompt": "a", **change}, limits)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"key": [1]}, "key has 1 numbers, expected 2"),
+        ({"key": [1, 2**32]}, r"key\[1\] is 4294967296"),
+        ({"key": [1, 2]}, "set key and ids, or a seed"),
+        ({"ids": [1]}, "set key and ids, or a seed"),
+        ({"key": [1, 2], "ids": [1, 2]}, "ids has 2 items, expected 1, one per sample"),
+        ({**OWN, "initial_ids": []}, "initial_ids has 0 items"),
+        ({"initial_ids": [1]}, "set key and ids, or a seed"),
+        ({"sampler": "os:system"}, "expected one of flow_sde, dance_sde"),
+        ({"sampler": "cps", "solver": "sa_solver"}, "which takes no stochastic steps"),
+        ({"solver": "euler2"}, "expected one of euler, dpmpp_2m"),
+        ({"windows": [[1], [2]]}, "windows has 2 items"),
+        ({"windows": [[2, 1]]}, r"windows\[0\] does not rise"),
+        ({"windows": 1}, "expected a list of at most 4096 lists"),
+        ({"form": "nats"}, "expected one of density, no_const, unscaled"),
+        ({"reduction": "max"}, "expected one of mean, sum"),
+        ({"forwards": 2}, "expected one of one, two"),
+        ({"after": {"fraction": 2}}, "fraction is 2"),
+        ({"after": {"solver": "x"}}, "solver"),
+        ({"after": {"least": "x"}}, "least"),
+        ({"prefix": [2, 0]}, r"prefix\[1\] is 0"),
+        ({"prefix": [2, 2]}, "initial_ids say which samples share it"),
+        ({"debug": ["noise"]}, "expected texts among rollout_variance_noises"),
+        ({"version": -1}, "version is -1"),
+    ],
+)
+def test_a_wrong_option_of_fluvial_is_one_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(WireError, match=says) as error:
+        read_request(own(**options))
+    assert "\n" not in str(error.value)
+
+
+def test_windows_and_indices_do_not_go_together() -> None:
+    with pytest.raises(WireError, match="both set"):
+        read_request({**own(windows=[[1]]), "rollout_sde_step_indices": [1]})
+    body = {"prompt": "a", "num_outputs_per_prompt": 2, "extra_sampling_params": {"fluvial": {"windows": [[1], [2, 3]]}}}
+    with pytest.raises(WireError, match="different numbers of steps"):
+        read_request(body)
+
+
+def test_what_has_no_log_probability_may_be_sampled() -> None:
+    """Without a rollout, or with negative squared residuals."""
+    assert read_request({"prompt": "a", "rollout_sde_type": "ode", "rollout": False}).sampler == "ode"
+    assert read_request({"prompt": "a", "rollout_sde_type": "ode", "rollout_log_prob_no_const": True}).form == "unscaled"
+    assert read_request({"prompt": "a", "rollout_noise_level": 0, "rollout": False}).rollout_noise_level == 0
+
+
+def test_indices_are_checked_against_the_schedule_that_the_server_chooses() -> None:
+    request = read_request({"prompt": "a", "rollout_sde_step_indices": [5], "rollout_return_step_indices": [6]})
+    check_steps(request, 6)
+    with pytest.raises(WireError, match="rollout_sde_step_indices holds 5, expected 0 to 4 for 5 steps"):
+        check_steps(request, 5)
+    with pytest.raises(WireError, match="windows holds 5"):
+        check_steps(read_request(own(windows=[[5]])), 5)
+    with pytest.raises(WireError, match="prefix has 6 steps"):
+        check_steps(read_request(own(**OWN, initial_ids=[0], prefix=[6, 1])), 5)
+
+
+NAMES = [field.name for field in fields(RolloutRequest)]
+OPTIONS = [field.name for field in fields(FluvialOptions)]
+VALUES: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 20)
+    | st.floats()
+    | st.sampled_from(["a", "", "sde", "cps", "ode", "uint8", "mean", "\ud800", *DEBUG]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(st.integers(0, 12), unique=True, max_size=4).map(sorted)
+        | st.dictionaries(st.sampled_from(["fluvial", *OPTIONS]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+BODIES = st.dictionaries(st.sampled_from([*NAMES, "unknown"]), VALUES, max_size=6).map(lambda body: {"prompt": "a", **body})
+BODIES |= st.dictionaries(st.sampled_from(OPTIONS), VALUES, max_size=5).map(lambda options: own(**options))
+
+
+@given(BODIES | VALUES)
+def test_any_json_is_a_request_or_one_line(body: Any) -> None:
+    try:
+        request = read_request(body)
+    except WireError as error:
+        problem = str(error)
+    else:
+        assert read_request(json.loads(json.dumps(written(request)))) == read_request(written(request))
+        return
+    assert "\n" not in problem
+    assert len(problem) < 400
