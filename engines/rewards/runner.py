@@ -1,12 +1,14 @@
 """Reward threads: rewards score a chunk of images while the next chunk is generated."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +22,15 @@ from fluvial.engines.rewards.signature import Samples, signature_of
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
 BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
+
+
+@dataclass
+class Tally:
+    """What a reward's thread counts of the chunks of a rollout."""
+
+    seconds: float = 0.0  # that the reward computed
+    failed: int = 0  # invalid samples
+    problem: str = ""  # of the last of them
 
 
 class RewardRunner:
@@ -40,9 +51,9 @@ class RewardRunner:
     ) -> None:
         self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
         self.signature, self.tolerated = signature_of(reward), tolerated
-        self.work: Queue[tuple[Future[Scored], Samples] | None] = Queue()
+        self.work: Queue[tuple[Future[Scored], Samples, Tally] | None] = Queue()
         self.waiting: list[tuple[Future[Scored], Samples]] = []
-        self.seconds, self._failed = 0.0, 0  # that it computed, and invalid samples, since the last call of `results`
+        self.tally = Tally()  # since the last call of `results`
         # A daemon: a reward that hangs does not keep the process alive.
         Thread(target=self._serve, name="reward", daemon=True).start()
 
@@ -52,7 +63,13 @@ class RewardRunner:
         """Start scoring a chunk, see `Samples`."""
         chunk = (Future[Scored](), Samples(images, prompts, latents, group))
         self.waiting.append(chunk)
-        self.work.put(chunk)
+        self.work.put((*chunk, self.tally))
+
+    def apart(self) -> Self:
+        """Return a runner on the same thread whose results are those of its own chunks."""
+        other = copy.copy(self)
+        other.waiting, other.tally = [], Tally()
+        return other
 
     def results(self) -> list[Scored]:
         """Return the scores of each chunk submitted since the last call, in order.
@@ -67,7 +84,7 @@ class RewardRunner:
                 found.append(future.result(self.timeout))
             except FutureTimeoutError:
                 raise RunError(f"{self.label} took over {self.timeout:g} s for {named(samples.prompts)}") from None
-        self._failed = 0
+        self.tally.failed = 0
         return found
 
     def collect(self) -> Tensor:
@@ -87,17 +104,16 @@ class RewardRunner:
         self.work.put(None)
 
     def _serve(self) -> None:
-        known = ""
         while (chunk := self.work.get()) is not None:
-            future, samples = chunk
-            if self.tolerated is not None and self._failed > self.tolerated:
-                future.set_result(invalid(len(samples.prompts), known))
+            future, samples, tally = chunk
+            if self.tolerated is not None and tally.failed > self.tolerated:
+                future.set_result(invalid(len(samples.prompts), tally.problem))
                 continue
             start = time.perf_counter()
             scored = self._scored(samples)
-            self.seconds += time.perf_counter() - start
-            self._failed += int(torch.isnan(scored.scores).sum())
-            known = scored.problems[0] if scored.problems else known
+            tally.seconds += time.perf_counter() - start
+            tally.failed += int(torch.isnan(scored.scores).sum())
+            tally.problem = scored.problems[0] if scored.problems else tally.problem
             future.set_result(scored)
 
     def _scored(self, samples: Samples) -> Scored:
@@ -161,10 +177,25 @@ class RewardRunners:
             for name, (reward, _) in weighted.items()
         ]
         self.weights = torch.tensor([weight for _, weight in weighted.values()])
+        self.group = group
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without samples."""
         self.groupwise = [runner for runner in self.runners if runner.signature.takes("group")]
-        self.buffer = GroupBuffer(group) if self.groupwise else None
+        self.buffer = GroupBuffer(self.group) if self.groupwise else None
         self._ids: list[int] = []  # of the samples so far, -1 for repeats
         self._groups: list[int] = []  # of the groups so far
+
+    def apart(self) -> Self:
+        """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
+
+        They are used on one thread at a time, but on another than these.
+        """
+        other = copy.copy(self)
+        other.runners = [runner.apart() for runner in self.runners]
+        other._begin()
+        return other
 
     def submit(
         self, images: Tensor, prompts: Sequence[str], latents: Tensor | None = None, ids: Sequence[int] | None = None
@@ -210,9 +241,9 @@ class RewardRunners:
             problems += found.problems
             for part, values in found.parts.items():
                 parts[f"{name}/{part}"] = dict(zip(kept, values[own].tolist(), strict=True))
-        computed = max((runner.seconds for runner in self.runners), default=0.0)
+        computed = max((runner.tally.seconds for runner in self.runners), default=0.0)
         for runner in self.runners:
-            runner.seconds = 0.0
+            runner.tally.seconds = 0.0
         return Collected(table, parts, problems, computed, time.perf_counter() - start)
 
     def exchange(self, world: World) -> None:

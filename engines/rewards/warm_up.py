@@ -27,7 +27,7 @@ def warm_up(runners: RewardRunners, blank: Samples, *, count: int, group: int) -
         _submit(runner, blank, count=count, group=group)
     for runner in runners.runners:
         _check(runner)
-        runner.seconds = 0.0
+        runner.tally.seconds = 0.0
 
 
 def warm_up_evaluators(evaluators: Mapping[str, Reward], blank: Samples, *, count: int) -> None:

@@ -76,10 +76,14 @@ class Policies:
     @contextmanager
     def behaviour(self, engine: Engine) -> Iterator[nn.Module]:
         """Yield the network that makes the rollouts: the follower that does so by now, else the policy."""
-        starts = {name: follower.samples_from for name, follower in self.followers.items()}
-        by_now = [name for name, start in starts.items() if start is not None and engine.updates >= start]
-        with self._of(engine, by_now[0] if by_now else None) as module:
+        with self._of(engine, self.sampling_adapter(engine.updates)) as module:
             yield module
+
+    def sampling_adapter(self, updates: int) -> str | None:
+        """Return the follower that makes the rollouts after a number of updates; None where the policy does."""
+        starts = {name: follower.samples_from for name, follower in self.followers.items()}
+        by_now = [name for name, start in starts.items() if start is not None and updates >= start]
+        return by_now[0] if by_now else None
 
     @contextmanager
     def _of(self, engine: Engine, follower: str | None) -> Iterator[nn.Module]:

@@ -1,8 +1,8 @@
 """Samples of a run: rollouts of the policy, from any source, and clean samples of the job's data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import optree
 import torch
@@ -20,6 +20,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.generate import (
+    Chunk,
     Requests,
     SampleBatch,
     Sampling,
@@ -30,7 +31,7 @@ from fluvial.engines.rollout.generate import (
 )
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
-from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.engines.rollout.window import windows
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train.config import TrainConfig
@@ -39,6 +40,16 @@ from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
 
 FIRST = 0  # updates before the first rollout
+
+
+class Plan(NamedTuple):
+    """A rollout that can be asked for: which samples, and how they are made."""
+
+    requests: Requests  # of this rank
+    sampling: Sampling
+    numbers: list[int]  # index of each sample in the rollout, -1 for a repeat
+    size: Size | None  # of the samples, where there are several sizes
+    padding: Padding | None  # of the prompts, where it is trimmed
 
 
 class Rollouts:
@@ -76,21 +87,25 @@ class Rollouts:
         self._order: BatchOrder | None = None
         self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
 
-    def prompts(self, root: Key) -> list[str]:
-        """Return the prompt of each group of the next rollout, the same on every rank.
+    def prompts(self, root: Key, updates: int) -> list[str]:
+        """Return the prompt of each group of a rollout, the same on every rank.
 
         Where the samples of a group are different images, it is the prompt of each sample.
+
+        Args:
+            root: key of the rollout.
+            updates: number of updates before those on this rollout.
         """
         known, rollout = self.job.prompts, self.config.rollout
         if self._captions is not None:
             keys, groups = (
                 fold_in(root, Stream.CAPTIONS),
-                enumerate(self._places(root, self._captions.firsts, rollout.prompts)),
+                enumerate(self._places(root, self._captions.firsts, rollout.prompts, updates)),
             )
             drawn = (self._captions.drawn(caption, fold_in(keys, group), rollout.group) for group, caption in groups)
             return [known[place] for places in drawn for place in places]
-        different = self.config.objective.traits.groups == "data"
-        return [known[place] for place in self._places(root, known, rollout.batch if different else rollout.prompts)]
+        count = rollout.batch if self.config.objective.traits.groups == "data" else rollout.prompts
+        return [known[place] for place in self._places(root, known, count, updates)]
 
     def samples(self, root: Key, asked: list[str], rewards: RewardRunners) -> SampleBatch:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
@@ -100,26 +115,48 @@ class Rollouts:
             asked: prompt of each group, or of each sample.
             rewards: scorers of the images; scoring starts while the next chunk is generated.
         """
+        plan = self.plan(root, asked, self.engine.updates)
+        if not self.config.makes_samples:
+            return self._data(plan, rewards)
+        if self.config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            self.policies.offload()
+        self.source.push(self.engine, self.engine.updates)
+        return self.made(plan, rewards)
+
+    def plan(self, root: Key, asked: list[str], updates: int) -> Plan:
+        """Return what to ask of the source for a rollout; every rank must take part.
+
+        Args:
+            root: key of the rollout.
+            asked: prompt of each group, or of each sample.
+            updates: number of updates before those on this rollout.
+        """
         rollout = self.config.rollout
         ids, real = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts, shape = [asked[i * len(asked) // rollout.batch] for i in ids], self._shape(root, asked)
-        key, guidance = fold_in(root, Stream.SAMPLES), rollout.guidance
-        negative = [] if self.config.kl.guidance is None else [guidance.negative]
-        tokens = self.texts.of([*guidance.texts(self.job.model, prompts), *negative])
-        if not self.config.makes_samples:
-            return self._data(ids, numbers, prompts, key, tokens, rewards)
-        if self.config.engine.offload == "phases":
-            self.engine.offload(parameters=False)
-            self.policies.offload()
+        negative = [] if self.config.kl.guidance is None else [rollout.guidance.negative]
+        tokens = self.texts.of([*rollout.guidance.texts(self.job.model, prompts), *negative])
         alike = rollout.shared_noise or rollout.share_prefix or rollout.branches is not None
         initial_ids = [i // rollout.trunk for i in ids] if alike else None
-        requests, parts = Requests(prompts, ids, key, initial_ids), list[SampleBatch]()
-        size, sampling = self.config.samples_per_pass, self._sampling(root, tokens, shape)
-        self.source.push(self.engine, self.engine.updates)
-        with closing(self.source.generate(requests, sampling, micro_batch=size)) as chunks:
+        requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
+        return Plan(requests, self._sampling(root, tokens, shape, updates), numbers, self.size, self.texts.padding)
+
+    def made(self, plan: Plan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] | None = None) -> SampleBatch:
+        """Return the samples of a rollout as the source makes them with the weights that it has.
+
+        Args:
+            plan: the rollout.
+            rewards: scorers of the images.
+            seen: function of each chunk, called before it is scored.
+        """
+        size, parts = self.config.samples_per_pass, list[SampleBatch]()
+        with closing(self.source.generate(plan.requests, plan.sampling, micro_batch=size)) as chunks:
             for chunk in chunks:
-                own = numbers[size * len(parts) :][: len(chunk.prompts)]
+                if seen is not None:
+                    seen(chunk)
+                own = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
@@ -127,13 +164,13 @@ class Rollouts:
     def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
         """Return the given preferences that an update learns from, the same on every rank."""
         prompts = given.prompts if isinstance(given, EncodedPreferences) else [preference.prompt for preference in given]
-        places = self._places(root, prompts, self.config.rollout.prompts)
+        places = self._places(root, prompts, self.config.rollout.prompts, self.engine.updates)
         self.size = as_prompt(prompts[places[0]]).size
         return [given[place] for place in places]
 
-    def _places(self, root: Key, of: Sequence[str], count: int) -> list[int]:
-        """Return the indices of the `count` prompts that the next rollout takes."""
-        config, done = self.config, self.engine.updates
+    def _places(self, root: Key, of: Sequence[str], count: int, done: int) -> list[int]:
+        """Return the indices of the `count` prompts that the rollout after `done` updates takes."""
+        config = self.config
         if config.prompt_order != "epochs":
             drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
             batch = drawn_batch if config.prompt_order == "draws" else distinct_batch
@@ -151,10 +188,10 @@ class Rollouts:
         self.size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes))
         return sizes[self.size]
 
-    def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...]) -> Sampling:
+    def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
-        stochastic, done = None, self.engine.updates // config.updates_per_rollout
+        stochastic, done = None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST)  # key of the first rollout
         schedule, sampler = self.schedules.of(shape)
         if on_steps or not rollout.is_deterministic:
@@ -201,19 +238,18 @@ class Rollouts:
         same = rollout.window_draw == "rollout"
         return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
 
-    def _data(
-        self, ids: list[int], numbers: list[int], prompts: list[str], key: Key, tokens: int | None, rewards: RewardRunners
-    ) -> SampleBatch:
+    def _data(self, plan: Plan, rewards: RewardRunners) -> SampleBatch:
         """Return clean samples of the job's data; rewards score their images, where the objective compares them."""
         assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []
+        prompts, ids, tokens = plan.requests.prompts, plan.requests.ids, plan.sampling.text_tokens
         for start in range(0, len(ids), size):
-            part = prompts[start : start + size]
+            part = list(prompts[start : start + size])
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
-            x0: Tensor = self.job.data(fold_in(key, ids[start]), part).to(device)
+            x0: Tensor = self.job.data(fold_in(plan.requests.key, ids[start]), part).to(device)
             if self.config.scores_samples:
                 with torch.no_grad():
-                    rewards.submit(self.job.model.decode(x0), part, x0, numbers[start : start + size])
+                    rewards.submit(self.job.model.decode(x0), part, x0, plan.numbers[start : start + size])
             cond = optree.tree_map(
                 lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )

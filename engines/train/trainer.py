@@ -120,7 +120,7 @@ class Trainer:
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
-        asked = [] if self.preferences else self.rollouts.prompts(root)
+        asked = [] if self.preferences else self.rollouts.prompts(root, self.engine.updates)
         learnt, rewards, spread = self._learn(root, asked, seconds)
         if self.config.followers:
             with metrics.timed(seconds, "update"):
