@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.cli.listing import BUILT_IN
 from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, one_size, parsed
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.train.config import PipelineConfig
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fluvial.engines.train.job import Job
+
+MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,11 @@ def _write(
     from fluvial.core.dpo import best_and_worst
     from fluvial.core.random import fold_in, key
     from fluvial.engines.data.preferences import write_preferences
+    from fluvial.engines.rewards.invalid import kept_samples
     from fluvial.engines.rewards.registry import select
-    from fluvial.engines.rewards.runner import score
+    from fluvial.engines.rewards.runner import RewardRunners
+    from fluvial.engines.rewards.signature import Samples
+    from fluvial.engines.rewards.warm_up import warm_up
     from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
     from fluvial.engines.rollout.streams import Stream
     from fluvial.engines.rollout.text import TextLengths
@@ -179,17 +184,34 @@ def _write(
     sampling = Sampling(job.shape, schedule, guidance, text_tokens=tokens)
     module, root, group = module.to(device).eval(), fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES), config.group
     together, pairs = max(config.micro_batch // group, 1), list[Any]()
-    for first in range(0, len(asked), together):
-        prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
-        requests = Requests(prompts, range(first * group, first * group + len(prompts)), root)
-        chunks = generate(job.model, module, requests, sampling, micro_batch=config.micro_batch)
-        drawn = torch.cat([chunk.images.cpu() for chunk in chunks])
-        scores = [
-            weight * score(reward, drawn, prompts, label=f"reward {name!r}") for name, (reward, weight) in weighted.items()
-        ]
-        found = best_and_worst(torch.stack(scores).sum(0), torch.arange(len(prompts)) // group)
-        for place in torch.nonzero(found.valid).flatten().tolist():
-            pairs.append((prompts[place], drawn[found.win[place]].clone(), drawn[found.lose[place]].clone()))
+    left_out, problems, runners = 0, list[str](), RewardRunners(weighted, group=group)
+    try:
+        with torch.no_grad():
+            latents = torch.zeros(1, *job.shape, device=device)
+            warm_up(runners, Samples(job.model.decode(latents), asked[:1], latents), count=config.micro_batch, group=group)
+        for first in range(0, len(asked), together):
+            prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
+            requests = Requests(prompts, range(first * group, first * group + len(prompts)), root)
+            images = []
+            for chunk in generate(job.model, module, requests, sampling, micro_batch=config.micro_batch):
+                runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
+                images.append(chunk.images.cpu())
+            drawn, scored = torch.cat(images), runners.collect()
+            kept = kept_samples(scored.scores, group)
+            problems += scored.problems[:1]
+            left_out += int((~kept).sum()) // group
+            if left_out > MAX_INVALID * len(asked):
+                raise RunError(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward so far")
+            number = torch.nonzero(kept).flatten()
+            found = best_and_worst(scored.scores[kept] @ runners.weights, number // group)
+            for place in torch.nonzero(found.valid).flatten().tolist():
+                win, lose = int(number[found.win[place]]), int(number[found.lose[place]])
+                pairs.append((prompts[win], drawn[win].clone(), drawn[lose].clone()))
+    finally:
+        runners.close()
+    if problems:
+        line = f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward and are left out"
+        console().print(line, highlight=False, soft_wrap=True)
     write_preferences(config.out, pairs)
     return len(pairs)
 

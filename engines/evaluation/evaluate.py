@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.labels import Split, split
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.invalid import check_scores
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.runner import RewardRunner
+from fluvial.engines.rewards.scores import together
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.streams import Stream
@@ -64,6 +66,7 @@ class Evaluation(NamedTuple):
     scores: Scores
     velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
     split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
+    invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
 
 
 def drawn(prompts: int, samples: int) -> Plan:
@@ -106,11 +109,12 @@ def evaluate(
     solver: Solver = "euler",
     show: int = 16,
     keep: Callable[[Sequence[str], Tensor], None] | None = None,
+    max_invalid: float = 0.25,
 ) -> Evaluation:
     """Sample prompts with the ODE and score them with every evaluator; every rank must take part.
 
     Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks of `micro_batch`
-    samples.
+    samples. A sample that an evaluator has no number for is left out, whatever the others say of it.
 
     Args:
         task: model, prompts and evaluators; a job is one.
@@ -124,9 +128,10 @@ def evaluate(
         solver: solver of the ODE.
         show: number of images to return.
         keep: function of the names and the images of each chunk of this rank, e.g. to write them to files.
+        max_invalid: largest share of the samples that may be left out, because an evaluator raised or gave no finite number.
 
     Raises:
-        RunError: an evaluator raised, or did not return one finite number per image.
+        RunError: it is more, or an evaluator took too long.
     """
     if seeds is None:
         assert samples is not None, "without seeds, prompts are drawn"
@@ -156,22 +161,28 @@ def evaluate(
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])
         with world.agreed():
-            scores = [runner.collect() for runner in runners]
+            found = [together(runner.results()) for runner in runners]
     finally:
         for runner in runners:
             runner.close()
-    local = torch.stack(scores, dim=1) if scores else torch.zeros(len(mine), 0)
+    local = torch.stack([each.scores for each in found], dim=1) if found else torch.zeros(len(mine), 0)
     table = world.gather_data(local.to(world.device))[:total].cpu()
+    problems = [line for each in found for line in each.problems]
+    valid = check_scores(table, problems, most=max_invalid, world=world)
     images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
+    shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
+    images, table = images[shows], table[valid]
+    asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]
     return Evaluation(
         score=dict(zip(names, table.mean(0).tolist(), strict=True)),
         exact=dict(zip(names, (table == 1).float().mean(0).tolist(), strict=True)),
-        samples=total,
+        samples=len(keeps),
         prompts=asked[: len(images)],
         images=images,
-        images_score=table[: len(images), -1] if scores else None,
-        scores=Scores(names, plan.names, asked, table),
+        images_score=table[: len(images), -1] if found else None,
+        scores=Scores(names, sampled, asked, table),
         split=split(table, asked, names),
+        invalid=total - len(keeps),
     )
 
 

@@ -55,6 +55,8 @@ class Row:
 def rows(scores: Scores, base: Scores | None = None) -> list[Row]:
     """Return the rows of an evaluation: per evaluator all samples, each source, each tag, and overall pass rates.
 
+    Samples that one of the two evaluations left out are not compared, and count in no row.
+
     Args:
         scores: scores of the samples.
         base: scores of a base model on the same prompts from the same noise.
@@ -62,18 +64,35 @@ def rows(scores: Scores, base: Scores | None = None) -> list[Row]:
     Raises:
         ValueError: the base's samples are others.
     """
-    if base is not None and not same_samples(scores, base):
-        raise ValueError("the scores of the base are of other samples or by other evaluators")
+    if base is not None:
+        if not same_samples(scores, base):
+            raise ValueError("the scores of the base are of other samples or by other evaluators")
+        scores, base = _only(scores, base.names), _only(base, scores.names)
     return [row for place in range(len(scores.evaluators)) for row in _of_evaluator(scores, base, place)]
 
 
 def same_samples(scores: Scores, other: Scores) -> bool:
-    """Return whether two evaluations are of the same prompts and noise, by the same evaluators."""
+    """Return whether two evaluations are of the same prompts and noise, by the same evaluators.
+
+    Each may have left out a few samples that it had no score for.
+    """
+    known = dict(zip(other.names, map(str, other.prompts), strict=True))
+    shared = [(known[name], str(prompt)) for name, prompt in zip(scores.names, scores.prompts, strict=True) if name in known]
     return (
         tuple(scores.evaluators) == tuple(other.evaluators)
-        and list(scores.names) == list(other.names)
-        and list(map(str, scores.prompts)) == list(map(str, other.prompts))
+        and 2 * len(shared) > max(len(scores.names), len(other.names))
+        and all(own == its for own, its in shared)
     )
+
+
+def _only(scores: Scores, names: Sequence[str]) -> Scores:
+    """Return the scores of the samples with the given names, in their own order."""
+    wanted = set(names)
+    rows = [row for row, name in enumerate(scores.names) if name in wanted]
+    return Scores(
+        scores.evaluators, [scores.names[row] for row in rows], [scores.prompts[row] for row in rows],
+        scores.values[torch.tensor(rows, dtype=torch.int64)],
+    )  # fmt: skip
 
 
 def overall(scores: Scores) -> dict[str, float]:

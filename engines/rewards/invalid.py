@@ -1,4 +1,4 @@
-"""Samples without a valid score: their groups are left out of a rollout, and the run stops where these are too many."""
+"""Samples without a valid score: they are left out, of a rollout with their groups; where they are too many, it ends."""
 
 import warnings
 from collections.abc import Sequence
@@ -51,18 +51,47 @@ def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most:
     samples, kept = int(torch.isnan(rewards).any(1).sum()), kept_samples(rewards, group)
     groups = int((~kept).sum()) // group
     if samples:
-        reasons = [line for lines in world.gather_items(list(problems)) for line in lines]
-        reason = reasons[0] if reasons else "a reward gave no number"
-        total = len(rewards) // group
+        reason, total = _first(problems, "a reward gave no number", world), len(rewards) // group
+        left = f"{groups} of the {total} groups of the rollout have no valid reward"
         with world.agreed():
             if world.is_main:
-                _report(reason, groups, total, most)
+                _report(reason, left, "are left out of the update", enough=groups <= most * total, most=most)
     return {"samples": samples, "groups": groups}
 
 
-def _report(reason: str, groups: int, total: int, most: float) -> None:
-    """Warn of the groups that are left out, or raise RunError if they are too many."""
-    left = f"{groups} of the {total} groups of the rollout have no valid reward"
-    if groups > most * total:
+def check_scores(scores: Tensor, problems: Sequence[str], *, most: float, world: World) -> Tensor:
+    """Return which samples of an evaluation have all scores, bool `[N]`; every rank must take part.
+
+    The main rank warns of those that do not.
+
+    Args:
+        scores: `[N, K]` of all ranks, NaN where invalid.
+        problems: reasons of this rank, a line each.
+        most: largest share of the samples that may be left out.
+        world: process group.
+
+    Raises:
+        RunError: it is more, or none is left.
+    """
+    valid = ~torch.isnan(scores).any(1)
+    count = len(valid) - int(valid.sum())
+    if count:
+        reason = _first(problems, "an evaluator gave no number", world)
+        left = f"{count} of the {len(valid)} samples of the evaluation have no valid score"
+        with world.agreed():
+            if world.is_main:
+                enough = count <= most * len(valid) and count < len(valid)
+                _report(reason, left, "are left out of it", enough=enough, most=most)
+    return valid
+
+
+def _first(problems: Sequence[str], unknown: str, world: World) -> str:
+    """Return the first reason of all ranks, which must all take part."""
+    return next((line for lines in world.gather_items(list(problems)) for line in lines), unknown)
+
+
+def _report(reason: str, left: str, then: str, *, enough: bool, most: float) -> None:
+    """Warn of what is left out, or raise RunError unless what remains is enough."""
+    if not enough:
         raise RunError(f"{reason}; {left}, above max_invalid {most:g}")
-    warnings.warn(f"{reason}; {left} and are left out of the update", stacklevel=5)
+    warnings.warn(f"{reason}; {left} and {then}", stacklevel=5)

@@ -113,7 +113,7 @@ class TrainConfig:
             rewards, of reward models and clients with their options (pickscore:device=cuda:1,weights=FOLDER=0.5), or
             functions of (images, prompts) -> [B], or classes, as module:name. By default the job's first.
         max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
-            one of their samples; the run stops above it.
+            one of their samples, and of the samples of an evaluation; the run stops above it.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
             only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
             sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.

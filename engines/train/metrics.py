@@ -121,7 +121,14 @@ def shown(record: Mapping[str, Any]) -> dict[str, float]:
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     """Return the record of an evaluation: per evaluator, per source and per tag."""
-    numbers = {"score": evaluation.score, "exact": evaluation.exact, "drift": evaluation.velocity_drift, **evaluation.split}
+    numbers: dict[str, Any] = {
+        "score": evaluation.score,
+        "exact": evaluation.exact,
+        "drift": evaluation.velocity_drift,
+        **evaluation.split,
+    }
+    if evaluation.invalid:
+        numbers["invalid"] = {"samples": evaluation.invalid}
     found = overall(evaluation.scores)
     return {**numbers, "overall": found} if found else numbers
 

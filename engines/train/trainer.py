@@ -177,7 +177,7 @@ class Trainer:
                 self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
                 seeds=config.evaluation.seeds, micro_batch=config.samples_per_pass, world=self.world,
                 guidance=config.evaluation_guidance, keep=keep,
-                solver=serving_solver(config.evaluation.solver, self.evaluated.model),
+                solver=serving_solver(config.evaluation.solver, self.evaluated.model), max_invalid=config.max_invalid,
             )  # fmt: skip
             if self.probe is not None:
                 drift = self.probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)

@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
     correct: bool  # GenEval: enough objects, of the colour, in the position, and none too many of `exclude`
     strict: bool  # flow_grpo: exactly as many objects
-    partial: float  # flow_grpo: mean over what is asked for; 1 where it is so, less for a wrong count
+    partial: float  # flow_grpo: mean over what is asked for; less than 1 for a wrong count, 0 for a position
 
 
 class GenEval:

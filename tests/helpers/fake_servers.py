@@ -1,12 +1,17 @@
 """Servers for the tests of clients: a transport without a network, and a clock without waiting."""
 
+import base64
+import io
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.rewards.clients.http import HttpClient
@@ -72,6 +77,29 @@ def chat_reply(text: str | None, first: dict[str, float] | None = None) -> dict[
     return {"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]}
 
 
+class YesNo:
+    """Handler of a chat server whose model finds bright images good, as `loopback` takes it; it notes the questions."""
+
+    def __init__(self) -> None:
+        self.questions: list[str] = []
+
+    def __call__(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer with the probability of yes: how bright the image is."""
+        request = json.loads(handler.rfile.read(int(handler.headers.get("Content-Length", 0))) or b"{}")
+        answer: Any = {"data": [{"id": "tiny-vlm"}]}
+        if request:
+            image, text = request["messages"][0]["content"]
+            self.questions.append(text["text"])
+            file = base64.b64decode(image["image_url"]["url"].partition(",")[2])
+            bright = float(np.asarray(Image.open(io.BytesIO(file))).mean()) / 255
+            answer = chat_reply("Yes", {"Yes": math.log(bright + 1e-6), "No": math.log(1 - bright + 1e-6)})
+        body = json.dumps(answer).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
 @contextmanager
 def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
     """Start a real server on loopback whose requests a function answers, and yield its address."""
@@ -101,3 +129,9 @@ def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 def lightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Score the brightness of 8-bit images exactly, whether they are grey or RGB; for servers in other processes."""
     return (images[:, 0].double() * 255).round().flatten(1).mean(1)
+
+
+def ranked(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
+    """Score the samples of a group by their order of brightness, the brightest with 1."""
+    order = images.flatten(1).mean(1).argsort().argsort()
+    return (order.double() / max(len(order) - 1, 1)).tolist()

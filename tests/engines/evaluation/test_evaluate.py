@@ -1,7 +1,9 @@
 """Which samples an evaluation makes, that they depend on nothing else, and the table of their scores."""
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, drawn, evaluate, every
 from fluvial.engines.evaluation.folder import EvaluationFolder, contact_sheet, write_image
 from fluvial.engines.evaluation.table import overall, printed, read_scores, rows, write_scores
@@ -131,6 +133,42 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
         rows(ours.scores, found(one, seeds=1).scores)
     text = [sheet.title for sheet in printed("a title", rows(ours.scores, base.scores))]
     assert text == ["a title", "against the base on the same noise"]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, None])
+def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -> None:
+    """Whether an evaluator returns NaN or raises; above `max_invalid` the evaluation ends with the first reason."""
+
+    def fails(images: Tensor, prompts: Any) -> list[float]:
+        if wrong is None and "2" in map(str, prompts):
+            raise ValueError("no answer")
+        return [math.nan if prompt == "2" else 0.5 for prompt in prompts]
+
+    job = tiny.job(heldout=["0", "1", "2", "3"], evaluators={"fails": fails, "bright": tiny.brightness})
+    values: dict[str, Any] = {"samples": None, "seeds": 2, "micro_batch": 2, "schedule": job.model.schedule(2, tiny.SHAPE)}
+    whole = evaluate(replace(job, evaluators={"bright": tiny.brightness}), job.model.build(), world=one, **values)
+    line = r"no answer.*; 2 of the 8" if wrong is None else r"evaluator 'fails' is nan for prompt '2', .*; 2 of the 8"
+    with pytest.warns(UserWarning, match=f"{line} samples of the evaluation have no valid score and are left out of it"):
+        found = evaluate(job, job.model.build(), world=one, max_invalid=0.25, **values)
+    assert (found.samples, found.invalid) == (6, 2)
+    assert [str(prompt) for prompt in found.prompts] == ["0", "1", "3"] * 2
+    kept = [row for row, prompt in enumerate(whole.scores.prompts) if prompt != "2"]
+    assert torch.equal(found.images, whole.images[kept])
+    assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
+    assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
+    assert metrics.evaluation_record(found)["invalid"] == {"samples": 2}
+    with pytest.raises(RunError, match=f"{line} samples of the evaluation have no valid score, above max_invalid 0.24"):
+        evaluate(job, job.model.build(), world=one, max_invalid=0.24, **values)
+
+
+def test_an_evaluation_is_compared_with_one_that_lacks_samples(one: World) -> None:
+    """On the samples of both."""
+    whole = found(one).scores
+    some = Scores(whole.evaluators, whole.names[1:], whole.prompts[1:], whole.values[1:] + 1)
+    (row, *_), (other, *_) = rows(whole, some), rows(some, whole)
+    assert row.samples == other.samples == len(whole.names) - 1
+    assert row.mean == pytest.approx(whole.values[1:, 0].mean().item())
+    assert [row.difference, other.difference] == pytest.approx([-1, 1])
 
 
 def test_videos_travel_between_ranks_as_a_sheet_shows_them() -> None:

@@ -147,7 +147,10 @@ def test_preferences_drawn_with_a_pipeline_train_it(
 ) -> None:
     """`fluvial preferences` draws each prompt once, writes the best and the worst image, and names the command to go on."""
     (tmp_path / "drawing.py").write_text(
-        "def bright(images, prompts, metadata):\n"
+        "def bright(images, prompts, metadata, group, latents):\n"
+        "    assert len(set(prompts)) == 1 and len(prompts) == len(latents) == 3\n"
+        "    if prompts[0] == '4 red foxes':\n"
+        "        raise ValueError('no score')\n"
         "    return [float(image.mean()) * record['sign'] for image, record in zip(images, metadata)]\n"
     )
     records = [{"prompt": caption, "sign": -1 if number % 2 else 1} for number, caption in enumerate(FOXES)]
@@ -157,9 +160,11 @@ def test_preferences_drawn_with_a_pipeline_train_it(
     asked = ["--prompts", str(tmp_path / "foxes.jsonl"), "--group", "3", "--steps", "2", "--rewards", "drawing:bright"]
     made = ["--pipeline.height", "16", "--pipeline.width", "16", "--out", str(pairs)]
     assert cli.run(["preferences", str(folder / "sd3"), *asked, *made]) == 0, capfd.readouterr().err
-    assert "5 preferences of 5 prompts" in capfd.readouterr().out
+    told = " ".join(capfd.readouterr().out.split())
+    assert "raised ValueError (no score) for prompt '4 red foxes'; 1 of the 5 prompts have no valid reward" in told
+    assert "4 preferences of 5 prompts" in told
     lines = [json.loads(line) for line in (pairs / "preferences.jsonl").read_text().splitlines()]
-    assert sorted(line["prompt"] for line in lines) == FOXES[1:]
+    assert sorted(line["prompt"] for line in lines) == [*FOXES[1:4], FOXES[5]]
     for line in lines:
         win, lose = (
             torch.tensor(list(Image.open(pairs / line[side]).convert("L").tobytes())).float().mean()
