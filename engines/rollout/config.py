@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from fluvial.engines.rollout.samplers import SamplerRule, sampler_name, sampler_
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.window import WindowDraw, WindowMoves
 from fluvial.models import Prediction
+
+REPLAYED = "replayed:"  # first letters of a source of stored rollouts
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class RolloutConfig:
             Stochastic steps, which are trained on, are computed whole. Samples then depend on those they are generated with.
             0 computes every block.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
+        source: Where samples are made: empty (in the trainer's process) or replayed:FOLDER (they are read from a folder of
+            stored rollouts, of a run with the same seed, prompts and sampling).
+        store: Folder that every rollout is written to, for replayed:FOLDER: images, recorded steps, log-probabilities, and
+            the version of the weights; None writes none.
     """
 
     prompts: int = 8
@@ -90,6 +97,8 @@ class RolloutConfig:
     reuse_prompt: bool = True
     step_cache: float = 0.0
     autocast: bool = False
+    source: str = ""
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         count = (1, 2**31)
@@ -135,6 +144,7 @@ class RolloutConfig:
                 "expected 0 <= window_low < window_high <= steps, and 1 <= window <= window_high - window_low"
             )
         self._check_branches()
+        self._check_source()
         if self.step_cache and (self.is_deterministic or self.window_size == self.steps):
             raise ValueError(
                 "rollout.step_cache is set, which is for the deterministic steps beside a window, and there are none: set "
@@ -180,6 +190,19 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.group is {self.group}, expected a multiple of {self.trunk}: rollout.branches = {self.branches} "
                 f"samples at each of the {self.trunk // self.branches} places of the window"
+            )
+
+    def _check_source(self) -> None:
+        """Raise ValueError unless samples can come from the source, and be stored."""
+        if self.source and (not self.source.startswith(REPLAYED) or self.source == REPLAYED):
+            raise ValueError(
+                f"rollout.source is {self.source!r}, expected {REPLAYED}FOLDER, or nothing to make samples in the "
+                "trainer's process"
+            )
+        if self.source.startswith(REPLAYED) and self.store is not None:
+            raise ValueError(
+                f"rollout.store is set, and rollout.source is {self.source}, whose rollouts are stored already: leave "
+                "rollout.store"
             )
 
     def _check_prefix(self) -> None:

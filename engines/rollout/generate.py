@@ -191,6 +191,10 @@ class Sampling:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
             raise ValueError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
 
+    def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
+        """Return the conditioning of a chunk, laid out as in an update, which gathers it by row: so bits are the same."""
+        return fresh_copy(self.guidance.encode(model, prompts, self.text_tokens), self.schedule.timesteps.device)
+
     @property
     def shared_steps(self) -> int:
         """Number of steps that are computed once per group."""
@@ -268,8 +272,7 @@ def generate(
         rows = slice(start, start + micro_batch)
         own = fold_in(key, torch.tensor(list(ids[rows]), device=device))
         first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
-        # As in an update, where the conditioning is gathered by row: the same layout gives the same bits.
-        cond = fresh_copy(sampling.guidance.encode(model, prompts[rows], sampling.text_tokens), device)
+        cond = sampling.encode(model, prompts[rows])
         window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
         velocity = _velocity(model, module, cond, sampling, exact=window)
         with torch.no_grad():
@@ -317,7 +320,7 @@ def _starts(
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
         texts = [prompt_of[group] for group in filled]
-        cond = fresh_copy(sampling.guidance.encode(model, texts, sampling.text_tokens), device)
+        cond = sampling.encode(model, texts)
         own = fold_in(requests.key, torch.tensor(filled, device=device))
         with torch.no_grad():
             x = normal(fold_in(own, Stream.INITIAL), (width, *sampling.shape))

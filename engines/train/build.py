@@ -24,7 +24,7 @@ from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
-from fluvial.engines.sources.in_process import InProcess
+from fluvial.engines.sources.build import build_source
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
@@ -139,8 +139,9 @@ def _built(
     schedule, _ = schedules.of(job.shape)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
-    source = InProcess(job.model, lambda: policies.behaviour(engine))
     with world.agreed():
+        resume = config.resume or config.resume_from is not None
+        source = build_source(config.rollout, job.model, lambda: policies.behaviour(engine), world, resume=resume)
         rollouts = Rollouts(
             config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts
         )

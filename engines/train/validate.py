@@ -231,6 +231,8 @@ def _given_samples(config: RunSettings) -> Iterator[str]:
             f"rollout.sampler, solver, shared_noise, autocast or reuse_prompt is set, and {name} learns from data without a "
             "rollout: use sampler ode and solver euler, and leave the others as they are"
         )
+    if rollout.source or rollout.store is not None:
+        yield f"rollout.source or rollout.store is set, and {name} learns from data without a rollout: leave them"
     if config.prompts and config.objective.traits.preferences is not None:
         yield "prompts is set, and a folder of preferences has its own: leave it as it is"
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+import tiny_jobs as tiny
 import torch
 from torch import nn
 
@@ -11,12 +12,11 @@ from fluvial.core.random import key
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
 from fluvial.engines.sources.in_process import InProcess
-from fluvial.models.handwriting import Handwriting
 
 
 def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None:
     """The network is open while chunks are made, and closed when the last is taken or the rest is not wanted."""
-    model, opened = Handwriting(), list[str]()
+    model, opened = tiny.Tiny(), list[str]()
     module = model.build()
 
     @contextmanager
@@ -28,8 +28,8 @@ def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None
             opened.append("closed")
 
     source = InProcess(model, behaviour)
-    sampling = Sampling((1, 8, 32), on_device(model.schedule(2, (1, 8, 32)), torch.device("cpu")))
-    requests = Requests(["0123"] * 4, [0, 1, 2, 3], key(5))
+    sampling = Sampling(tiny.SHAPE, on_device(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
+    requests = Requests(["1"] * 4, [0, 1, 2, 3], key(5))
     source.push(cast(Engine, None), 7)
     expected = list(generate(model, module, requests, sampling, micro_batch=2))
     found = list(source.generate(requests, sampling, micro_batch=2))
