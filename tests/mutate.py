@@ -268,9 +268,9 @@ FAULTS = (
         "tests/engines/evaluation/test_evaluate.py::test_videos_travel_between_ranks_as_a_sheet_shows_them",
     ),
     Fault(
-        "a reply of a reward server that is read whatever its size", "engines/rewards/clients/transport.py",
+        "a reply of a reward server that is read whatever its size", "engines/http/transport.py",
         "if len(body) > most_bytes:", "if len(body) > 100 * most_bytes:",
-        "tests/engines/rewards/clients/test_http.py::test_an_endless_reply_is_cut_off",
+        "tests/engines/http/test_client.py::test_an_endless_reply_is_cut_off",
     ),
     Fault(
         "a function that a pickle names is called", "engines/rewards/clients/unpickle.py",
@@ -278,9 +278,9 @@ FAULTS = (
         "tests/engines/rewards/clients/test_unpickle.py::test_code_in_a_pickle_is_not_run",
     ),
     Fault(
-        "a request that fails for now is not sent again", "engines/rewards/clients/http.py",
+        "a request that fails for now is not sent again", "engines/http/client.py",
         "AWAY = (408, 429, 502, 503, 504)", "AWAY = (408,)",
-        "tests/engines/rewards/clients/test_http.py::test_what_may_pass_is_tried_again_with_growing_delay",
+        "tests/engines/http/test_client.py::test_what_may_pass_is_tried_again_with_growing_delay",
     ),
     Fault(
         "samples of a client that has gone are scored", "engines/serve/asgi.py",

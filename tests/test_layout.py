@@ -17,7 +17,7 @@ MORE_FILES = {"core": 20, "engines/objectives": 20, "engines/cli": 20}  # one fi
 LAYERS = (
     ("core",),
     ("kernels", "models"),
-    ("engines.errors", "engines.plugins", "engines.report"),
+    ("engines.errors", "engines.plugins", "engines.report", "engines.http"),
     ("engines.fsdp",),
     ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan", "engines.wire"),
     ("engines.evaluation",),

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any, NamedTuple
 
-from fluvial.engines.rewards.clients.transport import Reply, Request
+from fluvial.engines.http.transport import Reply, Request
 
 
 class Answer(NamedTuple):

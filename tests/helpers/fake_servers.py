@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from fluvial.engines.rewards.clients.http import HttpClient
-from fluvial.engines.rewards.clients.transport import Reply, Request
+from fluvial.engines.http.client import HttpClient
+from fluvial.engines.http.transport import Reply, Request
 
 
 class FakeClock:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.http.client import HttpClient, shown
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.http import HttpClient, shown
 from fluvial.engines.rewards.clients.replies import element, field, kind
 
 TEMPLATES = Path(__file__).parent / "templates"

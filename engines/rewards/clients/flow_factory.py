@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import field, scores
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.http.client import HttpClient, shown
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.http import HttpClient, shown
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import element, field, kind, score
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients import images as wire
 from fluvial.engines.rewards.clients.chat import PLACE, Chat, probability, template
-from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import kind, score
 

@@ -12,8 +12,8 @@ from fake_servers import FakeClock
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.serve.asgi import KEY_ENV, key_of
 from fluvial.engines.serve.formats import Limits

@@ -20,8 +20,8 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.serve.asgi import serve
 
 REWARD = "fake_servers:lightness"

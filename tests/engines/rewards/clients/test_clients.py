@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.http.client import HttpClient
+from fluvial.engines.http.transport import Reply
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
-from fluvial.engines.rewards.clients.http import HttpClient
 from fluvial.engines.rewards.clients.images import spread
 from fluvial.engines.rewards.clients.table import CLIENTS, maker
-from fluvial.engines.rewards.clients.transport import Reply
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
 from fluvial.engines.rewards.options import from_factory

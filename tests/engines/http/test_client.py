@@ -10,8 +10,8 @@ import pytest
 from fake_servers import FakeServer, client, loopback
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rewards.clients.http import HttpClient, shown
-from fluvial.engines.rewards.clients.transport import Reply, TooLargeError
+from fluvial.engines.http.client import HttpClient, is_success, shown
+from fluvial.engines.http.transport import Reply, TooLargeError
 
 BUSY = Reply(503, {}, b"loading")
 
@@ -250,3 +250,14 @@ def test_a_fake_server_keeps_what_it_was_sent() -> None:
     server = HttpClient("http://x", transport=fake)
     assert [server.post("/p", {"n": n}) for n in range(3)] == [{"a": 1}, {"b": 2}, {"b": 2}]
     assert fake.sent(2) == {"n": 2}
+
+
+def test_an_attempt_is_made_once() -> None:
+    """What is wrong is said, and whoever asked decides what to do about it."""
+    server = client(ConnectionRefusedError(111, "refused"), BUSY, {"ok": 1})
+    assert server.attempt("/score", b"{}") == (None, "http://server:1/score cannot be reached: [Errno 111] refused")
+    assert server.attempt("/score", b"{}")[0] == BUSY
+    assert not server.answered
+    assert is_success(server.attempt("/score", b"{}")[0])
+    assert server.answered
+    assert asked(server) == []

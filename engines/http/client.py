@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rewards.clients.transport import Reply, Request, TooLargeError, Transport, send
+from fluvial.engines.http.transport import Reply, Request, TooLargeError, Transport, send
 
 START = 10.0  # seconds of patience with a server that has not answered yet: one that is down ends a run in its first seconds
 FIRST_DELAY, LAST_DELAY = 0.5, 15.0  # seconds before a request is sent again; each delay is twice the one before
@@ -105,6 +105,25 @@ class HttpClient:
         """Return the bytes that the server answers; see `post`."""
         return self._fetched(path, body, {"Content-Type": content_type})
 
+    def attempt(
+        self, path: str, body: bytes | None = None, *, content_type: str = "application/json"
+    ) -> tuple[Reply | None, str]:
+        """Send a request once; return the reply, None if there was none, and what is wrong where it is no success.
+
+        Args:
+            path: path, with its first slash.
+            body: body; None sends a GET request.
+            content_type: media type of the body.
+
+        Raises:
+            RunError: the reply is too large.
+        """
+        kind = {} if body is None else {"Content-Type": content_type}
+        request = Request(self.url, self.url.path.rstrip("/") + path, {**self._headers, **kind}, body)
+        reply, problem = self._tried(request)
+        self.answered |= is_success(reply)
+        return reply, f"{self.address}{path} {problem}"
+
     def decoded(self, body: bytes, path: str) -> Any:
         """Return a body as JSON, in which NaN and Infinity may stand for numbers."""
         try:
@@ -120,14 +139,14 @@ class HttpClient:
         while True:
             reply, problem = self._tried(request)
             tries += 1
-            if reply is not None and 200 <= reply.status < 300:
+            if reply is not None and is_success(reply):
                 self.answered = True
                 return reply.body
-            asked = _retry_after(reply)
+            asked = retry_after(reply)
             wait = max(delay * (0.75 + 0.5 * self._jitter.random()), asked)
             patience = self.patience if self.answered else min(self.patience, START)
             spent = self.clock.now() - start
-            if not _may_pass(reply, tries) or spent + wait > patience:
+            if not may_pass(reply, tries) or spent + wait > patience:
                 tried = f" ({tries} tries in {spent:.0f} s)" if tries > 1 else ""
                 raise RunError(f"{self.address}{path} {problem}{tried}")
             self.clock.sleep(wait)
@@ -164,12 +183,17 @@ def shown(text: bytes | str) -> str:
     return (line if len(line) <= SHOWN else line[: SHOWN - 3] + "...") or "an empty reply"
 
 
-def _may_pass(reply: Reply | None, tries: int) -> bool:
+def is_success(reply: Reply | None) -> bool:
+    """Return whether there is a reply, of a status from 200 to 299."""
+    return reply is not None and 200 <= reply.status < 300
+
+
+def may_pass(reply: Reply | None, tries: int) -> bool:
     """Return whether the same request may succeed later."""
     return reply is None or reply.status in AWAY or (reply.status >= 500 and tries < TRIES)
 
 
-def _retry_after(reply: Reply | None) -> float:
+def retry_after(reply: Reply | None) -> float:
     """Return the seconds that the server asks to wait for, 0 if it does not say."""
     text = "" if reply is None else reply.headers.get("retry-after", "").strip()
     if text.isdecimal():
