@@ -46,7 +46,7 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
 
     Args:
         path: safetensors file, or a folder with one.
-        module: module that the adapter is for, without adapters; its weights are not read.
+        module: module that the adapter is for; its weights are not read, and adapters that it has are left alone.
         convert: function from the tensors of a file with the original, non-diffusers names of layers to diffusers' keys.
 
     Raises:
@@ -58,7 +58,12 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         return _joined({f"{name}.": part for name, part in parts.items()})
     file = _file(path)
     tensors, settings = _read(file)
-    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    # Where there are adapters, PEFT has put the layer within one of its own, and the factors beside it.
+    linear = {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and ".lora_" not in name
+    }
     found, alphas, unknown = _matched(tensors, linear)
     if unknown and convert is not None:
         try:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -66,8 +66,10 @@ def weights(
     adapter: str | None = None,
     merge: bool = False,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
+    """Yield (name, copy of the full tensor), one at a time. Every rank must take part.
 
     Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
     `merge` yields the tensors of the plain module, W + (alpha / rank) B A computed in float32. Otherwise `adapter` yields
@@ -79,13 +81,16 @@ def weights(
         adapter: adapter to yield or to merge; by default `default` is merged.
         merge: whether the adapter is folded into the weights.
         dtype: dtype that floating-point tensors are cast to at the end.
+        device: where the copies are, by default the CPU.
+        names: exported names to yield, in their order, the same on all ranks; by default all.
 
     Raises:
         ValueError: the module has adapters and neither argument is given, it has no adapter of that name, or `average` does
             not fit it.
     """
-    for name, source in _sources(module, average, adapter, merge).items():
-        yield name, source.full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    sources = _sources(module, average, adapter, merge)
+    for name in sources if names is None else names:
+        yield name, sources[name].full(dtype).to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def layout(
@@ -176,7 +181,6 @@ def write_lora(
         RunError: the folder cannot be written. Its earlier adapter stays.
         ValueError: the module has no adapter of that name.
     """
-    from diffusers import UNet2DConditionModel
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 
     like = layout(module, average=average, adapter=adapter, dtype=dtype)
@@ -186,13 +190,28 @@ def write_lora(
     scale = {"r": settings.r, "lora_alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
     tensors = weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, own in _networks(module, like):
-        part = "unet" if isinstance(network, UNet2DConditionModel) else "transformer"  # its name in diffusers' pipelines
+        part = component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(own, islice(tensors, len(own)), strict=True)}
         place = out / name
         with _replacing(re.compile(re.escape(LORA)), place, world) as folder, _writing(place, world):
             if world.is_main:
                 save_file(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+
+
+def component(network: nn.Module) -> str:
+    """Return the name of a network in diffusers' pipelines."""
+    from diffusers import UNet2DConditionModel
+
+    return "unet" if isinstance(network, UNet2DConditionModel) else "transformer"
+
+
+def components(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the networks of a module by their names in diffusers' pipelines, which servers know them by.
+
+    An nn.ModuleDict of models names them itself.
+    """
+    return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
 
 
 def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:

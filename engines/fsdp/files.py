@@ -1,7 +1,8 @@
-"""Names of the files that hold weights, and how a file reaches the disk."""
+"""Names of the files and folders that hold weights, and how a file reaches the disk."""
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from fluvial.engines.errors import UsageError
@@ -29,6 +30,16 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
     return [folder / name for name in names]
+
+
+def shared_folder() -> Path:
+    """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
+
+    It need not exist.
+    """
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return parent / f"fluvial-{os.getuid()}"
 
 
 def sync(path: Path) -> None:

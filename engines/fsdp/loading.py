@@ -3,7 +3,8 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,21 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{file} cannot be read: {error}") from error
+        with _opened(file) as tensors:
+            found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
     return found
+
+
+def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    held = {name: file for file in weight_files(folder) for name in _names(file)}
+    for name in sorted(held):
+        with _opened(held[name]) as tensors:
+            yield name, tensors.get_tensor(name)
 
 
 def fingerprint(folder: Weights) -> str:
@@ -97,6 +107,21 @@ def fingerprint(folder: Weights) -> str:
 def plain_name(name: str) -> str:
     """Return a tensor's name in the model without adapters; PEFT puts `base_layer` between a layer and its weight."""
     return name.replace(".base_layer.", ".")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; what fails within is a UsageError."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
 
 
 class _Only(FileSystem):
