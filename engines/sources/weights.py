@@ -7,10 +7,10 @@
     shared_memory  either      all weights in buckets, in files that fluvial's own server on the same machine reads
     cuda_ipc       either      all weights in buckets, to an sglang that shares the trainer's GPUs (not run on a GPU)
 
-A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server would
-take. After each push the server's checksum is compared with the trainer's. In sglang the checksum of a base with an adapter is
-another one, because its layers are renamed and may be merged: there the list of adapters is compared. fluvial's own server
-never merges, and reports the checksum of the adapter beside that of the base.
+A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server takes.
+After each push the server's checksum is compared with the trainer's. In sglang, layers with an adapter have other names and
+may be merged, so their checksum differs: there the list of adapters is compared. fluvial's own server never merges, and
+reports the checksum of the adapter beside that of the base.
 """
 
 import json
@@ -338,7 +338,7 @@ class WeightSync:
         if self.verify:
             found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
             left = [peer for peer in peers if peer.address not in failed]
-            self._each(left, failed, lambda peer: self._checkchecksums(peer, version, found[self._dtypes[peer.address]]))
+            self._each(left, failed, lambda peer: self._check_sums(peer, version, found[self._dtypes[peer.address]]))
 
     # What all of them share
 

@@ -1,0 +1,247 @@
+"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.sources.weights import WeightSync
+from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, use_adapter
+from fluvial.models.lora_layer import Product
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture
+def lora(one: World) -> Engine:
+    """An engine that trains an adapter, which is not where it started."""
+    engine = engine_of(adapted(base()), one)
+    move(engine, seed=0)
+    return engine
+
+
+def output(engine: Engine) -> torch.Tensor:
+    """Return what the trainer itself computes."""
+    with engine.inference() as module:
+        return run(module)
+
+
+def test_an_adapter_is_pushed_by_its_file(tmp_path: Path, one: World, lora: Engine) -> None:
+    """To the bit, again and again; the base is equal already, and is not sent."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    for version in (3, 4):
+        move(lora, seed=version)
+        assert sync.push(lora, version, [server.client]) == {}
+        assert torch.equal(run(server.weights.module), output(lora))
+        assert server.weights.version == version
+        assert [path.name for path in sync.path.iterdir() if path.is_dir()] == [f"lora-{version}"]
+    assert server.requests.count("/v1/set_lora") == 2
+    assert "/update_weights_from_disk" not in server.requests
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_base_is_pushed_once_to_a_server_that_has_another(tmp_path: Path, one: World) -> None:
+    engine = engine_of(adapted(moved_base()), one)
+    move(engine, seed=0)
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    for version in (1, 2):
+        assert sync.push(engine, version, [server.client]) == {}
+        assert torch.equal(run(server.weights.module), output(engine))
+    assert server.requests.count("/update_weights_from_disk") == 1
+    sync.forget(server.client.address)  # it may have started again, and has not
+    assert sync.push(engine, 3, [server.client]) == {}
+    assert server.requests.count("/update_weights_from_disk") == 1
+
+
+@pytest.mark.parametrize("method", ["auto", "shared_memory"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: torch.dtype) -> None:
+    """To the bit, in the server's dtype, in one folder or in several buckets."""
+    engine, server = engine_of(moved_base(), one), served(tmp_path, dtype=dtype)
+    sync = WeightSync(one, folder=tmp_path, method=method, bucket_bytes=2000)
+    assert sync.push(engine, 7, [server.client]) == {}
+    expected = moved_base().to(dtype).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.module.state_dict().items())
+    assert server.weights.version == 7
+    assert sync.sent_bytes >= sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+    assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
+
+
+@pytest.mark.parametrize("method", ["disk", "shared_memory"])
+def test_an_adapter_may_be_pushed_merged(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path, method=method)
+    assert sync.push(lora, 1, [server.client]) == {}
+    assert server.weights.adapters == {}
+    torch.testing.assert_close(run(server.weights.module), output(lora), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("product", ["factors", "merged"])
+def test_the_product_of_the_layers_travels(tmp_path: Path, one: World, product: Product) -> None:
+    """The two products differ in rounding, so the bits show which one the server takes."""
+    engine, server = engine_of(adapted(base(), product=product), one), served(tmp_path)
+    move(engine, seed=0)
+    WeightSync(one, folder=tmp_path, product=product).push(engine, 1, [server.client])
+    assert torch.equal(run(server.weights.module), output(engine))
+
+
+def test_another_adapter_than_the_trained_one_may_make_the_rollouts(tmp_path: Path, one: World) -> None:
+    engine, server = engine_of(adapted(base(), "default", "old"), one), served(tmp_path)
+    move(engine, seed=1)
+    copy_adapter(engine.module, "default", "old")
+    move(engine, seed=2)
+    WeightSync(one, folder=tmp_path).push(engine, 1, [server.client], adapter="old")
+    with engine.inference() as inner, use_adapter(inner, "old"):
+        assert torch.equal(run(server.weights.module), run(inner))
+
+
+def test_a_server_in_bfloat16_is_compared_in_its_own_dtype(tmp_path: Path, one: World, lora: Engine) -> None:
+    server = served(tmp_path, dtype=torch.bfloat16)
+    assert WeightSync(one, folder=tmp_path).push(lora, 1, [server.client]) == {}
+    assert "/update_weights_from_disk" not in server.requests  # its base is the trainer's, rounded
+
+
+def test_the_bytes_of_an_adapter_are_less_than_a_hundredth(tmp_path: Path, one: World) -> None:
+    """For a transformer of a real one's proportions, of which an adapter of rank 16 has 0.4 %."""
+    from diffusers import SD3Transformer2DModel
+
+    from fluvial.engines.fsdp.export import layout
+
+    def bytes_of(module: torch.nn.Module, **options: Any) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in layout(module, **options).values())
+
+    with torch.device("meta"):
+        module = SD3Transformer2DModel(
+            sample_size=64, num_layers=4, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096,
+            caption_projection_dim=1536, pooled_projection_dim=2048,
+        )  # fmt: skip
+    add_lora(module, LoraConfig(rank=4), ("to_q", "to_k", "to_v", "to_out.0"))
+    small, large = bytes_of(module, adapter="default"), bytes_of(module, adapter="default", merge=True)
+    assert 0 < small <= 0.01 * large
+
+
+class Broken:
+    """A server that is down, or whose answers are changed on the way.
+
+    Args:
+        inner: client of the server.
+        path: path whose answers are changed.
+        answer: function from the answer to another, or the error that is raised.
+    """
+
+    def __init__(self, inner: Any, path: str, answer: Any) -> None:
+        self.inner, self.path, self.answer, self.address = inner, path, answer, "http://broken"
+
+    def get(self, path: str) -> Any:
+        """Return the answer, changed."""
+        return self._changed(path, self.inner.get(path))
+
+    def post(self, path: str, value: Any) -> Any:
+        """Return the answer, changed."""
+        return self._changed(path, self.inner.post(path, value))
+
+    def _changed(self, path: str, answer: Any) -> Any:
+        if path != self.path:
+            return answer
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer(answer)
+
+
+DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "says"),
+    [
+        ("/v1/set_lora", DOWN, "cannot be reached"),
+        ("/v1/set_lora", lambda answer: {"success": False, "message": "no"}, "refused: no"),
+        ("/get_weights_checksum", lambda answer: dict.fromkeys(answer, "0" * 64), "has other base weights"),
+        ("/get_weights_checksum", lambda answer: {}, "has other base weights"),
+        ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),
+    ],
+)
+def test_a_server_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, one: World, lora: Engine, path: str, answer: Any, says: str
+) -> None:
+    good, bad = served(tmp_path), served(tmp_path)
+    sync, broken = WeightSync(one, folder=tmp_path), Broken(bad.client, path, answer)
+    failed = sync.push(lora, 1, [good.client, broken])
+    assert list(failed) == ["http://broken"]
+    assert says in failed["http://broken"]
+    assert torch.equal(run(good.weights.module), output(lora))
+    with pytest.raises(RunError, match=r"^no server took the weights of update 2: [^\n]*$"):
+        sync.push(lora, 2, [broken])
+    broken.path = ""  # it is well again
+    assert sync.push(lora, 3, [good.client, broken]) == {}
+    assert torch.equal(run(bad.weights.module), output(lora))
+
+
+def test_an_adapter_without_a_checksum_has_to_be_listed(tmp_path: Path, one: World, lora: Engine) -> None:
+    """As in sglang, whose checksum of an adapted base is of other names."""
+    server = served(tmp_path)
+
+    class Sglang(Broken):
+        """Knows no checksum of adapters, and lists what `listed` says."""
+
+        listed = True
+
+        def post(self, path: str, value: Any) -> Any:
+            """Return the answer without adapters' checksums."""
+            answer = self.inner.post(path, value)
+            return (
+                {name: "not_found" if ".lora" in name else sum for name, sum in answer.items()} if "sum" in path else answer
+            )
+
+        def get(self, path: str) -> Any:
+            """Return the answer, with no adapters unless they are listed."""
+            return self.inner.get(path) if self.listed or "list" not in path else {"loaded_adapters": []}
+
+    peer, sync = Sglang(server.client, "", None), WeightSync(one, folder=tmp_path)
+    assert sync.push(lora, 1, [peer]) == {}
+    peer.listed = False
+    with pytest.raises(RunError, match="accepted the adapter of update 2, and does not list it"):
+        sync.push(lora, 2, [peer])
+
+
+def test_a_server_that_comes_back_is_given_the_last_push(tmp_path: Path, one: World, lora: Engine) -> None:
+    sync = WeightSync(one, folder=tmp_path)
+    assert "not kept" in str(sync.repeat(served(tmp_path).client))
+    sync.push(lora, 5, [served(tmp_path).client])
+    back = served(tmp_path)
+    assert sync.repeat(back.client) is None
+    assert torch.equal(run(back.weights.module), output(lora))
+    assert back.weights.version == 5
+    other = Served(moved_base().eval(), [tmp_path])
+    assert "has other base weights" in str(sync.repeat(other.client))
+    assert other.weights.version == 0
+    assert sync.push(lora, 6, [other.client]) == {}  # which brings the base, too
+    assert torch.equal(run(other.weights.module), output(lora))
+    full = engine_of(moved_base(), one)
+    sync.push(full, 7, [back.client])
+    again = served(tmp_path)
+    assert sync.repeat(again.client) is None
+    assert torch.equal(run(again.weights.module), output(full))
+
+
+def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -> None:
+    with pytest.raises(UsageError, match=r"weights_method is 'nccl', expected one of auto, disk, shared_memory, cuda_ipc"):
+        WeightSync(one, folder=tmp_path, method="nccl")  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"weights_folder is .*file/x, which cannot be written: Not a directory"):
+        WeightSync(one, folder=tmp_path / "file" / "x")
+    with pytest.raises(UsageError, match="the trainer has no GPU"):
+        WeightSync(one, folder=tmp_path, method="cuda_ipc").push(lora, 1, [served(tmp_path).client])
+    with pytest.raises(RunError, match="no server took the weights of update 1: there is none"):
+        WeightSync(one, folder=tmp_path).push(lora, 1, [])

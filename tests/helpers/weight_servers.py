@@ -1,0 +1,102 @@
+"""A server of weights alone, without a network, and engines that push to it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import asgi
+import torch
+from tiny_jobs import Tiny
+from torch import Tensor, nn
+
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.clients.http import HttpClient
+from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
+from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora_layer import Product
+
+Result = TypeVar("Result")
+TINY = Tiny()
+PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Served:
+    """A server in this process: its weights, and a client of it.
+
+    Args:
+        module: the network.
+        roots: folders that clients may name.
+        name: host name of its address.
+    """
+
+    def __init__(self, module: nn.Module, roots: Sequence[Path], name: str = "served") -> None:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        self.weights, self.requests = ServedWeights(module, roots=roots), list[str]()
+        dtype = next(module.parameters()).dtype
+
+        async def models(request: Any) -> Any:
+            return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
+
+        endpoints = table(WeightRoutes(self.weights, between))
+        routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
+        app = Starlette(routes=[Route("/v1/models", models), *routes])
+        send = asgi.transport(app)
+
+        def noted(request: Any, /, **limits: Any) -> Any:
+            self.requests.append(request.path)
+            return send(request, **limits)
+
+        self.client = HttpClient(f"http://{name}", patience=0, transport=noted)
+
+
+async def between(function: Callable[[], Result], /) -> Result:
+    """Run a function; nothing is sampled here."""
+    return function()
+
+
+def served(*roots: Path, name: str = "served", dtype: torch.dtype = torch.float32) -> Served:
+    """Return a server of the tiny net."""
+    return Served(base().eval().to(dtype), roots, name)
+
+
+def engine_of(module: nn.Module, world: World, **sharding: Any) -> Engine:
+    """Return an engine that trains a module."""
+    return Engine(module, TINY.blocks(module), OptimizerConfig(), world, updates=1, sharding=EngineConfig(**sharding))
+
+
+def base() -> nn.Module:
+    """Return the tiny net."""
+    return TINY.build()
+
+
+def moved_base() -> nn.Module:
+    """Return the tiny net with other weights."""
+    return Tiny(seed=1).build()
+
+
+def adapted(module: nn.Module, *adapters: str, product: Product = "factors") -> nn.Module:
+    """Return a net with adapters, `default` if none is named; alpha / rank is no power of two."""
+    add_lora(module, LoraConfig(rank=2, alpha=3.0, product=product), TINY.lora_targets, adapters=adapters or ("default",))
+    return module
+
+
+def run(module: nn.Module) -> Tensor:
+    """Return the velocity of five fixed samples, without gradient."""
+    dtype = next(module.parameters()).dtype
+    x, rows = torch.linspace(-2, 2, 5 * 16).reshape(5, 1, 4, 4), torch.eye(6)[:5]
+    with torch.no_grad():
+        return module(x.to(dtype), rows.to(dtype), torch.linspace(0.1, 0.9, 5).to(dtype))
+
+
+def move(engine: Engine, *, seed: int) -> None:
+    """Set B of an engine's adapter to other values, the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shard in engine.sharded.shards(trainable=True).items():
+        if ".lora_B." in name:
+            shard.fill_(0.2 * torch.rand((), generator=generator).item())
