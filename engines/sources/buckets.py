@@ -10,10 +10,13 @@ import base64
 import io
 import json
 from collections.abc import Sequence
+from importlib import import_module
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing  # registers how tensors are handed to another process
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
@@ -67,10 +70,6 @@ def ipc_payload(module: str, places: Sequence[Place], flat: Tensor) -> str:
     Raises:
         UsageError: sglang is not installed, whose class the server's pickles must hold.
     """
-    # Registers how torch hands over tensors between processes.
-    import torch.multiprocessing
-    from torch.multiprocessing.reductions import ForkingPickler
-
     metadata, patch = _sglang()
     patch()  # a handle then names its GPU by UUID, because processes may count GPUs differently
     if flat.is_cuda:
@@ -89,11 +88,11 @@ def gpu_uuid(device: torch.device) -> str:
 def _sglang() -> tuple[Any, Any]:
     """Return sglang's class of a tensor's place in a bucket, and its patch of torch's reductions."""
     try:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-    except ImportError as error:
+        patch = import_module("sglang.srt.utils.patch_torch").monkey_patch_torch_reductions
+        metadata = import_module("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
+    except (ImportError, AttributeError) as error:
         raise UsageError(
             "tensors go to a server on the trainer's GPUs in sglang's own class, and sglang is not installed: "
             f"install it, or use another weight sync than tensors ({error})"
         ) from None
-    return FlattenedTensorMetadata, monkey_patch_torch_reductions
+    return metadata, patch

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -330,9 +331,9 @@ class WeightSync:
                     )
                     self.sent_bytes += flat.numel()
                     left = [peer for peer in peers if peer.address not in failed]
-                    self._each(
-                        left, failed, lambda peer, value=request: accepted(peer, "/update_weights_from_tensor", value)
-                    )
+                    send = partial(accepted, path="/update_weights_from_tensor", value=request)
+                    self._each(left, failed, send)
+                    file.unlink(missing_ok=True)
             if self._shared(len(failed) == len(peers)):
                 break
         if self.verify:

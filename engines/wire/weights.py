@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -106,20 +107,29 @@ def flattened(places: Iterable[Place], tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in zip(places, tensors, strict=True)])
 
 
-class SharedBucket(NamedTuple):
-    """A bucket in a file that both sides see, for fluvial's own server."""
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket in a file that both sides see, for fluvial's own server.
 
-    push: str  # name of the push; its buckets are staged together
+    Args:
+        push: name of the push; its buckets are staged together.
+        index, count: number of the bucket, and of all buckets of the push.
+        module: name of the network.
+        file: path of the file.
+        places: where each tensor lies in it.
+    """
+
+    push: str
     index: int
-    count: int  # buckets of the push
-    module: str  # name of the network
+    count: int
+    module: str
     file: str
     places: list[Place]
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON holds of it."""
         places = [{**place._asdict(), "shape": list(place.shape), "dtype": str(place.dtype)} for place in self.places]
-        return {**self._asdict(), "places": places}
+        return {**vars(self), "places": places}
 
 
 def shared_bucket(value: Any) -> SharedBucket:

@@ -45,8 +45,8 @@ class Served:
 
         endpoints = table(WeightRoutes(self.weights, between))
         routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
-        app = Starlette(routes=[Route("/v1/models", models), *routes])
-        send = asgi.transport(app)
+        self.app = Starlette(routes=[Route("/v1/models", models), *routes])
+        send = asgi.transport(self.app)
 
         def noted(request: Any, /, **limits: Any) -> Any:
             self.requests.append(request.path)

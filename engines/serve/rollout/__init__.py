@@ -1,0 +1,1 @@
+"""The rollout server: samples of a policy over HTTP, and its weights."""

@@ -1,0 +1,350 @@
+"""What a rollout server takes for weights: complete, of the right shapes, from its own folders; or nothing changes."""
+
+import asyncio
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import asgi
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+
+import fluvial.engines.serve.rollout.weights as serving
+from fluvial.engines.fsdp.export import export, write_lora
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.wire.weights import SHARED_FILES, adapter_checksum, checksum
+from fluvial.models.lora import adapter_parameters
+
+FULL, LORA = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Weights and an adapter as a trainer writes them, with what the trainer computes with each."""
+    out, outputs = tmp_path_factory.mktemp("exports"), {}
+    with init_world() as world:
+        for name, module in {"full": moved_base(), "lora": adapted(base())}.items():
+            engine = engine_of(module, world)
+            if name == "lora":
+                move(engine, seed=0)
+                write_lora(engine.module, out / name, world=world)
+            else:
+                export(engine.module, out / name / "transformer", world=world)
+            with engine.inference() as inner:
+                outputs[name] = run(inner)
+    return {"out": out, **outputs}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, exports: dict[str, Any]) -> Path:
+    """A folder of a server with copies that a test may damage."""
+    for name in (f"full/{FULL}", f"lora/{LORA}"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes((exports["out"] / name).read_bytes())
+    return tmp_path
+
+
+def ask(server: Served, path: str, **value: Any) -> asgi.Answer:
+    """Return the answer to a POST."""
+    return asyncio.run(asgi.call(server.app, path, value))
+
+
+def update(server: Served, path: Path, **more: Any) -> asgi.Answer:
+    """Ask for the weights of a folder."""
+    return ask(server, "/update_weights_from_disk", model_path=str(path), **more)
+
+
+def set_lora(server: Served, path: Path, **more: Any) -> asgi.Answer:
+    """Ask for an adapter."""
+    return ask(server, "/v1/set_lora", lora_nickname="a", lora_path=str(path), **more)
+
+
+def state(server: Served) -> Any:
+    """Return all that an update may change."""
+    weights = server.weights
+    return run(weights.module).tolist(), weights.checksums(), weights.version, list(weights.adapters)
+
+
+def refuses(server: Served, answer: asgi.Answer, says: str, before: Any) -> None:
+    """Assert that a request was refused in one line that says why, and that nothing changed."""
+    assert answer.status == 400, answer
+    assert answer.value["success"] is False
+    assert says in answer.value["message"], answer.value["message"]
+    assert "\n" not in answer.value["message"]
+    assert state(server) == before
+
+
+def test_weights_and_adapters_come_and_go(folder: Path, exports: dict[str, Any]) -> None:
+    """To the bit: an adapter over the base, the base without it, other weights, the adapter over those."""
+    server = served(folder)
+    plain = run(server.weights.module)
+    assert set_lora(server, folder / "lora", weight_version="5").value["weight_version"] == 5
+    assert torch.equal(run(server.weights.module), exports["lora"])
+    assert ask(server, "/v1/unmerge_lora_weights").value["weight_version"] == 6
+    assert torch.equal(run(server.weights.module), plain)
+    assert all(parameter.requires_grad for parameter in server.weights.module.parameters())
+    assert update(server, folder / "full", weight_version=7, target_modules=["transformer"]).value["success"]
+    assert torch.equal(run(server.weights.module), exports["full"])
+    assert set_lora(server, folder / "lora" / LORA).status == 200
+    expected = adapted(moved_base())
+    server_adapter = load_file(folder / "lora" / LORA)
+    for name, parameter in adapter_parameters(expected, "default").items():
+        parameter.data.copy_(server_adapter[f"transformer.{name}"])
+    assert torch.equal(run(server.weights.module), run(expected))
+    assert update(server, folder / "full").status == 200  # under the adapter, which stays
+    assert torch.equal(run(server.weights.module), run(expected))
+
+
+def test_adapters_of_another_rank_replace_each_other(folder: Path) -> None:
+    server, module = served(folder), base()
+    assert set_lora(server, folder / "lora").status == 200
+    save_file(
+        {"into.lora_A.weight": torch.ones(3, 23), "into.lora_B.weight": torch.ones(24, 3)}, folder / "other.safetensors"
+    )
+    assert set_lora(server, folder / "other.safetensors", lora_alpha=6, strength=0.5).status == 200
+    with torch.no_grad():
+        module.get_parameter("into.weight").add_(3.0)  # ones: 3 of rank, times 6 * 0.5 / 3
+    torch.testing.assert_close(run(server.weights.module), run(module), rtol=1e-5, atol=1e-5)
+    assert not server.weights.module.get_parameter("into.base_layer.weight").requires_grad
+    listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
+    assert listed["active"]["transformer"][0]["strength"] == 0.5
+    assert [each["nickname"] for each in listed["loaded_adapters"]] == ["a"]
+
+
+def test_checksums_are_sglangs(folder: Path) -> None:
+    """Of the parameters by name: each name's bytes, then its tensor's; adapters have one of their own."""
+    import hashlib
+
+    server, digest = served(folder), hashlib.sha256()
+    for name, parameter in sorted(base().named_parameters()):
+        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    answer = ask(server, "/get_weights_checksum").value
+    assert answer == {"transformer": digest.hexdigest()}
+    set_lora(server, folder / "lora")
+    again = ask(server, "/get_weights_checksum", module_names=["transformer", "transformer.lora", "vae"]).value
+    factors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "lora" / LORA).items()}
+    assert again == {**answer, "transformer.lora": adapter_checksum(factors, 1.5), "vae": "not_found"}
+    assert adapter_checksum(factors, 1.0) != adapter_checksum(factors, 1.5)
+    with pytest.raises(ValueError, match="ascending"):
+        checksum([("b", torch.ones(1)), ("a", torch.ones(1))])
+
+
+def change(path: Path, **tensors: Tensor | None) -> None:
+    """Write a file again with other tensors; None removes one."""
+    held = {**load_file(path), **tensors}
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path)
+
+
+def piped(path: Path) -> None:
+    """Put a pipe in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "a missing tensor": (lambda file: change(file, **{"out.bias": None}), "is incomplete: out.bias and 0 more"),
+    "an unknown name": (lambda file: change(file, extra=torch.ones(1)), "holds extra, which the network does not have"),
+    "a wrong shape": (lambda file: change(file, **{"out.bias": torch.ones(3)}), "of shape [3], and the network has [16]"),
+    "integers": (lambda file: change(file, **{"out.bias": torch.ones(16, dtype=torch.int32)}), "out.bias of torch.int32"),
+    "a cut file": (lambda file: file.write_bytes(file.read_bytes()[:-5]), "cannot be read"),
+    "a longer file": (lambda file: file.write_bytes(file.read_bytes() + b"0" * 5), "cannot be read"),
+    "an endless header": (lambda file: file.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "cannot be read"),
+    "a pickle": (lambda file: torch.save({}, file), "cannot be read"),
+    "a flipped bit": (
+        lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])), "its checksum is"
+    ),
+    "no file": (lambda file: file.unlink(), "holds no weights"),
+    "a pipe": (piped, "holds no weights"),
+    "another kind of file": (lambda file: file.rename(file.with_suffix(".bin")), "holds no weights"),
+    "an index that names others": (
+        lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {"a": "../../../etc/passwd"}}'),
+        "holds no weights",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights_change_nothing(folder: Path, damage: str) -> None:
+    server, file = served(folder), folder / "full" / FULL
+    set_lora(server, folder / "lora")
+    sha256 = {"transformer": checksum(sorted(load_file(file).items()))}
+    before = state(server)
+    act, says = DAMAGES[damage]
+    act(file)
+    refuses(server, update(server, folder / "full", sha256=sha256, weight_version=9), says, before)
+
+
+ADAPTERS: dict[str, tuple[Any, str]] = {
+    "a missing factor": (lambda file: change(file, **{"transformer.out.lora_A.weight": None}), "out has no factor A"),
+    "an unknown layer": (lambda file: change(file, **{"transformer.no.lora_A.weight": torch.ones(2, 2)}), "no linear layer"),
+    "a wrong shape": (lambda file: change(file, **{"transformer.out.lora_A.weight": torch.ones(2, 9)}), "architecture"),
+    "a wrong rank": (lambda file: change(file, **{"transformer.out.lora_B.weight": torch.ones(16, 3)}), "architecture"),
+    "a cut file": (lambda file: file.write_bytes(file.read_bytes()[:-5]), "cannot be read"),
+    "a pickle": (lambda file: torch.save({}, file), "cannot be read"),
+    "a huge file": (lambda file: os.truncate(file, 10**10), "has 10000000000 bytes, expected at most"),
+    "no file": (lambda file: file.unlink(), "holds neither"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ADAPTERS)
+def test_damaged_adapters_change_nothing(folder: Path, damage: str) -> None:
+    server = served(folder)
+    set_lora(server, folder / "lora")
+    before = state(server)
+    act, says = ADAPTERS[damage]
+    act(folder / "lora" / LORA)
+    refuses(server, set_lora(server, folder / "lora", weight_version=9), says, before)
+
+
+def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nor links that lead there, nor what an export has not finished."""
+    outside, server = tmp_path_factory.mktemp("outside"), served(folder)
+    before = state(server)
+    (outside / "full").mkdir()
+    (folder / "full").rename(outside / "full" / "inner")
+    for path, says in {
+        outside / "full" / "inner": "is outside the folders",
+        folder / ".." / outside.name / "full" / "inner": "is outside the folders",
+        Path("relative"): "is no absolute path",
+        folder / "nothing": "cannot be read: No such file",
+        folder / ("x" * 3000): "cannot be read: File name too long",
+        Path("/"): "is outside the folders",
+    }.items():
+        refuses(server, update(server, path), says, before)
+        refuses(server, set_lora(server, path), says, before)
+    (folder / "link").symlink_to(outside / "full" / "inner")
+    refuses(server, update(server, folder / "link"), "is outside the folders", before)
+    (folder / "full" / "transformer").mkdir(parents=True)
+    (folder / "full" / FULL).symlink_to(outside / "full" / "inner" / FULL)
+    refuses(server, update(server, folder / "full"), "is outside the folders", before)
+    (folder / "lora" / LORA).rename(outside / LORA)
+    (folder / "lora" / LORA).symlink_to(outside / LORA)
+    refuses(server, set_lora(server, folder / "lora"), "is outside the folders", before)
+    (folder / "loop").symlink_to(folder / "loop")
+    refuses(server, update(server, folder / "loop"), "cannot be read", before)
+    (outside / "full" / "inner").rename(folder / ".weights-3")
+    refuses(server, update(server, folder / ".weights-3"), "is hidden", before)
+    refuses(server, ask(server, "/update_weights_from_disk", model_path="/\0"), "cannot be read", before)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("/update_weights_from_disk", {}, "model_path is missing"),
+        ("/update_weights_from_disk", {"model_path": 3}, "model_path is 3"),
+        ("/update_weights_from_disk", {"model_path": "/", "target_modules": "transformer"}, "target_modules is "),
+        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "target_modules": ["vae"]}, "there is no network 'vae'"),
+        ("/update_weights_from_disk", {"model_path": "FOLDER/lora"}, "holds no folder transformer"),
+        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "weight_version": -1}, "weight_version is -1"),
+        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "weight_version": "x"}, "weight_version is 'x'"),
+        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "sha256": {"transformer": "0"}}, "is damaged"),
+        ("/update_weights_from_disk", [], "the body is of type list"),
+        ("/v1/set_lora", {"lora_nickname": ["a", "b"], "lora_path": ["x", "y"]}, "lora_nickname holds 2 adapters"),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "lora_path is missing"),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "target": "critic"}, "target is 'critic'"),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "strength": 0}, "alpha times strength"),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "merge_mode": "x"}, "merge_mode is 'x'"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gAR9"]}, "pickles are not read"),
+        ("/update_weights_from_tensor", {"load_format": SHARED_FILES}, "holds no bucket, or several"),
+        ("/update_weights_from_tensor", {"load_format": SHARED_FILES, "serialized_named_tensors": ["{"]}, "holds no JSON"),
+        ("/get_weights_checksum", {"module_names": 3}, "module_names is 3"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_one_line(folder: Path, path: str, value: Any, says: str) -> None:
+    server = served(folder)
+    before, text = state(server), json.dumps(value).replace("FOLDER", str(folder))
+    refuses(server, asyncio.run(asgi.call(server.app, path, json.loads(text))), says, before)
+
+
+BUCKETS: dict[str, tuple[dict[str, Any], str]] = {
+    "a file of another size": ({"bytes": 65}, "is no file of the"),
+    "another folder": ({"file": "/etc/hostname"}, "is outside the folders"),
+    "a gap": ({"start_idx": 1, "end_idx": 65}, "start_idx is 1, expected 0"),
+    "a size that is not the shape's": ({"numel": 7}, "and its shape and dtype have others"),
+    "a wrong name": ({"name": "nothing"}, "holds nothing, which the network does not have"),
+    "a wrong shape": ({"shape": [4, 4]}, "out.bias of shape [4, 4], and the network has [16]"),
+    "an unknown dtype": ({"dtype": "torch.complex64"}, "dtype is 'torch.complex64', expected one of"),
+    "no places": ({"places": []}, "places is [], expected"),
+    "incomplete": ({}, "is incomplete: blocks.0.inner.bias and"),
+    "out of order": ({"index": 1, "count": 2}, "is out of order"),
+    "a wrong index": ({"index": 3}, "index is 3"),
+}
+
+
+@pytest.mark.parametrize("wrong", BUCKETS)
+def test_a_wrong_bucket_changes_nothing(folder: Path, wrong: str) -> None:
+    server, (changes, says) = served(folder), BUCKETS[wrong]
+    (folder / "bucket").write_bytes(bytes(changes.get("bytes", 64)))
+    place = {
+        "name": "out.bias", "shape": [16], "numel": 16, "dtype": "torch.float32", "start_idx": 0, "end_idx": 64,
+        **{name: changes[name] for name in ("name", "shape", "numel", "dtype", "start_idx", "end_idx") if name in changes},
+    }  # fmt: skip
+    bucket = {
+        "push": "p", "index": changes.get("index", 0), "count": changes.get("count", 1), "module": "transformer",
+        "file": changes.get("file", str(folder / "bucket")), "places": changes.get("places", [place]),
+    }  # fmt: skip
+    before = state(server)
+    value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket)]}
+    answer = ask(server, "/update_weights_from_tensor", **value)
+    refuses(server, answer, says, before)
+
+
+def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of the copies, and after the layers were replaced."""
+    server, copy = served(folder), Tensor.copy_
+    set_lora(server, folder / "lora")
+    before, calls = state(server), []
+
+    def failing(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(self)
+        if len(calls) == 4:
+            copy(self, torch.zeros(()))  # half done
+            raise RuntimeError("CUDA error:\nout of memory")
+        return copy(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "copy_", failing)
+    answer = update(server, folder / "full")
+    assert (answer.status, answer.value["message"]) == (500, "RuntimeError: CUDA error: out of memory")
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    assert state(server) == before
+    load, tries = serving.load_lora, list[Any]()
+
+    def once(*args: Any) -> None:
+        tries.append(args)
+        if len(tries) == 1:
+            raise MemoryError("no memory")
+        load(*args)
+
+    monkeypatch.setattr(serving, "load_lora", once)
+    save_file({"into.lora_A.weight": torch.ones(3, 23), "into.lora_B.weight": torch.ones(24, 3)}, folder / "x.safetensors")
+    assert set_lora(server, folder / "x.safetensors").status == 500
+    assert state(server) == before
+
+
+def test_released_weights_come_back_to_the_bit(folder: Path) -> None:
+    server = served(folder)
+    before = state(server)
+    for _ in range(2):
+        assert ask(server, "/release_memory_occupation").value["success"]
+    assert server.weights.released
+    for path, value in {
+        "/update_weights_from_disk": {"model_path": str(folder / "full")},
+        "/v1/set_lora": {"lora_nickname": "a", "lora_path": str(folder / "lora")},
+        "/v1/unmerge_lora_weights": {},
+        "/get_weights_checksum": {},
+    }.items():
+        answer = ask(server, path, **value)
+        assert answer.status == 400
+        assert answer.value["detail"] == "the weights are released: POST /resume_memory_occupation first"
+    assert ask(server, "/resume_memory_occupation").value["success"]
+    assert state(server) == before
+
+
+def test_a_module_with_adapters_is_not_served(folder: Path) -> None:
+    with pytest.raises(ValueError, match="has adapters"):
+        Served(adapted(base()), [folder])
