@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.clients.http import HttpClient
+from fluvial.engines.http.client import HttpClient
 from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
 from fluvial.engines.serve.rollout.weights import ServedWeights
 from fluvial.models.lora import LoraConfig, add_lora

@@ -1,0 +1,83 @@
+"""Pushes of weights to a server in the main rank's process, for test_weights_processes.py."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from weight_servers import adapted, base, engine_of, move, moved_base, run, served
+
+import fluvial.engines.fsdp.export as exporting
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.sources.weights import WeightSync
+
+
+class Noting:
+    """Client of a server that notes the bytes of every file that a request names."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.address, self.sent = inner, inner.address, list[str]()
+
+    def get(self, path: str) -> Any:
+        """Return the answer."""
+        return self.inner.get(path)
+
+    def post(self, path: str, value: Any) -> Any:
+        """Note the files, and return the answer."""
+        buckets = [Path(json.loads(text)["file"]) for text in value.get("serialized_named_tensors", ())]
+        folders = [Path(value[name]) for name in ("model_path", "lora_path") if name in value]
+        files = [*buckets, *(file for folder in folders for file in sorted(folder.rglob("*.safetensors")))]
+        self.sent += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        return self.inner.post(path, value)
+
+
+def pushes(world: World, folder: str) -> dict[str, Any]:
+    """Push an adapter over another base, all weights and buckets; return what was sent, and what the server computes."""
+    result: dict[str, Any] = {}
+    for method, module in {
+        "lora": adapted(moved_base()), "disk": adapted(base()), "full": moved_base(), "shared_memory": moved_base()
+    }.items():  # fmt: skip
+        engine = engine_of(module, world, comm="reshard")
+        if method in ("lora", "disk"):
+            move(engine, seed=0)
+        server = served(Path(folder))
+        peer = Noting(server.client)
+        sync = WeightSync(
+            world, folder=Path(folder), method=method if method in ("disk", "shared_memory") else "auto", bucket_bytes=3000
+        )
+        failed = sync.push(engine, 3, [peer])
+        result[method] = (
+            {"failed": failed, "sent": peer.sent, "bytes": sync.sent_bytes} if world.is_main else {"failed": failed}
+        )
+        if world.is_main:
+            result[method]["output"] = run(server.weights.module).tolist()
+            result[method]["version"] = server.weights.version
+        try:
+            sync.push(engine, 4, [])
+        except RunError as error:
+            result[method]["without servers"] = str(error)
+        sync.close()
+    return result
+
+
+def killed(folder: str, method: str) -> None:
+    """Push once, and die in the middle of the second push: when half a file is written."""
+    from fluvial.engines.fsdp.world import init_world
+
+    with init_world() as world:
+        engine = engine_of(adapted(base()) if method == "auto" else moved_base(), world)
+        server = served(Path(folder))
+        sync = WeightSync(world, folder=Path(folder))
+        sync.push(engine, 1, [server.client])
+
+        def half(tensors: Any, path: Path, **options: Any) -> None:
+            path.write_bytes(b"half of a file")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        exporting.save_file = half
+        with torch.no_grad():
+            sync.push(engine, 2, [server.client])
