@@ -52,7 +52,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import export, preferences, sample, serve_rewards
+    from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import field_names
     from fluvial.engines.plan.plan import PlanConfig
     from fluvial.engines.train import pretrain, recipes
@@ -61,7 +61,7 @@ def every_flag() -> set[str]:
     configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig()]
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
-    configs += [serve_rewards.ServeRewardsConfig()]
+    configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
@@ -105,7 +105,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench.objectives import report as objectives
     from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import preferences, sample, serve_rewards
+    from fluvial.engines.cli import preferences, sample, serve, serve_rewards
     from fluvial.engines.export import run as exports
     from fluvial.engines.plan import check, plan
     from fluvial.engines.train import pretrain, recipes, trainer
@@ -121,7 +121,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
-        (serve_rewards, "serve_rewards", None),
+        (serve_rewards, "serve_rewards", None), (serve, "serve_model", None),
         (preferences, "write_of_pipeline", (3, 3)),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
         (check, "check", None), (exports, "export_run", ("x", False)),

@@ -19,6 +19,7 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   sample MODEL        Draw images of prompts into one PNG.
   export RUN          Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as).
   preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
+  serve MODEL         Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000.
   serve-rewards NAME  Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000.
   report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
   plan MODEL          Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
@@ -41,6 +42,7 @@ COMMANDS = (
     "sample",
     "export",
     "preferences",
+    "serve",
     "serve-rewards",
     "report",
     "plan",
@@ -106,7 +108,7 @@ def _command(args: list[str]) -> int:
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
     if (
-        args[0] not in ("train", "runs", "config", "report", "models", "serve-rewards", "rewards")
+        args[0] not in ("train", "runs", "config", "report", "models", "serve", "serve-rewards", "rewards")
         and len(args) > 1
         and args[1] in ("-h", "--help")
     ):

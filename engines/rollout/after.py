@@ -13,6 +13,9 @@ from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.types import Samples
 from fluvial.models import Schedule
 
+# Called with a sample, its prediction and the step.
+Observer = Callable[[Tensor, Tensor, int], None]
+
 
 @dataclass(frozen=True)
 class AfterWindow:
@@ -40,6 +43,35 @@ class Estimate(NamedTuple):
 
     level: float
     clean: Samples
+
+
+class Noted:
+    """A velocity that remembers the clean estimate of its last call, which the next step of a multistep solver takes in.
+
+    Args:
+        velocity: prediction of the model, v = velocity(x, level `[B]`, step).
+        observe: function that is called with what each call took and returned.
+    """
+
+    def __init__(self, velocity: Callable[[Tensor, Tensor, int], Tensor], observe: Observer | None = None) -> None:
+        self.velocity, self.observe = velocity, observe
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, level: Tensor, step: int) -> Tensor:
+        """Return the prediction."""
+        v = self.velocity(x, level, step)
+        self._last = x, level, v
+        if self.observe is not None:
+            self.observe(x, v, step)
+        return v
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Return the estimate of the last step, None before the first."""
+        if self._last is None:
+            return None
+        x, level, v = self._last
+        return Estimate(float(level[0]), x - per_sample(level, x) * v)
 
 
 def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:

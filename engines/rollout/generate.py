@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import transitions
-from fluvial.core.checks import check_fields, per_sample
+from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
@@ -24,7 +24,7 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import negatives
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.after import AfterWindow, Estimate, after_schedule, finish
+from fluvial.engines.rollout.after import AfterWindow, Noted, Observer, after_schedule, finish
 from fluvial.engines.rollout.items import concatenate
 from fluvial.engines.rollout.solvers import Solver, sa_schedule, solve
 from fluvial.engines.rollout.streams import Stream
@@ -172,6 +172,7 @@ class Sampling:
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
             those outside of the repeated blocks, or none.
         step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
+        observe: function of (x, v, step) that is called at every Euler step, shared ones and those after the window aside.
     """
 
     shape: tuple[int, ...]
@@ -186,6 +187,7 @@ class Sampling:
     after: AfterWindow = field(default_factory=AfterWindow)
     reuse: Literal["all", "outside_blocks", "none"] = "none"
     step_cache: float = 0.0
+    observe: Observer | None = None
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -285,7 +287,7 @@ def generate(
                 keys, last = fold_in(own, Stream.STEPS), len(sampling.schedule.timesteps)
                 if sampling.after != AfterWindow():
                     last = max(window) + 1
-                rest, noted = range(sampling.shared_steps, last), _Noted(velocity)
+                rest, noted = range(sampling.shared_steps, last), Noted(velocity, sampling.observe)
                 trajectory = _walk(noted, x, keys, sampling, prediction, steps=rest, window=window)
                 if last < len(sampling.schedule.timesteps):
                     schedule = after_schedule(sampling.schedule, last, sampling.after.fraction, sampling.after.least)
@@ -357,27 +359,6 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
         return v.float() if autocast else v
 
     return velocity
-
-
-class _Noted:
-    """A velocity that remembers the clean estimate of its last call, which the next step of a multistep solver takes in."""
-
-    def __init__(self, velocity: Velocity) -> None:
-        self.velocity = velocity
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def __call__(self, x: Tensor, level: Tensor, step: int) -> Tensor:
-        v = self.velocity(x, level, step)
-        self._last = x, level, v
-        return v
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """Return the estimate of the last step, None before the first."""
-        if self._last is None:
-            return None
-        x, level, v = self._last
-        return Estimate(float(level[0]), x - per_sample(level, x) * v)
 
 
 def _walk(

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
+ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
 OPEN = ("/health", "/health_generate")  # paths that need no key, for probes of a cluster
 GONE = 499  # status of a request whose client has hung up; nobody receives it
 
@@ -38,21 +39,32 @@ class KeyCheck:
     Args:
         app: application.
         key: key that must be sent as a bearer token; empty lets every request through.
+        admin: key of the control endpoints, which also opens the others; empty leaves them to the API key.
+        control: paths of the control endpoints.
     """
 
-    def __init__(self, app: "ASGIApp", key: str) -> None:
-        self.app, self.expected = app, f"Bearer {key}".encode() if key else b""
+    def __init__(self, app: "ASGIApp", key: str, *, admin: str = "", control: Collection[str] = ()) -> None:
+        self.app, self.control = app, frozenset(control)
+        self.expected, self.admin = _token(key), _token(admin)
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answer 401 to a request without the key."""
-        if scope["type"] == "http" and self.expected and scope["path"] not in OPEN:
+        """Answer 401 to a request without its key."""
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             sent = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(sent, self.expected):
-                await refused(RequestError(401, "this server asks for an API key, sent as a bearer token"))(
+            controls = bool(self.admin) and scope["path"] in self.control
+            wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
+            asks = controls or bool(self.expected)
+            if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
+                name = "the admin key" if controls else "an API key"
+                await refused(RequestError(401, f"this server asks for {name}, sent as a bearer token"))(
                     scope, receive, send
                 )
                 return
         await self.app(scope, receive, send)
+
+
+def _token(key: str) -> bytes:
+    return f"Bearer {key}".encode() if key else b""
 
 
 async def json_of(request: "Request", *, most_bytes: int) -> Any:
@@ -61,7 +73,7 @@ async def json_of(request: "Request", *, most_bytes: int) -> Any:
     Raises:
         RequestError: it is too large, or no JSON.
     """
-    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send fewer images at once")
+    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send less at once")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:18]) > most_bytes:
         raise problem
@@ -110,9 +122,9 @@ def refused(error: RequestError) -> "Response":
 
 
 def answered(
-    handler: "Callable[[Request], Awaitable[dict[str, Any]]]",
+    handler: "Callable[[Request], Awaitable[dict[str, Any] | Response]]",
 ) -> "Callable[[Request], Awaitable[Response]]":
-    """Return a handler's dict as a JSON response, and what it raises as one line.
+    """Return a handler's dict as a JSON response, a response as it is, and what it raises as one line.
 
     A RunError is a failure of the server's own work, status 500.
     """
@@ -121,7 +133,8 @@ def answered(
         from starlette.responses import JSONResponse
 
         try:
-            return JSONResponse(await handler(request))
+            found = await handler(request)
+            return JSONResponse(found) if isinstance(found, dict) else found
         except RequestError as error:
             return refused(error)
         except RunError as error:
@@ -143,6 +156,16 @@ def key_of(host: str) -> str:
             "then send (key_env), or serve on 127.0.0.1"
         )
     return key
+
+
+def admin_key() -> str:
+    """Return the key of the control endpoints from the environment; empty if there is none."""
+    return os.environ.get(ADMIN_KEY_ENV, "").strip()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise UsageError if an address cannot be listened on."""
+    _listening(host, port).close()
 
 
 def serve(app: "ASGIApp", *, host: str, port: int, ready: Callable[[str], None], connections: int = 256) -> None:

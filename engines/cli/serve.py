@@ -1,0 +1,137 @@
+"""`fluvial serve MODEL`: samples of a model with their log-probabilities over HTTP, for training runs elsewhere."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fluvial.core.checks import check_fields
+from fluvial.engines.cli.listing import BUILT_IN
+from fluvial.engines.cli.parse import at_least_one, flags_in_errors, named, one_size, parsed
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import PipelineConfig
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Serve rollouts of a model over HTTP, with the requests and responses of sglang-diffusion (POST /rollout/generate).
+
+    MODEL is what train --model takes: handwriting, handwriting-unet, the folder or the Hub id of a pipeline of diffusers,
+    your own module:name, or the folder of a run. Other machines reach the server only if host says so; the environment
+    variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send. Endpoints that change the weights ask for the
+    key in FLUVIAL_SERVE_ADMIN_KEY, if there is one.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one, which is printed.
+        weights: Folder of other base weights, as diffusers saves a network.
+        steps: Number of steps of the schedule where a request names none.
+        micro_batch: Number of samples per forward pass. Every batch is filled up to it, so that a sample has the same bits
+            whatever else is asked for; the bits are those of a training run with the same number.
+        linger_ms: Milliseconds that a batch which is not full waits for more requests.
+        deadline: Seconds that a request may take; then it is answered with 504.
+        dtype: Dtype of the network; auto is bfloat16 on CUDA, else float32.
+        deterministic: Use deterministic algorithms only, so that a GPU gives the same bits every time.
+        weights_root: Folders that requests may name weights and adapters in; by default none may be named.
+        most_waiting: Largest number of samples that wait; requests beyond are answered with 429.
+        most_steps: Largest number of steps of a request.
+        most_outputs: Largest number of samples of a request.
+        most_megapixels: Pixels of one sample, in millions.
+        most_mb: Largest request, in megabytes.
+        most_response_mb: Largest response, in megabytes.
+        guidance: Classifier-free guidance where a request names none.
+        pipeline: Size of the samples where a request names none, and how a pipeline is opened.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    weights: Path | None = None
+    steps: int = 10
+    micro_batch: int = 8
+    linger_ms: float = 5.0
+    deadline: float = 600.0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    deterministic: bool = False
+    weights_root: tuple[Path, ...] = ()
+    most_waiting: int = 4096
+    most_steps: int = 1000
+    most_outputs: int = 256
+    most_megapixels: int = 128
+    most_mb: int = 16
+    most_response_mb: int = 2000
+    guidance: Guidance = field(default_factory=Guidance)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def __post_init__(self) -> None:
+        at_least_one(
+            steps=self.steps, micro_batch=self.micro_batch, most_waiting=self.most_waiting, most_steps=self.most_steps,
+            most_outputs=self.most_outputs, most_megapixels=self.most_megapixels, most_mb=self.most_mb,
+            most_response_mb=self.most_response_mb,
+        )  # fmt: skip
+        check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), deadline=(0.01, 1e6))
+
+
+def run(args: list[str]) -> None:
+    """Serve a model until SIGINT or SIGTERM.
+
+    Raises:
+        UsageError: the arguments are wrong, the model cannot be loaded, or a package is missing.
+    """
+    if args and args[0] in ("-h", "--help"):
+        parsed(ServeConfig, ServeConfig, "fluvial serve MODEL", args[:1])
+    name = named("serve", args, tuple(BUILT_IN), "a model", fits=_may_be_model)
+    config = parsed(ServeConfig, ServeConfig, f"fluvial serve {name}", args[1:])
+    with flags_in_errors(config):
+        serve_model(name, config)
+
+
+def serve_model(name: str, config: ServeConfig) -> None:
+    """Load a model and serve it.
+
+    Raises:
+        UsageError: as `run`.
+    """
+    try:
+        import msgpack  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError("serve needs starlette, uvicorn and msgpack: pip install 'fluvial[serve]'") from error
+    from fluvial.engines.fsdp.determinism import deterministic
+    from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
+    from fluvial.engines.serve.rollout.batching import RolloutBatcher
+    from fluvial.engines.serve.rollout.opening import opened
+    from fluvial.engines.serve.rollout.orders import ServeLimits
+    from fluvial.engines.serve.rollout.service import RolloutService, application
+    from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
+    from fluvial.engines.wire.request import RequestLimits
+
+    key, admin = key_of(config.host), admin_key()
+    one_size(config.pipeline)
+    check_address(config.host, config.port)  # before the model is loaded, which may take minutes
+    with deterministic(config.deterministic):
+        policy = opened(
+            name, weights=config.weights, steps=config.steps, guidance=config.guidance, pipeline=config.pipeline,
+            dtype=config.dtype, roots=config.weights_root,
+        )  # fmt: skip
+        batcher = RolloutBatcher(
+            policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
+        )
+        limits = ServeLimits(
+            RequestLimits(
+                pixels=config.most_megapixels * 1_000_000, steps=config.most_steps, outputs=config.most_outputs
+            ),
+            body=config.most_mb * 1_000_000, response=config.most_response_mb * 1_000_000,
+        )  # fmt: skip
+        service = RolloutService(policy, batcher, limits=limits, deadline=config.deadline)
+        control = table(WeightRoutes(policy.weights, policy.between))
+
+        def ready(address: str) -> None:
+            print(f"serving {name} on {address}", flush=True)
+
+        serve(application(service, key=key, admin=admin, control=control), host=config.host, port=config.port, ready=ready)
+
+
+def _may_be_model(name: str) -> bool:
+    """Return whether a name is that of a folder, may be that of a model on the Hub, or is a person's own module:name."""
+    return "/" in name or ":" in name or Path(name).is_dir()

@@ -1,0 +1,72 @@
+"""Rollout servers of the tiny net, in this process."""
+
+import asyncio
+from typing import Any, NamedTuple
+
+import asgi
+import tiny_jobs as tiny
+import torch
+from torch import nn
+
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
+from fluvial.engines.serve.rollout.batching import RolloutBatcher
+from fluvial.engines.serve.rollout.orders import ServeLimits
+from fluvial.engines.serve.rollout.policy import Policy
+from fluvial.engines.serve.rollout.service import RolloutService, application
+from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
+from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.engines.wire.request import RequestLimits
+from fluvial.engines.wire.response import RolloutSample, read_response
+from fluvial.models import DiffusionModel, Prediction
+
+MICRO_BATCH = 3
+
+
+class Server(NamedTuple):
+    """A server: its policy, what makes its samples, and its application."""
+
+    policy: Policy
+    batcher: RolloutBatcher
+    app: Any
+
+    def ask(self, **body: Any) -> asgi.Answer:
+        """Return the response to a request."""
+        return asyncio.run(asgi.call(self.app, "/rollout/generate", {"prompt": "1", **body}))
+
+    def samples(self, **body: Any) -> list[RolloutSample]:
+        """Return the samples of a request that succeeds."""
+        found = self.ask(**body)
+        assert found.status == 200, found.value
+        assert found.headers["content-type"] == "application/msgpack"
+        return read_response(found.value)
+
+    def problem(self, **body: Any) -> tuple[int, str]:
+        """Return status and text of a request that fails."""
+        found = self.ask(**body)
+        assert set(found.value) == {"detail", "error"}
+        assert "\n" not in found.value["detail"]
+        return found.status, found.value["detail"]
+
+
+def policy(
+    prediction: Prediction = "velocity", *, model: DiffusionModel | None = None, module: nn.Module | None = None,
+    guidance: Guidance = NO_GUIDANCE,
+) -> Policy:  # fmt: skip
+    """Return a policy over the tiny net, or over another model."""
+    model = tiny.Tiny(prediction) if model is None else model
+    weights = ServedWeights(model.build().eval() if module is None else module, roots=())
+    return Policy(
+        "tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu")
+    )  # fmt: skip
+
+
+def served(
+    of: Policy | None = None, *, micro_batch: int = MICRO_BATCH, linger: float = 0.0, most_waiting: int = 64,
+    deadline: float = 60.0, key: str = "", admin: str = "", limits: ServeLimits | None = None,
+) -> Server:  # fmt: skip
+    """Return a server of a policy."""
+    of = policy() if of is None else of
+    batcher = RolloutBatcher(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
+    service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
+    control = table(WeightRoutes(of.weights, of.between))
+    return Server(of, batcher, application(service, key=key, admin=admin, control=control))
