@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Config = TypeVar("Config")
-# Words for flags: most runs have one reward, and `lora` is a group of fields.
-ALIASES = {"--reward": "--rewards", "--transformer": "--weights", "--lora": "--lora.weights"}
+# Words for flags: most runs have one reward, `lora` is a group of fields, and `async` is a word of Python's.
+ALIASES = {
+    "--reward": "--rewards",
+    "--transformer": "--weights",
+    "--lora": "--lora.weights",
+    "--async.ahead": "--asynchronous.ahead",
+}
 
 
 class HelpPrintedError(Exception):

@@ -81,6 +81,13 @@ class World:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
+    def alone(self) -> "World":
+        """Return a world of this process alone, for modules that it holds whole. Every rank must take part."""
+        if self.size == 1:
+            return self
+        mesh = self.new_mesh((self.size, 1), ("ranks", "alone"))["alone"]
+        return replace(self, rank=0, size=1, sequence=1, mesh=mesh)
+
     def hybrid_mesh(self, replicas: int) -> DeviceMesh:
         """Return the mesh for a number of replicas, each sharded over its part of the ranks.
 

@@ -13,6 +13,7 @@ from fluvial.core.transitions import Transition
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig, LossConfig
+from fluvial.engines.rollout.ahead import AsyncConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Guidance
@@ -94,6 +95,8 @@ class RunSettings(Protocol):
     def kl(self) -> KLConfig: ...
     @property
     def correction(self) -> CorrectionConfig: ...
+    @property
+    def asynchronous(self) -> AsyncConfig: ...
     @property
     def evaluation_steps(self) -> int: ...
     @property

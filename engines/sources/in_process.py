@@ -2,9 +2,8 @@
 
 from collections.abc import Generator
 
-from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, generate
-from fluvial.engines.sources.protocol import Behaviour
+from fluvial.engines.sources.protocol import Behaviour, Holder
 from fluvial.models import DiffusionModel
 
 
@@ -26,7 +25,7 @@ class InProcess:
             for chunk in generate(self.model, module, requests, sampling, micro_batch=micro_batch):
                 yield chunk._replace(version=self._version)
 
-    def push(self, engine: Engine, version: int) -> None:
+    def push(self, engine: Holder, version: int) -> None:
         """Note the version; the weights are shared."""
         self._version = version
 

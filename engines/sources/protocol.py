@@ -8,7 +8,9 @@ from torch import nn
 
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
+from fluvial.engines.sources.copied import Copy
 
+Holder = Engine | Copy  # of the weights that are pushed
 # Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
 Behaviour = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -29,11 +31,11 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def push(self, engine: Engine, version: int) -> None:
+    def push(self, engine: Holder, version: int) -> None:
         """Let the samples from here on be made by the weights of now; every rank must take part.
 
         Args:
-            engine: engine that holds them.
+            engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
             version: number of updates that made them.
 
         Raises:

@@ -23,11 +23,10 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.files import sync
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
-from fluvial.engines.sources.protocol import RolloutSource
+from fluvial.engines.sources.protocol import Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
 FORMAT = 1
@@ -65,7 +64,7 @@ class Storing:
         if self.world.rank % self.world.sequence == 0:
             write(self.folder, requests, sampling, chunks, part=self.world.data_rank)
 
-    def push(self, engine: Engine, version: int) -> None:
+    def push(self, engine: Holder, version: int) -> None:
         """Push the weights to the source."""
         self.source.push(engine, version)
 
@@ -121,7 +120,7 @@ class Replayed:
             trajectory = Trajectory(**placed, debug=None)  # type: ignore[arg-type]  # only velocity may be None
             yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.listed["version"] for row in found))
 
-    def push(self, engine: Engine, version: int) -> None:
+    def push(self, engine: Holder, version: int) -> None:
         """Do nothing: stored samples do not change."""
 
     def close(self) -> None:

@@ -25,8 +25,10 @@ from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
+from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train import job as jobs
+from fluvial.engines.train.asynchronous.ahead import Ahead
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
@@ -54,6 +56,7 @@ class Parts:
         schedule: schedule with its timesteps on the device.
         evaluation_schedule: schedule of evaluations, which may have another number of steps.
         source: maker of samples.
+        ahead: rollouts ahead of the updates, where they are made so.
         rollouts: samples of each rollout.
         learner: maker of updates.
         rewards: rewards with their weights, by name; none where the run makes no samples.
@@ -70,6 +73,7 @@ class Parts:
     evaluation_schedule: Schedule
     source: RolloutSource
     rollouts: Rollouts
+    ahead: Ahead | None
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
     runners: RewardRunners
@@ -139,16 +143,29 @@ def _built(
     schedule, _ = schedules.of(job.shape)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
+    copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
     with world.agreed():
         resume = config.resume or config.resume_from is not None
-        source = build_source(config.rollout, job.model, lambda: policies.behaviour(engine), world, resume=resume)
+        behaviour = copy.behaviour if copy is not None else lambda: policies.behaviour(engine)
+        source = build_source(config.rollout, job.model, behaviour, world, resume=resume)
         rollouts = Rollouts(
             config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts
         )
+    ahead = None
+    if copy is not None:
+        ahead = Ahead(config, world, engine=engine, rollouts=rollouts, runners=runners, copy=copy, local=True)
     return Parts(
-        job, asked, engine, policies, schedule, evaluation_schedule, source, rollouts, learner, rewards, runners,
+        job, asked, engine, policies, schedule, evaluation_schedule, source, rollouts, ahead, learner, rewards, runners,
         preferences, base,
     )  # fmt: skip
+
+
+def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:
+    """Return a second network, which samples while the engine's own is trained; every rank must take part."""
+    with world.agreed():
+        module, _ = _network_in_training(config, job)
+        weights = job.model.weights if config.init == "sharded" else None
+    return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=policies.sampling_adapter)
 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:

@@ -14,6 +14,7 @@ from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Follower, Objective
 from fluvial.engines.objectives.table import check_objective
+from fluvial.engines.rollout.ahead import AsyncConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Guidance
@@ -151,6 +152,7 @@ class TrainConfig:
         noising: Noise levels at which clean samples are trained on.
         kl: KL term that keeps the policy near the one that training starts from.
         correction: Weights that correct for a rollout made by another program than the update.
+        asynchronous: Rollouts made ahead of the updates; on the command line also --async.
         optimizer: Optimizer, learning rate and moving average.
         lora: Rank, scale and layers of the adapters.
         engine: Sharding, precision, activation checkpointing and offloading.
@@ -199,6 +201,7 @@ class TrainConfig:
     noising: NoisingConfig = field(default_factory=NoisingConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

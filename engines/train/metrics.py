@@ -86,7 +86,8 @@ def speed(
 ) -> dict[str, float]:  # fmt: skip
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
-    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. The seconds that this
+    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
+    share of the time in which no update was computed, because rollout or rewards were waited for. The seconds that this
     rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
 
     Args:
@@ -98,7 +99,11 @@ def speed(
         rewards: rewards of the rollout, if any scored it.
     """
     work = sum(update.flops for update in updates)
-    found = {"samples_per_second": samples / sum(seconds.values()), "update_flops": work / seconds["update"]}
+    total = sum(seconds.values())
+    found = {
+        "samples_per_second": samples / total, "update_flops": work / seconds["update"],
+        "trainer_idle": 1 - seconds["update"] / total,
+    }  # fmt: skip
     if (most := flops.peak(device, dtype)) is not None:
         found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
     if rewards is not None:

@@ -9,12 +9,15 @@ from typing import Any
 import optree
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import as_prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.train.asynchronous.ahead import Ahead
+from fluvial.engines.train.asynchronous.stored import PREFIX
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.monitoring.gaming import Watch
@@ -56,12 +59,14 @@ class Saver:
         prompts: prompts that are trained on.
         base: fingerprint of the weights that training starts from.
         console: where a failed background checkpoint and a changed environment are reported; None is silent.
+        ahead: rollouts ahead of the updates, which a checkpoint holds too.
     """
 
     def __init__(
         self, config: TrainConfig, engine: Engine, world: World, *, prompts: tuple[str, ...], base: str,
-        console: Console | None,
+        console: Console | None, ahead: Ahead | None = None,
     ) -> None:  # fmt: skip
+        self.ahead = ahead
         self.config, self.engine, self.world, self.console = config, engine, world, console
         self.prompts, self.base = prompts, base
         self.saved_at = 0
@@ -90,6 +95,9 @@ class Saver:
         if self.config.stop_when_gamed and best is not None:
             written["spare"] = best.update
         where, state = self.config.checkpoint_folder, self.engine.state()
+        if self.ahead is not None:
+            tensors, meta["ahead"] = self.ahead.state()
+            state = {**state, **tensors}
         if self.background is None or blocking:
             checkpoint.save(where, state, meta, **written, world=self.world)
         else:
@@ -130,8 +138,13 @@ class Saver:
         """
         state = optree.tree_map(torch.empty_like, self.engine.state())
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
-        meta: dict[str, Any] = checkpoint.load(path, state, fingerprint=fingerprint, world=self.world)
+        requested: dict[str, Tensor] = {}
+        if self.ahead is not None:  # whose shapes only the checkpoint knows
+            requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
+        meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
         self.engine.restore(state, meta["engine"])
+        if self.ahead is not None:
+            self.ahead.restore(requested, meta["ahead"])
         self.saved_at = self.engine.updates
         if self.config.updates < self.engine.updates:
             raise UsageError(

@@ -82,10 +82,15 @@ class Trainer:
             self.engine, self.policies = parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
             self.rollouts, self.learner, self.preferences = parts.rollouts, parts.learner, parts.preferences
-            self.saver = Saver(config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console)
+            self.ahead = parts.ahead
+            self.saver = Saver(
+                config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console, ahead=parts.ahead
+            )
             self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
             stack.callback(parts.source.close)
+            if self.ahead is not None:
+                stack.callback(self.ahead.close)
             stack.callback(self.saver.close)
             self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
             self.learner.remember_in(self.progress.rewards)
@@ -120,7 +125,7 @@ class Trainer:
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
-        asked = [] if self.preferences else self.rollouts.prompts(root, self.engine.updates)
+        asked = [] if self.preferences or self.ahead else self.rollouts.prompts(root, self.engine.updates)
         learnt, rewards, spread = self._learn(root, asked, seconds)
         if self.config.followers:
             with metrics.timed(seconds, "update"):
@@ -140,9 +145,10 @@ class Trainer:
                 rewards,
                 free_weights(self.runners.weights, list(self.rewards), floors),
                 list(self.rewards),
-                asked,
+                asked if self.ahead is None else self.ahead.current.asked,
                 group=self.config.rollout.group,
             ),
+            **({} if self.ahead is None else {"staleness": self.ahead.staleness()}),
             **({"multipliers": dict(self.progress.multipliers)} if floors else {}),
             **(signal.advantage_record(learnt.advantage) if self.rewards else {}),
             "speed": metrics.speed(
@@ -247,7 +253,7 @@ class Trainer:
                 work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
                 return self.learner.update(work, root), rewards, None
         with metrics.timed(seconds, "rollout"):
-            batch = self.rollouts.samples(root, asked, self.runners)
+            batch = self.ahead.next() if self.ahead else self.rollouts.samples(root, asked, self.runners)
         with metrics.timed(seconds, "reward"):
             if self.config.engine.offload == "phases" and self.config.makes_samples:
                 self.engine.offload()
@@ -266,9 +272,12 @@ class Trainer:
         Raises:
             RunError: too many groups have no valid reward.
         """
-        self.runners.exchange(self.world)
-        with self.world.agreed():
-            own = self.runners.collect(batch=self.config.rollout.batch)
+        if self.ahead is None:
+            self.runners.exchange(self.world)
+            with self.world.agreed():
+                own = self.runners.collect(batch=self.config.rollout.batch)
+        else:
+            own = self.ahead.collect()
         rewards, self.stopping = gather_rewards(
             own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
         )

@@ -7,6 +7,7 @@ from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import RunSettings
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rollout.after import AfterWindow
+from fluvial.engines.rollout.config import REPLAYED
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.models import Prediction
@@ -34,6 +35,8 @@ def config_problems(config: RunSettings) -> Iterator[str]:
     yield from _model(config)
     yield from _implementation(config)
     yield from _step_cache(config)
+    if config.asynchronous.ahead:
+        yield from _ahead(config)
 
 
 def check_model(config: RunSettings, prediction: Prediction, *, recorded: bool = False) -> None:
@@ -316,4 +319,23 @@ def _step_cache(config: RunSettings) -> Iterator[str]:
         yield (
             f"rollout.step_cache is set, and engine.context_parallel is {config.engine.context_parallel}: ranks that share "
             "a sample would leave out different blocks; set one of them back"
+        )
+
+
+def _ahead(config: RunSettings) -> Iterator[str]:
+    """Yield what rollouts that are made ahead of the updates cannot go with."""
+    name, ahead = name_of(config.objective), f"asynchronous.ahead is {config.asynchronous.ahead}"
+    if not config.makes_samples:
+        yield f"{ahead}, and {name} learns from given data, so that there are no rollouts: use asynchronous.ahead 0"
+    if config.takes_ratios and config.correction.mode == "none":
+        yield (
+            f"{ahead}, so that older weights make the rollouts than the ones that are trained, and {name} takes ratios of "
+            "log-probabilities: set correction.mode to truncate, reject or mask, or use asynchronous.ahead 0"
+        )
+    if config.rollout.source.startswith(REPLAYED):
+        yield f"{ahead}, and rollout.source is {config.rollout.source}, whose rollouts are there: use asynchronous.ahead 0"
+    if config.engine.offload == "phases":
+        yield (
+            f"{ahead}, and engine.offload is phases, which moves weights between a rollout and its update, and the two "
+            "happen at once: use offload none or always"
         )
