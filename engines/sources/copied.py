@@ -24,7 +24,7 @@ def held(engine: Engine) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, parameter in {**engine.trainable, **engine.carried}.items():
         assert isinstance(parameter, DTensor)
-        found[name] = parameter.detach().full_tensor().to("cpu", copy=True)
+        found[name] = parameter.full_tensor().detach().to("cpu", copy=True)
     return found
 
 
