@@ -55,17 +55,18 @@ def every_flag() -> set[str]:
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import field_names
     from fluvial.engines.plan.plan import PlanConfig
+    from fluvial.engines.plan.simulate import AheadConfig
     from fluvial.engines.train import pretrain, recipes
 
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
-    configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig()]
+    configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig(), AheadConfig()]
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
-    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as"}
+    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as", "--async.ahead"}
 
 
 COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [
@@ -107,7 +108,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, sample, serve, serve_rewards
     from fluvial.engines.export import run as exports
-    from fluvial.engines.plan import check, plan
+    from fluvial.engines.plan import check, plan, simulate
     from fluvial.engines.train import pretrain, recipes, trainer
 
     reached: list[str] = []
@@ -124,7 +125,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (serve_rewards, "serve_rewards", None), (serve, "serve_model", None),
         (preferences, "write_of_pipeline", (3, 3)),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
-        (check, "check", None), (exports, "export_run", ("x", False)),
+        (check, "check", None), (simulate, "show", None), (exports, "export_run", ("x", False)),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
     ]  # fmt: skip
     for module, name, answer in replaced:
