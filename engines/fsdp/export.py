@@ -233,9 +233,9 @@ class _Source(NamedTuple):
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
-        tensor = _gathered(self.weight)
+        tensor = gathered(self.weight)
         if self.factors is not None:
-            a, b = (_gathered(factor).float() for factor in self.factors)
+            a, b = (gathered(factor).float() for factor in self.factors)
             tensor = tensor.float() + (b @ a) * self.scaling
         return tensor.to(_dtype(self.weight, dtype))
 
@@ -270,7 +270,8 @@ def _sources(
     return sources
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be sharded as a whole one. Every rank must take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -80,6 +80,12 @@ def ipc_payload(module: str, places: Sequence[Place], flat: Tensor) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def check_gpu(device: torch.device) -> None:
+    """Raise UsageError unless tensors of a device can be sent by CUDA IPC."""
+    if device.type != "cuda":
+        raise UsageError("rollout.weights_method is cuda_ipc, and the trainer has no GPU: use shared_memory, disk or auto")
+
+
 def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)

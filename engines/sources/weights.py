@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.fsdp import export
@@ -33,7 +32,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.fsdp.loading import plain_name, stored
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.sources.buckets import file_request, gpu_uuid, ipc_payload, ipc_request
+from fluvial.engines.sources.buckets import check_gpu, file_request, gpu_uuid, ipc_payload, ipc_request
 from fluvial.engines.sources.peers import Dtype, Peer, Sums, accepted, checksums, precision
 from fluvial.engines.sources.push_folder import Pushed, PushFolder, bytes_in, factors_in
 from fluvial.engines.wire.weights import (
@@ -69,7 +68,7 @@ class WeightSync:
 
     Raises:
         RunError: the folder cannot be written.
-        UsageError: the method is unknown.
+        UsageError: the method is unknown, or needs a GPU.
     """
 
     def __init__(
@@ -78,6 +77,8 @@ class WeightSync:
     ) -> None:  # fmt: skip
         if method not in METHODS:
             raise UsageError(f"rollout.weights_method is {method!r}, expected one of {', '.join(METHODS)}")
+        if method == "cuda_ipc":
+            check_gpu(world.device)
         self.world, self.method, self.verify, self.product = world, method, verify, product
         self.bucket_bytes = bucket_bytes
         self.sent_bytes = 0  # of the last push, on the main rank
@@ -91,7 +92,8 @@ class WeightSync:
         self._based: set[str] = set()  # addresses of the servers that have the trainer's base weights
         self._base: dict[Dtype, Sums] = {}  # checksums of the trainer's base weights
         self._parameters: dict[str, set[str]] = {}  # names of the parameters of each network, which checksums are of
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what servers are known to have
+        self._turn = threading.Lock()  # a push, or a server that comes back
 
     def push(self, engine: Engine, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
         """Give servers the weights of now; every rank must take part.
@@ -110,7 +112,17 @@ class WeightSync:
             RunError: no server took them, or they cannot be written.
         """
         peers, failed = [*peers] if self.world.is_main else [], dict[str, str]()
-        module, lora = engine.module, bool(lora_layers(engine.module))
+        with self._turn:
+            self._push(engine.module, version, peers, failed, adapter)
+        count, failed = self._shared((len(peers), failed))
+        for address in failed:
+            self.forget(address)
+        if len(failed) >= count:
+            raise RunError(f"no server took the weights of update {version}: {next(iter(failed.values()), 'there is none')}")
+        return failed
+
+    def _push(self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str) -> None:
+        lora = bool(lora_layers(module))
         self.sent_bytes = 0
         self._parameters = {name: set(_base(net, parameters=True)) for name, net in export.components(module).items()}
         self._each(peers, failed, self._learn)
@@ -121,12 +133,6 @@ class WeightSync:
             self._push_folder(module, version, peers, failed, adapter if lora else None)
         else:
             self._push_buckets(module, version, peers, failed, adapter if lora else None)
-        count, failed = self._shared((len(peers), failed))
-        for address in failed:
-            self.forget(address)
-        if len(failed) >= count:
-            raise RunError(f"no server took the weights of update {version}: {next(iter(failed.values()), 'there is none')}")
-        return failed
 
     def repeat(self, peer: Peer) -> str | None:
         """Give a server that has come back the weights of the last push; on the main rank alone.
@@ -134,21 +140,22 @@ class WeightSync:
         Returns:
             Why that is not possible now, None if it has them. The next `push` gives them in any case.
         """
-        last, failed = self.last, dict[str, str]()
-        if last is None:
-            return "the last push was in buckets, which are not kept"
-        self.forget(peer.address)
+        with self._turn:  # after a push that is under way
+            last, failed = self.last, dict[str, str]()
+            if last is None:
+                return "the last push was in buckets, which are not kept"
+            self.forget(peer.address)
 
-        def send(peer: Peer) -> None:
-            self._learn(peer)
-            if last.scaling is None:
-                self._send_folder(peer, last)
-                return
-            self._check_base(peer)
-            self._send_adapter(peer, last)
+            def send(peer: Peer) -> None:
+                self._learn(peer)
+                if last.scaling is None:
+                    self._send_folder(peer, last)
+                    return
+                self._check_base(peer)
+                self._send_adapter(peer, last)
 
-        self._each([peer], failed, send)
-        return failed.get(peer.address)
+            self._each([peer], failed, send)
+            return failed.get(peer.address)
 
     def forget(self, address: str) -> None:
         """Note that a server may have started again: what it has is compared at the next push."""
@@ -171,7 +178,7 @@ class WeightSync:
             self._base[dtype] = {}
             for name, network in export.components(module).items():
                 tensors = _base(network, parameters=True)
-                named = ((key, _full(tensors[key])) for key in sorted(tensors))
+                named = ((key, export.gathered(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = checksum(named, dtype=dtype)
         others: dict[str, str] = {}
         self._each(new, others, self._check_base)
@@ -181,7 +188,7 @@ class WeightSync:
             for name, network in export.components(module).items():
                 tensors = _base(network)
                 like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
-                named = ((key, _full(tensor).cpu()) for key, tensor in tensors.items())
+                named = ((key, export.gathered(tensor).cpu()) for key, tensor in tensors.items())
                 export.write_model(named, out / name, like=like, config=None, world=self.world)
         if not self.world.is_main:
             return
@@ -297,10 +304,6 @@ class WeightSync:
     ) -> None:
         self.last = None
         options, ipc = _options(adapter, self._common_dtype()), self.method == "cuda_ipc"
-        if ipc and self.world.device.type != "cuda":
-            raise UsageError(
-                "rollout.weights_method is cuda_ipc, and the trainer has no GPU: use shared_memory, disk or auto"
-            )
         plans = list[tuple[str, nn.Module, list[Place]]]()
         for part, network in export.components(module).items():
             like = export.layout(network, **options)
@@ -391,7 +394,3 @@ def _base(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a network without adapters, whole or sharded; `parameters` leaves buffers out."""
     tensors: Mapping[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

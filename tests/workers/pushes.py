@@ -13,7 +13,7 @@ from weight_servers import adapted, base, engine_of, move, moved_base, run, serv
 import fluvial.engines.fsdp.export as exporting
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.sources.weights import WeightSync
+from fluvial.engines.sources.weights import Method, WeightSync
 
 
 class Noting:
@@ -46,9 +46,8 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
             move(engine, seed=0)
         server = served(Path(folder))
         peer = Noting(server.client)
-        sync = WeightSync(
-            world, folder=Path(folder), method=method if method in ("disk", "shared_memory") else "auto", bucket_bytes=3000
-        )
+        ways: dict[str, Method] = {"disk": "disk", "shared_memory": "shared_memory"}
+        sync = WeightSync(world, folder=Path(folder), method=ways.get(method, "auto"), bucket_bytes=3000)
         failed = sync.push(engine, 3, [peer])
         result[method] = (
             {"failed": failed, "sent": peer.sent, "bytes": sync.sent_bytes} if world.is_main else {"failed": failed}
@@ -78,6 +77,6 @@ def killed(folder: str, method: str) -> None:
             path.write_bytes(b"half of a file")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        exporting.save_file = half
+        exporting.save_file = half  # type: ignore[assignment]
         with torch.no_grad():
             sync.push(engine, 2, [server.client])

@@ -242,6 +242,6 @@ def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -
     with pytest.raises(RunError, match=r"weights_folder is .*file/x, which cannot be written: Not a directory"):
         WeightSync(one, folder=tmp_path / "file" / "x")
     with pytest.raises(UsageError, match="the trainer has no GPU"):
-        WeightSync(one, folder=tmp_path, method="cuda_ipc").push(lora, 1, [served(tmp_path).client])
+        WeightSync(one, folder=tmp_path, method="cuda_ipc")
     with pytest.raises(RunError, match="no server took the weights of update 1: there is none"):
         WeightSync(one, folder=tmp_path).push(lora, 1, [])
