@@ -34,7 +34,9 @@ class EngineConfig:
         grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
             "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
         replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
-            ranks.
+            ranks. If it is the number of ranks, each holds a whole copy, and float32 computes with it without FSDP2; one
+            all-reduce per update sums the gradients, whatever grad_sync is. auto takes such copies where only adapters are
+            trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
         compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
@@ -54,7 +56,7 @@ class EngineConfig:
 
     comm: Literal["keep", "reshard"] = "keep"
     grad_sync: Literal["last", "every"] = "last"
-    replicas: int = 1
+    replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     reduce: Literal["float32", "bfloat16"] = "float32"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import DTYPES, EngineConfig
-from fluvial.engines.fsdp.one_rank import keep_whole
+from fluvial.engines.fsdp.whole import keep_whole
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 
@@ -76,7 +76,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh, offloads = world.hybrid_mesh(config.replicas), config.offload == "always"
+    copies, offloads = replicas(module, config, ranks=world.size, device=world.device), config.offload == "always"
+    mesh = world.hybrid_mesh(copies)
     if is_whole(module, config, ranks=world.size, device=world.device):
         keep_whole(module, blocks, mesh)
         return module
@@ -98,9 +99,28 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     return module
 
 
+def replicas(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> int:
+    """Return the number of copies of a module: what the configuration says, or what "auto" makes of it.
+
+    If only adapters are trained, gathering the frozen weights for an update takes as much memory as holding them, and comes
+    on top of the shards. So "auto" lets every rank hold a copy where that needs no FSDP2.
+    """
+    if config.replicas != "auto":
+        return config.replicas
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    adapts = bool(trained) and all(is_adapter(name) for name in trained)
+    return ranks if adapts and config.comm == "keep" and _computes_with_masters(module, config, device) else 1
+
+
 def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> bool:
-    """Return whether one rank computes with the very tensors that it holds, so that nothing needs FSDP2."""
-    alone = ranks == 1 and config.offload != "always" and config.context_parallel == 1 and not config.compiles(device)
+    """Return whether each rank computes with the very tensors that it holds, so that nothing needs FSDP2."""
+    copies = replicas(module, config, ranks=ranks, device=device)
+    return copies == ranks and _computes_with_masters(module, config, device)
+
+
+def _computes_with_masters(module: nn.Module, config: EngineConfig, device: torch.device) -> bool:
+    """Return whether a rank that holds all parameters can compute with them as they are."""
+    alone = config.offload != "always" and config.context_parallel == 1 and not config.compiles(device)
     dtypes = {config.compute_dtype(device), DTYPES[config.reduce], *(p.dtype for p in module.parameters())}
     return alone and dtypes == {torch.float32}
 

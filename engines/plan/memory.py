@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_iter
 
 from fluvial.engines.fsdp.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
-from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole
+from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole, replicas
+from fluvial.engines.fsdp.whole import largest_bucket
 from fluvial.models.lora import is_adapter
 
 Phase = Literal["update", "rollout"]
@@ -122,7 +123,8 @@ def account(
         gathered c P with comm="keep", else those of two blocks and of what is in no block
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
-    A single rank that computes in float32 needs no gathered copy and no communication, see `parallelize.is_whole`.
+    A rank that holds all parameters and computes in float32 needs no gathered copy, see `parallelize.is_whole`; several sum
+    their gradients in buckets.
 
     With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
     a rollout.
@@ -142,9 +144,10 @@ def account(
     Raises:
         ValueError: `engine.replicas` does not divide the ranks.
     """
-    if ranks % engine.replicas:
-        raise ValueError(f"account: {ranks} ranks, expected a multiple of the {engine.replicas} replicas")
-    shards, update = ranks // engine.replicas, phase == "update"
+    copies, update = replicas(module, engine, ranks=ranks, device=device), phase == "update"
+    if ranks % copies:
+        raise ValueError(f"account: {ranks} ranks, expected a multiple of the {copies} replicas")
+    shards = ranks // copies
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
     masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
@@ -169,13 +172,17 @@ def account(
         accumulated = reduce * sum(p.numel() for p in trained)
     units = _units(module, blocks)
     whole = is_whole(module, engine, ranks=ranks, device=device)  # then nothing is copied to compute with it
+    communication = 0
+    if update and whole and ranks > 1:
+        communication = largest_bucket([4 * p.numel() for p in trained])
+    elif update and not whole:  # a single rank makes one more copy, to divide
+        communication = (compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units)
     return Accounting(
         **here,
         buffers=sum(buffer.nbytes for buffer in module.buffers()),
         gathered=0 if whole else compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1),
         unsharded_gradients=max(0, accumulated - here["gradients"]),
-        # A single rank makes one more copy, to divide.
-        communication=(compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units) if update and not whole else 0,
+        communication=communication,
         activations=activations,
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),

@@ -76,7 +76,7 @@ class PlanConfig:
         if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
             raise ValueError(f"resolution is {self.resolution}, expected a multiple of 16")
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
-            if self.gpus % degree:
+            if degree != "auto" and self.gpus % degree:
                 raise UsageError(f"engine.{name} is {degree}, expected a divisor of the {self.gpus} GPUs")
         if self.table and self.check:
             raise UsageError("table and check are both set: ask one question at a time")
@@ -219,7 +219,8 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
 def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the cheapest flags that fit for LoRA and full fine-tuning on 1, 8 and 64 GPUs."""
     trains: tuple[Train, Train] = ("lora", "full")
-    degree = math.lcm(config.engine.replicas, config.engine.context_parallel)
+    replicas = 1 if config.engine.replicas == "auto" else config.engine.replicas
+    degree = math.lcm(replicas, config.engine.context_parallel)
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
     settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
     found = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]

@@ -1,0 +1,217 @@
+"""Whole copies: parameters that are sharded in name only, without the copies, hooks and streams of FSDP2.
+
+Where a rank's shard is the whole parameter, FSDP2 would still gather it into a second copy. Here the module computes with
+plain parameters that share the shards' storage, and holds the shards themselves whenever FSDP2 would. If several ranks hold
+a copy each, gradients are summed over them once per update, in flat buckets.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fluvial.engines.fsdp.optimizer_state import sharded_like
+
+# Largest bytes of a bucket, which is a copy. The gradients of most adapters fit into one.
+BUCKET = 2**28
+
+
+class Slot(NamedTuple):
+    """A place in the module where a parameter is registered."""
+
+    owner: nn.Module
+    name: str
+
+
+class Parameters:
+    """The parameters of a module, registered either as shards or as plain parameters that share the shards' storage.
+
+    Gradients add up in the plain parameters. The update's last backward pass sums them over the ranks and hands them to the
+    shards.
+
+    Args:
+        module: module whose parameters become shards.
+        mesh: mesh whose last dimension has one rank; a dimension before it holds the copies.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.reshard_after_backward = True
+        self.is_last_backward = True
+        self._group = mesh.get_group(0) if mesh.ndim > 1 and mesh.size() > 1 else None
+        self._queued = False
+        self._shards: dict[Slot, nn.Parameter] = {}  # while plain parameters are registered
+        self._plain: dict[nn.Parameter, tuple[Tensor, nn.Parameter]] = {}  # local tensor and plain parameter of each shard
+        self._slots = [
+            Slot(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None
+        ]
+        made: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two modules share stays shared
+        for owner, name in self._slots:
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            if parameter not in made:
+                made[parameter] = _shard(parameter, mesh)
+            owner._parameters[name] = made[parameter]
+
+    def unshard(self) -> None:
+        """Register the plain parameters, which nothing is copied for."""
+        if self._shards:
+            return
+        for slot in self._slots:
+            shard = slot.owner._parameters[slot.name]
+            assert isinstance(shard, nn.Parameter)
+            self._shards[slot] = shard
+            slot.owner._parameters[slot.name] = self._plain_of(shard)
+
+    def reshard(self) -> None:
+        """Register the shards."""
+        for slot, shard in self._shards.items():
+            slot.owner._parameters[slot.name] = shard
+        self._shards.clear()
+
+    def reset(self) -> None:
+        """Register the shards, and forget the backward pass that an exception ended halfway."""
+        self._queued = False
+        for _, plain in self._plain.values():
+            plain.grad = None
+        self.reshard()
+
+    def _plain_of(self, shard: nn.Parameter) -> nn.Parameter:
+        assert isinstance(shard, DTensor)
+        local = shard._local_tensor
+        known = self._plain.get(shard)
+        if known is None or known[0] is not local:
+            plain = nn.Parameter(local.detach(), requires_grad=shard.requires_grad)
+            if plain.requires_grad:
+                plain.register_post_accumulate_grad_hook(self._accumulated)
+            self._plain[shard] = known = (local, plain)
+        return known[1]
+
+    def _accumulated(self, plain: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        if self.is_last_backward:
+            with torch.no_grad():
+                self._reduce()
+        if self.reshard_after_backward:
+            self.reshard()
+
+    def _reduce(self) -> None:
+        """Sum the gradients over the ranks, and add them to those that the shards hold."""
+        found = [(shard, plain) for shard, (_, plain) in self._plain.items() if plain.grad is not None]
+        if self._group is not None:
+            parameters = [plain for _, plain in found]
+            for bucket in buckets([plain.nbytes for plain in parameters]):
+                _sum_over_ranks(parameters[bucket], self._group)
+        for shard, plain in found:
+            gradient, plain.grad = plain.grad, None
+            assert gradient is not None
+            if isinstance(shard.grad, DTensor):
+                shard.grad._local_tensor.add_(gradient)
+            else:
+                shard.grad = sharded_like(shard, gradient)  # type: ignore[arg-type]
+
+
+class WholeModule(FSDPModule):
+    """A unit of a module whose copy on each rank is whole, with the interface of FSDP2. Units share their `Parameters`."""
+
+    _orig_cls_mro_index = 3
+    _whole: Parameters
+
+    def reshard(self) -> None:
+        """Register the shards of all units."""
+        self._whole.reshard()
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Register plain parameters in all units."""
+        self._whole.unshard()
+
+    def reset_iter_state(self) -> None:
+        """Register the shards after a pass that an exception ended halfway."""
+        self._whole.reset()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Do nothing: gradients are reduced once per update, because reducing them earlier would save no memory."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward pass is the update's last, which reduces gradients."""
+        self._whole.is_last_backward = is_last_backward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether the shards are registered after each backward pass; for all units, so only with `recurse`."""
+        if recurse:
+            self._whole.reshard_after_backward = reshard_after_backward
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+
+def keep_whole(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Make the blocks and the module units as `fully_shard` does, with whole copies, in place.
+
+    Args:
+        module: module that every rank holds a copy of, with the same values.
+        blocks: repeated blocks of the module.
+        mesh: mesh whose last dimension has one rank; a dimension before it holds the copies.
+    """
+    parameters = Parameters(module, mesh)
+    for unit in dict.fromkeys([*blocks, module]):
+        kind = type(unit)
+        unit.__class__ = type(f"FSDP{kind.__name__}", (WholeModule, kind), {})
+        object.__setattr__(unit, "_whole", parameters)
+        unit.register_forward_pre_hook(_unshard, prepend=True)
+    module.register_state_dict_pre_hook(_reshard)
+
+
+def _unshard(unit: Any, args: tuple) -> None:
+    unit.unshard()
+
+
+def _reshard(module: Any, *_: Any) -> None:
+    module.reshard()
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter as the shard of a mesh whose last dimension has one rank, in a storage of its own."""
+    local = parameter.detach()
+    local = local if local.is_meta else local.clone(memory_format=torch.contiguous_format)
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))  # as FSDP2 has them
+    whole = DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def buckets(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield which tensors of some bytes go together: in order, as many as have at most `BUCKET` bytes, and at least one."""
+    start, held = 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and held + size > BUCKET:
+            yield slice(start, place)
+            start, held = place, 0
+        held += size
+    if sizes:
+        yield slice(start, len(sizes))
+
+
+def largest_bucket(sizes: Sequence[int]) -> int:
+    """Return the bytes of the largest bucket of tensors."""
+    return max((sum(sizes[bucket]) for bucket in buckets(sizes)), default=0)
+
+
+def _sum_over_ranks(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace the gradients by their sums over the ranks, with one collective; they become views of one tensor."""
+    gradients = [parameter.grad for parameter in bucket]
+    flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+    dist.all_reduce(flat, group=group)
+    for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
+        parameter.grad = part.view_as(parameter)
