@@ -126,7 +126,8 @@ def build_sides(case: Case, world: World) -> tuple[dict[str, Side], Rollout, flo
 
     Each has made one update, so that its optimizer state exists.
     """
-    keep, published = build_engine(case, world, EngineConfig()), build_published(case, world)
+    # Shards, also of a module whose adapters alone are trained.
+    keep, published = build_engine(case, world, EngineConfig(replicas=1)), build_published(case, world)
     rollout, size, held = make_rollout(keep, case, world), case.micro_batch, case.samples * case.steps
     theirs = partial(published.update, rollout.stored, micro_batch=size)
     sides = {

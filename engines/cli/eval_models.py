@@ -178,7 +178,7 @@ def _of_weights(
     else:
         run = source.config
         model, weights, first, lora, first_lora = run.model, source.folder / WEIGHTS, run.weights, None, run.lora.weights
-        title, engine = name, replace(_uncompiled(run, config), replicas=1, context_parallel=1)
+        title, engine = name, replace(_uncompiled(run, config), replicas="auto", context_parallel=1)
     start = _job(model, first, config)
     start = replace(start, heldout=_heldout(start, model, source, asked))
     start = evaluated(start, asked, config.pipeline)
@@ -203,7 +203,7 @@ def _of_checkpoint(
         if config.negative != own:
             raise UsageError(f"negative is {config.negative!r}, and the run of {name} has {own!r}: leave it as it is")
         run = replace(
-            run, evaluation=asked, engine=replace(_uncompiled(run, config), replicas=1, context_parallel=1),
+            run, evaluation=asked, engine=replace(_uncompiled(run, config), replicas="auto", context_parallel=1),
             pipeline=replace(
                 config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width
             ),

@@ -356,6 +356,10 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
                     folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
                     stack.callback(folder.close)
                     stack.enter_context(folder.keeping_warnings())
+                if world.size > 1 and trainer.engine.sharded.is_whole:
+                    progress.say(
+                        f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
+                    )
                 if choice is not None:
                     progress.say(str(choice))
                     if folder:

@@ -83,7 +83,8 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
     """The same rollouts to the bit while the weights are the same, and the same weights to the order of float32 sums."""
     flags = ["--updates", "3", "--train", kind, "--kl.coef", "0.1", "--optimizer.ema-decay", "0.5"]
     launch.train(tmp_path / "one", *flags)
-    launch.train(tmp_path / "two", *flags, ranks=2)
+    said = launch.train(tmp_path / "two", *flags, ranks=2).stdout
+    assert ("each of the 2 ranks holds all weights (engine.replicas auto)" in said) == (kind == "lora")
     one, two = launch.records(tmp_path / "one"), launch.records(tmp_path / "two")
     first_one, first_two = (next(record for record in records if "reward" in record) for records in (one, two))
     assert first_one["reward"] == first_two["reward"]
