@@ -24,7 +24,7 @@ def full(module: nn.Module, adapter: str) -> list[Tensor]:
     tensors = []
     for parameter in adapter_parameters(module, adapter).values():
         assert isinstance(parameter, DTensor)
-        tensors.append(parameter.full_tensor().detach())
+        tensors.append(parameter.full_tensor().detach().clone())  # a whole copy is the shard itself
     return tensors
 
 

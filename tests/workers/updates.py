@@ -67,7 +67,7 @@ def gradients(world: World) -> dict[str, float]:
     ways: dict[str, dict[str, Any]] = {"two": {"forwards": "two"}, "conditional": {"gradient": "conditional"}}
     for train, guidance in (("full", True), ("full", False), ("lora", True)):
         chosen = case(4, guidance=guidance, train=train)
-        keep, published = build_engine(chosen, world, EngineConfig()), build_published(chosen, world)
+        keep, published = build_engine(chosen, world, EngineConfig(replicas=1)), build_published(chosen, world)
         rollout = make_rollout(keep, chosen, world)
         update_engine(keep, rollout, micro_batch=10)
         published.update(rollout.stored, micro_batch=SAMPLES)
@@ -75,7 +75,7 @@ def gradients(world: World) -> dict[str, float]:
         distances[f"{name}, baseline"] = gradient_distance(keep, published, world)
         for way, options in ways.items():
             if guidance:
-                other = build_engine(chosen, world, EngineConfig())
+                other = build_engine(chosen, world, EngineConfig(replicas=1))
                 update_engine(other, rollout, micro_batch=10, **options)
                 distances[f"{name}, {way}"] = gradient_distance(other, keep, world)
     return distances
