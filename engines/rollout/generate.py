@@ -276,7 +276,7 @@ def generate(
         first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
         cond = sampling.encode(model, prompts[rows])
         window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
-        velocity = _velocity(model, module, cond, sampling, exact=window)
+        velocity = prediction_of(model, module, cond, sampling, exact=window)
         with torch.no_grad():
             if starts:
                 assert first_ids is not None
@@ -291,7 +291,7 @@ def generate(
                 trajectory = _walk(noted, x, keys, sampling, prediction, steps=rest, window=window)
                 if last < len(sampling.schedule.timesteps):
                     schedule = after_schedule(sampling.schedule, last, sampling.after.fraction, sampling.after.least)
-                    onward = _velocity(model, module, cond, replace(sampling, schedule=schedule))
+                    onward = prediction_of(model, module, cond, replace(sampling, schedule=schedule))
                     x = finish(sampling.after.solver, onward, trajectory.final, schedule.levels, noted.estimate)
                     trajectory = trajectory._replace(final=x)
             else:
@@ -326,14 +326,16 @@ def _starts(
         own = fold_in(requests.key, torch.tensor(filled, device=device))
         with torch.no_grad():
             x = normal(fold_in(own, Stream.INITIAL), (width, *sampling.shape))
-            velocity, keys = _velocity(model, module, cond, sampling), fold_in(own, Stream.STEPS)
+            velocity, keys = prediction_of(model, module, cond, sampling), fold_in(own, Stream.STEPS)
             steps = range(sampling.shared_steps)
             walked = _walk(velocity, x, keys, sampling, model.prediction, steps=steps, window=())
         found.update(zip(part, walked.final, strict=False))
     return found
 
 
-def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()) -> Velocity:
+def prediction_of(
+    model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()
+) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
     The predictions of the steps `exact` leave out nothing.
@@ -355,7 +357,7 @@ def _velocity(model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sa
             nullcontext() if known is None else known.prediction(),
             nullcontext() if cache is None else cache.prediction(exact=step in whole),
         ):
-            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
+            v = guidedprediction_of(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
         return v.float() if autocast else v
 
     return velocity

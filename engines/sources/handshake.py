@@ -1,0 +1,118 @@
+"""First contact with servers: are their numbers the trainer's own?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fluvial.core.transitions import Transition
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.generate import Chunk, Sampling, prediction_of
+from fluvial.kernels import step_log_prob
+from fluvial.models import DiffusionModel
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What servers and trainer compute of the same samples.
+
+    Args:
+        levels: noise levels of the schedule; the servers' are the same, else their samples are not taken.
+        timesteps: timesteps of the network.
+        shape: shape of a sample.
+        image: shape of an image.
+        differences: largest |log-prob by a server - log-prob by the trainer| of each recorded step.
+        kind: what the servers are.
+        servers: their addresses.
+    """
+
+    levels: tuple[float, ...]
+    timesteps: tuple[float, ...]
+    shape: tuple[int, ...]
+    image: tuple[int, ...]
+    differences: dict[int, float]
+    kind: str = ""
+    servers: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> float:
+        """Largest difference, 0 where no step is recorded."""
+        return max(self.differences.values(), default=0.0)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The numbers, for `metrics.jsonl`."""
+        return {
+            "servers": list(self.servers), "kind": self.kind, "sigmas": list(self.levels), "timesteps": list(self.timesteps),
+            "shape": list(self.shape), "image": list(self.image),
+            "log_prob_difference": {str(step): value for step, value in self.differences.items()},
+        }  # fmt: skip
+
+    def with_servers(self, kind: str, servers: Sequence[str]) -> "Handshake":
+        """Return the same with the servers that it is of."""
+        return replace(self, kind=kind, servers=tuple(servers))
+
+    def __str__(self) -> str:
+        levels = " ".join(f"{level:.4g}" for level in self.levels)
+        timesteps = " ".join(f"{timestep:.4g}" for timestep in self.timesteps)
+        found = " ".join(f"{step}: {value:.2g}" for step, value in self.differences.items())
+        return (
+            f"samples by {self.kind}: {', '.join(self.servers)}; latents {list(self.shape)}, images {list(self.image)}\n"
+            f"  sigmas     {levels}\n  timesteps  {timesteps}\n"
+            f"  |log-prob by server - by trainer| per step  {found or 'no step is recorded'}"
+        )
+
+
+def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sampling) -> Handshake:
+    """Return how far the log-probs of a chunk are from those that this network gives the same steps.
+
+    Args:
+        model: adapter of the architecture.
+        module: the trainer's network.
+        chunk: samples of servers, with the same steps for all.
+        sampling: how they were made.
+    """
+    levels, timesteps, trajectory = sampling.schedule.levels, sampling.schedule.timesteps, chunk.trajectory
+    differences: dict[int, float] = {}
+    stochastic = sampling.stochastic
+    if stochastic is not None and trajectory.log_prob.shape[1]:
+        velocity, device = prediction_of(model, module, chunk.cond, sampling), timesteps.device
+        rows = trajectory.steps.expand(len(chunk.prompts), -1)
+        for place in range(rows.shape[1]):
+            for step in rows[:, place].unique().tolist():
+                x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
+                level, after = (levels[number].to(device).expand(len(x)).contiguous() for number in (step, step + 1))
+                with torch.no_grad():
+                    v = velocity(x, level, step)
+                    transition: Transition = stochastic.transition(level, after)
+                    own = step_log_prob(
+                        transition, x, v, x_next, form=stochastic.form, reduction=stochastic.reduction,
+                        implementation=stochastic.implementation,
+                    )  # fmt: skip
+                far = (own - trajectory.log_prob[:, place]).abs()[rows[:, place] == step]
+                differences[step] = max(differences.get(step, 0.0), float(far.max()))
+    return Handshake(
+        tuple(levels.tolist()), tuple(timesteps.float().tolist()), sampling.shape, tuple(chunk.images.shape[1:]),
+        dict(sorted(differences.items())),
+    )  # fmt: skip
+
+
+def check(found: Handshake, *, tolerance: float, corrected: bool, world: World) -> None:
+    """Raise RunError if the numbers are too far apart on any rank; every rank must take part.
+
+    Args:
+        found: the comparison.
+        tolerance: largest difference.
+        corrected: whether the run corrects for the difference.
+        world: process group.
+    """
+    with world.agreed():
+        if not found.largest <= tolerance and not corrected:  # NaN too
+            raise RunError(
+                f"the servers' log-probabilities are up to {found.largest:.2g} from the trainer's own, above "
+                f"rollout.servers.tolerance {tolerance:g}: serve with the trainer's precision and weights, or set "
+                "correction.mode to truncate"
+            )

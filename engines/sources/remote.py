@@ -1,0 +1,270 @@
+"""Samples made by servers: `fluvial serve`, or sglang's diffusion server."""
+
+import json
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
+from fluvial.engines.sources.asking import Asking, Kind, Order, check_served, check_sglang
+from fluvial.engines.sources.handshake import Handshake, compare
+from fluvial.engines.sources.peers import Peer
+from fluvial.engines.sources.protocol import Behaviour
+from fluvial.engines.sources.reading import Expected, Sample, read_samples
+from fluvial.engines.sources.servers import Server, ServerPool
+from fluvial.engines.wire.request import written
+from fluvial.models import DiffusionModel
+
+GENERATE, INFO = "/rollout/generate", "/v1/model_info"
+REMEMBERED = 2  # rollouts whose samples are not taken a second time
+
+
+class Sync(Protocol):
+    """What gives servers the weights of an engine, e.g. `WeightSync`."""
+
+    def push(self, engine: Engine, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
+        """Give servers the weights of now, and return why some did not take them."""
+        ...
+
+    def repeat(self, peer: Peer) -> str | None:
+        """Give a server that has come back the weights of the last push, and return why that is not possible."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+class Remote:
+    """Source of samples that servers make.
+
+    Args:
+        rollout: how samples are made, and the servers.
+        model: adapter of the architecture, which encodes the prompts.
+        behaviour: opens the trainer's own copy of the network that makes the rollouts.
+        adapter: function of an engine that returns the name of the adapter that makes the rollouts.
+        world: process group; each rank asks for its own samples.
+        sizes: size in pixels and number of frames by the shape of a sample, where the servers know several.
+        sync: what gives the servers the weights.
+
+    Raises:
+        UsageError: the servers cannot make such samples, or one is no rollout server.
+        RunError: none answers.
+    """
+
+    def __init__(
+        self, rollout: RolloutConfig, model: DiffusionModel, *, behaviour: Behaviour, adapter: Callable[[Engine], str],
+        world: World, sizes: Mapping[tuple[int, ...], tuple[Size, int]], sync: Sync,
+    ) -> None:  # fmt: skip
+        check_served(rollout)
+        self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
+        self.world, self.sync, self.version = world, sync, -1
+        self.pool = ServerPool(rollout.source.split(","), rollout.servers, revive=self._revive)
+        self._weights = threading.Lock()  # held while weights are given
+        self._seen: list[set[bytes]] = []  # last latents of the samples of the latest rollouts
+        try:
+            self.kind = self._kind()
+            if self.kind == "sglang":
+                check_sglang(rollout, model.prediction)
+        except BaseException:
+            self.pool.close()
+            raise
+        self.asking = Asking(self.kind, rollout.sampler_name, rollout.eta, model.prediction, sizes)
+
+    def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
+        """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
+        problem: FluvialError | None = None
+        try:
+            yield from self._chunks(requests, sampling, micro_batch=micro_batch)
+        except FluvialError as error:
+            problem = error
+        with self.world.agreed():
+            if problem is not None:
+                raise problem
+
+    def push(self, engine: Engine, version: int) -> None:
+        """Give the weights of now to the servers that answer, see `RolloutSource`."""
+        if version == self.version:
+            return
+        with self.world.agreed():
+            if self.world.is_main:
+                self.pool.wait()
+        with self._weights:
+            live = [server.control for server in self.pool.live] if self.world.is_main else []
+            failed = self.sync.push(engine, version, live, adapter=self.adapter(engine))
+            given = self.world.gather_items([peer.address for peer in live])[0]
+            self.version = version
+            self.pool.keep({address for address in given if address not in failed}, failed)
+
+    def greet(self, requests: Requests, sampling: Sampling) -> Handshake:
+        """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
+        (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
+        with self.behaviour() as module:
+            own = compare(self.model, module, chunk, sampling)
+        return own.with_servers(self.kind, [server.address for server in self.pool.servers])
+
+    def close(self) -> None:
+        """End the threads, and remove the folder that weights travel in."""
+        self.pool.close()
+        self.sync.close()
+
+    def _chunks(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Iterator[Chunk]:
+        guided = sampling.guidance.is_guided(self.model)
+        orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
+        expected = Expected(self.kind, sampling, max(self.version, 0), self.rollout.servers.most_mb)
+        steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
+        self._seen = [*self._seen[-REMEMBERED:], set()]
+
+        def asked(order: Order) -> dict[int, Sample]:
+            request = self.asking.request(order, requests.key, sampling, version=expected.version)
+            body = json.dumps(written(request)).encode()
+            samples = self.pool.ask(GENERATE, body, lambda reply: read_samples(reply, order, expected))
+            return dict(zip(order.ids, samples, strict=True))
+
+        threads = self.rollout.servers.in_flight * len(self.pool.servers)
+        with in_threads(asked, orders, threads=threads) as results:
+            known: dict[int, Sample] = {}
+            for start in range(0, len(requests.ids), micro_batch):
+                part = slice(start, start + micro_batch)
+                while not known.keys() >= {*requests.ids[part]}:
+                    made = next(results)
+                    self._check_new(made)
+                    known |= made
+                ids, prompts = requests.ids[part], requests.prompts[part]
+                yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
+
+    def _chunk(
+        self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[str], sampling: Sampling
+    ) -> Chunk:
+        """Return samples as a chunk, on the device and as `generate` makes it."""
+        device, event = sampling.schedule.timesteps.device, sampling.shape
+        if len({sample.image.shape for sample in samples}) > 1:
+            raise RunError("servers sent images of different sizes for one rollout: serve the same model on all of them")
+        own = sampling.stochastic is not None and isinstance(sampling.stochastic.steps_of([0]), Tensor)
+        steps = torch.tensor([list(row) for row in recorded], dtype=torch.int64)
+
+        def stacked(*tensors: Tensor) -> Tensor:
+            return torch.stack(tensors).to(device)
+
+        velocity = [sample.velocity for sample in samples if sample.velocity is not None]
+        count = steps.shape[1]
+        trajectory = Trajectory(
+            x=stacked(*(sample.x for sample in samples)).reshape(-1, count, *event),
+            x_next=stacked(*(sample.x_next for sample in samples)).reshape(-1, count, *event),
+            steps=(steps if own and count else steps[0]).to(device),
+            log_prob=stacked(*(sample.log_prob for sample in samples)),
+            velocity=stacked(*velocity) if velocity else None,
+            final=stacked(*(sample.final for sample in samples)),
+            debug=None,
+        )
+        images = stacked(*(sample.image for sample in samples))
+        version = min(sample.version for sample in samples)
+        return Chunk(prompts, sampling.encode(self.model, prompts), trajectory, images, version)
+
+    def _check_new(self, made: Mapping[int, Sample]) -> None:
+        """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
+        for own, sample in made.items():
+            name = sample.final.contiguous().numpy().tobytes()[-4096:]
+            if any(name in seen for seen in self._seen):
+                raise RunError(
+                    f"a server sent sample {own} a second time, as another one: its noise does not depend on what was asked for"
+                )
+            self._seen[-1].add(name)
+
+    def _kind(self) -> Kind:
+        """Return what the servers are.
+
+        Raises:
+            UsageError: they differ, or make samples of another shape or for another prediction.
+        """
+        about: dict[str, Any] = {}
+        for server in self.pool.servers:
+            try:
+                about[server.address] = server.control.get(INFO)
+            except RunError as error:
+                self.pool.drop(server, str(error))
+        if not about:
+            raise RunError(f"rollout.source: {'; '.join(server.problem for server in self.pool.servers)}")
+        kinds: dict[str, Kind] = {
+            address: "fluvial" if isinstance(info, Mapping) and "micro_batch" in info else "sglang"
+            for address, info in about.items()
+        }
+        if len(set(kinds.values())) > 1:
+            raise UsageError(f"rollout.source names servers of different programs: {kinds}")
+        for address, info in about.items():
+            if isinstance(info, Mapping) and info.get("prediction", self.model.prediction) != self.model.prediction:
+                raise UsageError(
+                    f"{address} serves a model that predicts {info['prediction']}, and the run trains one that predicts "
+                    f"{self.model.prediction}: serve the model of the run"
+                )
+        return next(iter(kinds.values()))
+
+    def _revive(self, server: Server) -> str | None:
+        """Let a server that has come back have the weights of now; return why it cannot."""
+        if self.version < 0:
+            return None
+        with self._weights:
+            if self.kind == "fluvial":
+                info = server.probe.get(INFO)
+                if isinstance(info, Mapping) and info.get("weight_version") == self.version and not self.world.is_main:
+                    return None
+            if not self.world.is_main:
+                return f"{server.address} has other weights than those of update {self.version}, which rank 0 gives it"
+            return self.sync.repeat(server.control)
+
+
+@contextmanager
+def in_threads(
+    function: Callable[[Order], dict[int, Sample]], orders: Sequence[Order], *, threads: int
+) -> Iterator[Iterator[dict[int, Sample]]]:
+    """Yield the results of a function as they come, and leave undone what nobody waits for any more.
+
+    The threads are daemons: one that waits for a server keeps no process from ending.
+    """
+    left, done, news, over = list(reversed(orders)), list[dict[int, Sample] | FluvialError](), threading.Condition(), False
+
+    def work() -> None:
+        while True:
+            with news:
+                if over or not left:
+                    return
+                order = left.pop()
+            result: dict[int, Sample] | FluvialError
+            try:
+                result = function(order)
+            except FluvialError as error:
+                result = error
+            except Exception as error:  # a fault of the program: its thread must not die in silence
+                result = RunError(f"a reply could not be read: {type(error).__name__}: {error}")
+            with news:
+                done.append(result)
+                news.notify_all()
+
+    def results() -> Iterator[dict[int, Sample]]:
+        for _ in orders:
+            with news:
+                while not done:
+                    news.wait(0.5)
+                result = done.pop(0)
+            if isinstance(result, FluvialError):
+                raise result
+            yield result
+
+    started = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(orders)))]
+    for thread in started:
+        thread.start()
+    try:
+        yield results()
+    finally:
+        with news:
+            over = True
