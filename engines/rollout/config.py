@@ -14,6 +14,7 @@ from fluvial.core.transitions import Sampler
 from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.generate import Guidance, deterministic_step
 from fluvial.engines.rollout.samplers import SamplerRule, sampler_name, sampler_rule
+from fluvial.engines.rollout.serving import ServersConfig
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.window import WindowDraw, WindowMoves
 from fluvial.models import Prediction
@@ -67,8 +68,10 @@ class RolloutConfig:
             Stochastic steps, which are trained on, are computed whole. Samples then depend on those they are generated with.
             0 computes every block.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
-        source: Where samples are made: empty (in the trainer's process) or replayed:FOLDER (they are read from a folder of
-            stored rollouts, of a run with the same seed, prompts and sampling).
+        source: Where samples are made: empty (in the trainer's process), the addresses of servers with commas between them
+            (http://HOST:PORT,http://HOST:PORT, each `fluvial serve` or each sglang's diffusion server), or replayed:FOLDER
+            (they are read from a folder of stored rollouts, of a run with the same seed, prompts and sampling).
+        servers: How these servers are asked.
         store: Folder that every rollout is written to, for replayed:FOLDER: images, recorded steps, log-probabilities, and
             the version of the weights; None writes none.
     """
@@ -98,6 +101,7 @@ class RolloutConfig:
     step_cache: float = 0.0
     autocast: bool = False
     source: str = ""
+    servers: ServersConfig = field(default_factory=ServersConfig)
     store: Path | None = None
 
     def __post_init__(self) -> None:
@@ -194,11 +198,14 @@ class RolloutConfig:
 
     def _check_source(self) -> None:
         """Raise ValueError unless samples can come from the source, and be stored."""
-        if self.source and (not self.source.startswith(REPLAYED) or self.source == REPLAYED):
+        replayed = self.source.startswith(REPLAYED) and self.source != REPLAYED
+        if self.source and not replayed and not self.is_served:
             raise ValueError(
-                f"rollout.source is {self.source!r}, expected {REPLAYED}FOLDER, or nothing to make samples in the "
-                "trainer's process"
+                f"rollout.source is {self.source!r}, expected addresses of servers with commas between them "
+                f"(http://HOST:PORT), {REPLAYED}FOLDER, or nothing to make samples in the trainer's process"
             )
+        if self.servers != ServersConfig() and not self.is_served:
+            raise ValueError("rollout.servers is set, and rollout.source names no servers: leave it as it is")
         if self.source.startswith(REPLAYED) and self.store is not None:
             raise ValueError(
                 f"rollout.store is set, and rollout.source is {self.source}, whose rollouts are stored already: leave "
@@ -231,6 +238,12 @@ class RolloutConfig:
     def sampler_name(self) -> str:
         """The sampler's name, in messages and records."""
         return sampler_name(self.sampler)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers make the samples."""
+        urls = self.source.split(",")
+        return all(url.startswith(("http://", "https://")) for url in urls)
 
     @property
     def is_deterministic(self) -> bool:

@@ -357,7 +357,7 @@ def prediction_of(
             nullcontext() if known is None else known.prediction(),
             nullcontext() if cache is None else cache.prediction(exact=step in whole),
         ):
-            v = guidedprediction_of(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
+            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
         return v.float() if autocast else v
 
     return velocity

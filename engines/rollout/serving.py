@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from fluvial.core.checks import check_fields
 
@@ -17,6 +19,12 @@ class ServersConfig:
         most_mb: Largest reply, in megabytes.
         key_env: Environment variable with the API key of the servers. Empty sends none.
         admin_env: Environment variable with the key of the endpoints that change weights. Empty sends that of `key_env`.
+        weights: How they are given the weights after an update: auto (an adapter as its file, all weights in a folder), disk
+            (always all weights in a folder), shared_memory (all weights in buckets, which `fluvial serve` on this machine
+            reads), or cuda_ipc (the same for an sglang that shares the trainer's GPUs).
+        weights_folder: Folder that trainer and servers see, for these files; by default one in this machine's shared memory.
+        weights_verify: Compare the checksum of a server's weights with the trainer's. A server that fuses or renames layers
+            has another one, and needs False.
         tolerance: Largest |difference| between a server's log-probability of a step and the trainer's own, with which a run
             starts; with `correction.mode` it may be larger.
     """
@@ -27,6 +35,9 @@ class ServersConfig:
     most_mb: int = 1024
     key_env: str = ""
     admin_env: str = ""
+    weights: Literal["auto", "disk", "shared_memory", "cuda_ipc"] = "auto"
+    weights_folder: Path | None = None
+    weights_verify: bool = True
     tolerance: float = 1e-3
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ def ipc_payload(module: str, places: Sequence[Place], flat: Tensor) -> str:
 def check_gpu(device: torch.device) -> None:
     """Raise UsageError unless tensors of a device can be sent by CUDA IPC."""
     if device.type != "cuda":
-        raise UsageError("rollout.weights_method is cuda_ipc, and the trainer has no GPU: use shared_memory, disk or auto")
+        raise UsageError("rollout.servers.weights is cuda_ipc, and the trainer has no GPU: use shared_memory, disk or auto")
 
 
 def gpu_uuid(device: torch.device) -> str:

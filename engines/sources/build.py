@@ -1,18 +1,25 @@
 """The source of a run, by its configuration."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import REPLAYED, RolloutConfig
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import Behaviour, RolloutSource
+from fluvial.engines.sources.remote import Remote
 from fluvial.engines.sources.stored import Replayed, Storing
+from fluvial.engines.sources.weights import WeightSync
 from fluvial.models import DiffusionModel
+from fluvial.models.lora_layer import Product
 
 
 def build_source(
-    rollout: RolloutConfig, model: DiffusionModel, behaviour: Behaviour, world: World, *, resume: bool = False
-) -> RolloutSource:
+    rollout: RolloutConfig, model: DiffusionModel, behaviour: Behaviour, world: World, *, resume: bool = False,
+    adapter: Callable[[int], str] = lambda version: "default", product: Product = "factors",
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None,
+) -> RolloutSource:  # fmt: skip
     """Return what makes the samples of a run.
 
     Args:
@@ -21,11 +28,25 @@ def build_source(
         behaviour: opens the network that makes the rollouts.
         world: process group.
         resume: whether the run goes on, so that `rollout.store` may hold its rollouts.
+        adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
+        product: how adapted layers multiply their input.
+        sizes: size in pixels and number of frames by the shape of a sample, where the model has several.
 
     Raises:
         UsageError: the source, or the folder of `rollout.store`, cannot be used.
+        RunError: no server answers.
     """
     if rollout.source.startswith(REPLAYED):
         return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
-    source = InProcess(model, behaviour)
+    source: RolloutSource = InProcess(model, behaviour)
+    if rollout.is_served:
+        asked = rollout.servers
+        sync = WeightSync(
+            world, folder=asked.weights_folder, method=asked.weights, verify=asked.weights_verify, product=product
+        )
+        try:
+            source = Remote(rollout, model, behaviour=behaviour, adapter=adapter, world=world, sizes=sizes or {}, sync=sync)
+        except BaseException:
+            sync.close()
+            raise
     return source if rollout.store is None else Storing(source, rollout.store, world, resume=resume)

@@ -88,7 +88,7 @@ def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sa
                 with torch.no_grad():
                     v = velocity(x, level, step)
                     transition: Transition = stochastic.transition(level, after)
-                    own = step_log_prob(
+                    own, _ = step_log_prob(
                         transition, x, v, x_next, form=stochastic.form, reduction=stochastic.reduction,
                         implementation=stochastic.implementation,
                     )  # fmt: skip

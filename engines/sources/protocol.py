@@ -9,6 +9,7 @@ from torch import nn
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.copied import Copy
+from fluvial.engines.sources.handshake import Handshake
 
 Holder = Engine | Copy  # of the weights that are pushed
 # Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
@@ -20,6 +21,8 @@ class RolloutSource(Protocol):
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples in their order, in chunks of `micro_batch`; every rank must take part.
+
+        Only the source of this process has collectives here, those of its sharded network.
 
         Args:
             requests: prompts and ids of this rank's samples, in whole chunks.
@@ -40,6 +43,17 @@ class RolloutSource(Protocol):
 
         Raises:
             RunError: they cannot be given to whatever makes the samples.
+        """
+        ...
+
+    def greet(self, requests: Requests, sampling: Sampling) -> Handshake | None:
+        """Return how far the source's numbers are from this process's own, None where they are its own or not comparable.
+
+        Every rank must take part.
+
+        Args:
+            requests: samples of one prompt.
+            sampling: how they are made.
         """
         ...
 

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.asking import Asking, Kind, Order, check_served, check_sglang
 from fluvial.engines.sources.handshake import Handshake, compare
 from fluvial.engines.sources.peers import Peer
-from fluvial.engines.sources.protocol import Behaviour
+from fluvial.engines.sources.protocol import Behaviour, Holder
 from fluvial.engines.sources.reading import Expected, Sample, read_samples
 from fluvial.engines.sources.servers import Server, ServerPool
 from fluvial.engines.wire.request import written
@@ -32,7 +32,7 @@ REMEMBERED = 2  # rollouts whose samples are not taken a second time
 class Sync(Protocol):
     """What gives servers the weights of an engine, e.g. `WeightSync`."""
 
-    def push(self, engine: Engine, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
+    def push(self, engine: Holder, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
         """Give servers the weights of now, and return why some did not take them."""
         ...
 
@@ -52,7 +52,7 @@ class Remote:
         rollout: how samples are made, and the servers.
         model: adapter of the architecture, which encodes the prompts.
         behaviour: opens the trainer's own copy of the network that makes the rollouts.
-        adapter: function of an engine that returns the name of the adapter that makes the rollouts.
+        adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
         world: process group; each rank asks for its own samples.
         sizes: size in pixels and number of frames by the shape of a sample, where the servers know several.
         sync: what gives the servers the weights.
@@ -63,7 +63,7 @@ class Remote:
     """
 
     def __init__(
-        self, rollout: RolloutConfig, model: DiffusionModel, *, behaviour: Behaviour, adapter: Callable[[Engine], str],
+        self, rollout: RolloutConfig, model: DiffusionModel, *, behaviour: Behaviour, adapter: Callable[[int], str],
         world: World, sizes: Mapping[tuple[int, ...], tuple[Size, int]], sync: Sync,
     ) -> None:  # fmt: skip
         check_served(rollout)
@@ -71,7 +71,7 @@ class Remote:
         self.world, self.sync, self.version = world, sync, -1
         self.pool = ServerPool(rollout.source.split(","), rollout.servers, revive=self._revive)
         self._weights = threading.Lock()  # held while weights are given
-        self._seen: list[set[bytes]] = []  # last latents of the samples of the latest rollouts
+        self._seen: dict[Key, set[bytes]] = {}  # last latents of the samples of the latest rollouts
         try:
             self.kind = self._kind()
             if self.kind == "sglang":
@@ -83,16 +83,9 @@ class Remote:
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
-        problem: FluvialError | None = None
-        try:
-            yield from self._chunks(requests, sampling, micro_batch=micro_batch)
-        except FluvialError as error:
-            problem = error
-        with self.world.agreed():
-            if problem is not None:
-                raise problem
+        yield from self._chunks(requests, sampling, micro_batch=micro_batch)
 
-    def push(self, engine: Engine, version: int) -> None:
+    def push(self, engine: Holder, version: int) -> None:
         """Give the weights of now to the servers that answer, see `RolloutSource`."""
         if version == self.version:
             return
@@ -101,14 +94,15 @@ class Remote:
                 self.pool.wait()
         with self._weights:
             live = [server.control for server in self.pool.live] if self.world.is_main else []
-            failed = self.sync.push(engine, version, live, adapter=self.adapter(engine))
+            failed = self.sync.push(engine, version, live, adapter=self.adapter(version))
             given = self.world.gather_items([peer.address for peer in live])[0]
             self.version = version
             self.pool.keep({address for address in given if address not in failed}, failed)
 
     def greet(self, requests: Requests, sampling: Sampling) -> Handshake:
         """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
-        (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
+        with self.world.agreed():
+            (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
         with self.behaviour() as module:
             own = compare(self.model, module, chunk, sampling)
         return own.with_servers(self.kind, [server.address for server in self.pool.servers])
@@ -123,7 +117,8 @@ class Remote:
         orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
         expected = Expected(self.kind, sampling, max(self.version, 0), self.rollout.servers.most_mb)
         steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
-        self._seen = [*self._seen[-REMEMBERED:], set()]
+        self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
+        self._seen[requests.key] = set()
 
         def asked(order: Order) -> dict[int, Sample]:
             request = self.asking.request(order, requests.key, sampling, version=expected.version)
@@ -138,7 +133,7 @@ class Remote:
                 part = slice(start, start + micro_batch)
                 while not known.keys() >= {*requests.ids[part]}:
                     made = next(results)
-                    self._check_new(made)
+                    self._check_new(made, requests.key)
                     known |= made
                 ids, prompts = requests.ids[part], requests.prompts[part]
                 yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
@@ -147,7 +142,7 @@ class Remote:
         self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[str], sampling: Sampling
     ) -> Chunk:
         """Return samples as a chunk, on the device and as `generate` makes it."""
-        device, event = sampling.schedule.timesteps.device, sampling.shape
+        device = sampling.schedule.timesteps.device
         if len({sample.image.shape for sample in samples}) > 1:
             raise RunError("servers sent images of different sizes for one rollout: serve the same model on all of them")
         own = sampling.stochastic is not None and isinstance(sampling.stochastic.steps_of([0]), Tensor)
@@ -157,11 +152,10 @@ class Remote:
             return torch.stack(tensors).to(device)
 
         velocity = [sample.velocity for sample in samples if sample.velocity is not None]
-        count = steps.shape[1]
         trajectory = Trajectory(
-            x=stacked(*(sample.x for sample in samples)).reshape(-1, count, *event),
-            x_next=stacked(*(sample.x_next for sample in samples)).reshape(-1, count, *event),
-            steps=(steps if own and count else steps[0]).to(device),
+            x=stacked(*(sample.x for sample in samples)),
+            x_next=stacked(*(sample.x_next for sample in samples)),
+            steps=(steps if own and steps.shape[1] else steps[0]).to(device),
             log_prob=stacked(*(sample.log_prob for sample in samples)),
             velocity=stacked(*velocity) if velocity else None,
             final=stacked(*(sample.final for sample in samples)),
@@ -171,15 +165,16 @@ class Remote:
         version = min(sample.version for sample in samples)
         return Chunk(prompts, sampling.encode(self.model, prompts), trajectory, images, version)
 
-    def _check_new(self, made: Mapping[int, Sample]) -> None:
+    def _check_new(self, made: Mapping[int, Sample], key: Key) -> None:
         """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
         for own, sample in made.items():
             name = sample.final.contiguous().numpy().tobytes()[-4096:]
-            if any(name in seen for seen in self._seen):
+            if any(name in seen for seen in self._seen.values()):
                 raise RunError(
-                    f"a server sent sample {own} a second time, as another one: its noise does not depend on what was asked for"
+                    f"a server sent the same sample twice, the second time as sample {own}: its noise does not depend on "
+                    "what was asked for"
                 )
-            self._seen[-1].add(name)
+            self._seen[key].add(name)
 
     def _kind(self) -> Kind:
         """Return what the servers are.

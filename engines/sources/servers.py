@@ -30,9 +30,15 @@ class Server:
     """
 
     def __init__(self, url: str, config: ServersConfig) -> None:
-        options = {"in_flight": config.in_flight, "most_mb": config.most_mb}
         admin = config.admin_env or config.key_env
-        self.client = HttpClient(url, timeout=config.timeout, patience=0.0, key_env=config.key_env, **options)
+        self.client = HttpClient(
+            url,
+            timeout=config.timeout,
+            patience=0.0,
+            key_env=config.key_env,
+            in_flight=config.in_flight,
+            most_mb=config.most_mb,
+        )
         self.control = HttpClient(url, timeout=config.timeout, patience=min(START, config.patience), key_env=admin)
         self.probe = HttpClient(url, timeout=min(PROBE_TIMEOUT, config.timeout), patience=0.0, key_env=config.key_env)
         self.in_flight = 0

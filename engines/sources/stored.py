@@ -26,6 +26,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.files import sync
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
+from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.sources.protocol import Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
@@ -67,6 +68,10 @@ class Storing:
     def push(self, engine: Holder, version: int) -> None:
         """Push the weights to the source."""
         self.source.push(engine, version)
+
+    def greet(self, requests: Requests, sampling: Sampling) -> Handshake | None:
+        """Let the source be compared with this process."""
+        return self.source.greet(requests, sampling)
 
     def close(self) -> None:
         """Close the source."""
@@ -122,6 +127,9 @@ class Replayed:
 
     def push(self, engine: Holder, version: int) -> None:
         """Do nothing: stored samples do not change."""
+
+    def greet(self, requests: Requests, sampling: Sampling) -> None:
+        """Return None: weights that are gone made the samples."""
 
     def close(self) -> None:
         """Do nothing: files are open while they are read alone."""

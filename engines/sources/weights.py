@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.fsdp import export
-from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.fsdp.loading import plain_name, stored
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.sources.buckets import check_gpu, file_request, gpu_uuid, ipc_payload, ipc_request
 from fluvial.engines.sources.peers import Dtype, Peer, Sums, accepted, checksums, precision
+from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.push_folder import Pushed, PushFolder, bytes_in, factors_in
 from fluvial.engines.wire.weights import (
     FACTORS,
@@ -76,7 +76,7 @@ class WeightSync:
         product: Product = "factors", bucket_bytes: int = 512_000_000,
     ) -> None:  # fmt: skip
         if method not in METHODS:
-            raise UsageError(f"rollout.weights_method is {method!r}, expected one of {', '.join(METHODS)}")
+            raise UsageError(f"rollout.servers.weights is {method!r}, expected one of {', '.join(METHODS)}")
         if method == "cuda_ipc":
             check_gpu(world.device)
         self.world, self.method, self.verify, self.product = world, method, verify, product
@@ -95,7 +95,7 @@ class WeightSync:
         self._lock = threading.Lock()  # of what servers are known to have
         self._turn = threading.Lock()  # a push, or a server that comes back
 
-    def push(self, engine: Engine, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
+    def push(self, engine: Holder, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
         """Give servers the weights of now; every rank must take part.
 
         Args:
@@ -294,7 +294,7 @@ class WeightSync:
         if checksums(peer, expected) != expected:
             raise RunError(
                 f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that fuses or "
-                "renames layers needs rollout.weights_verify off"
+                "renames layers needs rollout.servers.weights_verify false"
             )
 
     # Buckets

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
 from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
@@ -146,8 +147,14 @@ def _built(
     copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
     with world.agreed():
         resume = config.resume or config.resume_from is not None
-        behaviour = copy.behaviour if copy is not None else lambda: policies.behaviour(engine)
-        source = build_source(config.rollout, job.model, behaviour, world, resume=resume)
+        # What servers make is compared with the engine's own network, on the main thread.
+        apart = copy is not None and not config.rollout.is_served
+        behaviour = copy.behaviour if copy is not None and apart else lambda: policies.behaviour(engine)
+        source = build_source(
+            config.rollout, job.model, behaviour, world, resume=resume,
+            adapter=lambda version: policies.sampling_adapter(version) or "default", product=config.lora.product,
+            sizes=_pixels(config, job),
+        )  # fmt: skip
         rollouts = Rollouts(
             config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts
         )
@@ -166,6 +173,14 @@ def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Co
         module, _ = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
     return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=policies.sampling_adapter)
+
+
+def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
+    """Return size in pixels and number of frames by the shape of a sample, for a model that has several."""
+    if config.is_built_in:
+        return {}
+    frames, sizes = config.pipeline.frames, job.sizes or {config.pipeline.size: job.shape}
+    return {tuple(shape): (size, frames) for size, shape in sizes.items()}
 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:

@@ -33,6 +33,7 @@ from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.engines.rollout.window import windows
+from fluvial.engines.sources.handshake import Handshake, check
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
@@ -40,6 +41,7 @@ from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
 
 FIRST = 0  # updates before the first rollout
+GREETING = 0  # seed of the samples by which servers are compared with the trainer
 
 
 class Plan(NamedTuple):
@@ -122,7 +124,27 @@ class Rollouts:
             self.engine.offload(parameters=False)
             self.policies.offload()
         self.source.push(self.engine, self.engine.updates)
-        return self.made(plan, rewards)
+        if not self.config.rollout.source:
+            return self.made(plan, rewards)
+        with self.world.agreed():  # one rank may fail where no collective tells the others
+            return self.made(plan, rewards)
+
+    def greet(self) -> Handshake | None:
+        """Compare the source's numbers for one prompt with the trainer's own, if it has others; every rank must take part.
+
+        Raises:
+            RunError: they are too far apart.
+        """
+        rollout, root = self.config.rollout, fold_in(key(GREETING), FIRST)
+        plan = self.plan(root, [self.job.prompts[0]] * rollout.prompts, self.engine.updates)
+        asked, size = plan.requests, self.config.samples_per_pass
+        same = None if asked.initial_ids is None else asked.initial_ids[:size]
+        self.source.push(self.engine, self.engine.updates)
+        found = self.source.greet(Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling)
+        if found is not None:
+            corrected = self.config.correction.mode != "none"
+            check(found, tolerance=rollout.servers.tolerance, corrected=corrected, world=self.world)
+        return found
 
     def plan(self, root: Key, asked: list[str], updates: int) -> Plan:
         """Return what to ask of the source for a rollout; every rank must take part.

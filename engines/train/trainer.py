@@ -30,6 +30,7 @@ from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run import restart, run_folder
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import StopRequest, stop_request
+from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
@@ -94,7 +95,7 @@ class Trainer:
             stack.callback(self.saver.close)
             self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
             self.learner.remember_in(self.progress.rewards)
-            self.stop, self.stopping = StopRequest(), False
+            self.stop, self.stopping, self._has_met = StopRequest(), False, False
             self._stack = stack.pop_all()
 
     probe: Probe | None
@@ -121,6 +122,7 @@ class Trainer:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
         self.settle()
+        self.greet()
         programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
@@ -214,6 +216,18 @@ class Trainer:
             return None
         self.settle()
         return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
+
+    def greet(self) -> Handshake | None:
+        """Compare the numbers of servers that make the samples with the trainer's own, once; every rank must take part.
+
+        Raises:
+            RunError: they are too far apart.
+        """
+        if self._has_met or not self.config.rollout.is_served:
+            return None
+        self._has_met = True
+        self.settle()
+        return self.rollouts.greet()
 
     def _take(self, micro_batch: int) -> None:
         """Set the number of samples per forward pass."""
@@ -366,6 +380,10 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
                         folder.log({"update": done, "micro_batch": choice.record})
                 if (compiled := trainer.warm_up(progress)) is not None:
                     progress.say(str(compiled))
+                if (met := trainer.greet()) is not None:
+                    progress.say(str(met))
+                    if folder:
+                        folder.log({"update": done, "handshake": met.record})
                 return Loop(trainer, folder, progress).run()
 
 
