@@ -73,7 +73,7 @@ class FakeRollouts:
             same = len(set(windows)) == 1 and own.windows is None
             rows = torch.tensor([*windows, *[windows[0]] * (MICRO_BATCH - count)])
             stochastic = StochasticSteps(
-                bind(name, request.rollout_noise_level, schedule.levels),  # type: ignore[arg-type]
+                bind(name, request.rollout_noise_level, schedule.levels),
                 windows[0] if same else (lambda ids: rows),
                 form=request.form, reduction=own.reduction, keep_velocity=request.rollout_debug_mode,
             )  # fmt: skip
