@@ -87,6 +87,7 @@ class Rollouts:
         self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
         self.size: Size | None = None  # of the last samples, where there are several sizes
         self._order: BatchOrder | None = None
+        self._has_met = False
         self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
 
     def prompts(self, root: Key, updates: int) -> list[str]:
@@ -130,12 +131,18 @@ class Rollouts:
             return self.made(plan, rewards)
 
     def greet(self) -> Handshake | None:
-        """Compare the source's numbers for one prompt with the trainer's own, if it has others; every rank must take part.
+        """Compare what servers make of one prompt with the trainer's own numbers, once; every rank must take part.
+
+        Returns:
+            The comparison; None where it was made before, or where no servers make the samples.
 
         Raises:
             RunError: they are too far apart.
         """
         rollout, root = self.config.rollout, fold_in(key(GREETING), FIRST)
+        if self._has_met or not rollout.is_served:
+            return None
+        self._has_met = True
         plan = self.plan(root, [self.job.prompts[0]] * rollout.prompts, self.engine.updates)
         asked, size = plan.requests, self.config.samples_per_pass
         same = None if asked.initial_ids is None else asked.initial_ids[:size]

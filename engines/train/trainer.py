@@ -95,7 +95,7 @@ class Trainer:
             stack.callback(self.saver.close)
             self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
             self.learner.remember_in(self.progress.rewards)
-            self.stop, self.stopping, self._has_met = StopRequest(), False, False
+            self.stop, self.stopping = StopRequest(), False
             self._stack = stack.pop_all()
 
     probe: Probe | None
@@ -121,7 +121,6 @@ class Trainer:
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
-        self.settle()
         self.greet()
         programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
@@ -218,14 +217,7 @@ class Trainer:
         return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
 
     def greet(self) -> Handshake | None:
-        """Compare the numbers of servers that make the samples with the trainer's own, once; every rank must take part.
-
-        Raises:
-            RunError: they are too far apart.
-        """
-        if self._has_met or not self.config.rollout.is_served:
-            return None
-        self._has_met = True
+        """Compare servers that make the samples with the trainer, once, see `Rollouts.greet`; every rank must take part."""
         self.settle()
         return self.rollouts.greet()
 
