@@ -32,11 +32,11 @@ class Order:
             self.store = dist.PrefixStore(f"fluvial/ahead/{name}", dist.distributed_c10d._get_default_store())
 
     def push(self, number: int, push: Callable[[], None]) -> None:
-        """Push the weights of a rollout on rank 0, when no rank needs the earlier ones any more.
+        """Push the weights of a rollout, on rank 0 when no rank needs the earlier ones any more, and then on the others.
 
         Args:
             number: number of the rollout.
-            push: function that pushes them.
+            push: function that pushes them; on the other ranks it has only to note that they were pushed.
 
         Raises:
             ElsewhereError: another rank failed.
@@ -51,6 +51,7 @@ class Order:
             self.store.set(f"pushed/{number}", "")
         else:
             self._wait([f"pushed/{number}"])
+            push()
 
     def made(self, number: int) -> None:
         """Note that this rank has made a rollout."""

@@ -146,3 +146,31 @@ def test_the_ids_of_samples_say_where_their_scores_are() -> None:
     runners.submit(IMAGES, PROMPTS, ids=[4, 5, -1, -1])
     assert runners.collect(batch=6).scores.tolist() == [[0], [0], [0], [0], [0], [1]]
     runners.close()
+
+
+def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
+    """On one thread, each with its own samples, groups, failures and seconds."""
+
+    def neat(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        if "bad" in prompts:
+            raise ValueError("no")
+        return images.mean((1, 2, 3))
+
+    def spread(images: torch.Tensor, prompts: Sequence[str], group: int) -> torch.Tensor:
+        return images.mean((1, 2, 3)) - images.mean()
+
+    runners = RewardRunners({"neat": (neat, 1.0), "spread": (spread, 1.0)}, group=2, tolerated=1)
+    one, two = runners.apart(), runners.apart()
+    images = torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 2)
+    two.submit(images[4:6], ["bad", "x"])
+    one.submit(images[:2], ["x", "x"])
+    two.submit(images[6:], ["bad", "x"])
+    one.submit(images[2:4], ["x", "x"])
+    found, other = one.collect(), two.collect()
+    runners.close()
+    assert torch.equal(found.scores, torch.tensor([[0.0, -0.5], [1.0, 0.5], [2.0, -0.5], [3.0, 0.5]]))
+    assert torch.equal(other.scores[:, 1], torch.tensor([-0.5, 0.5, -0.5, 0.5]))
+    assert other.scores[:, 0].isnan().tolist() == [True, False, True, False]
+    assert not found.problems
+    assert other.problems
+    assert not runners.collect().scores.numel()

@@ -7,18 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ahead_ranks
+import launch
 import pytest
 import tiny_jobs as tiny
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Nft, Sft
 from fluvial.engines.rollout.ahead import AsyncConfig
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.train.asynchronous.ahead import Ahead
+from fluvial.engines.train.asynchronous.ranks import Order
 from fluvial.engines.train.build import _copy
 from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
@@ -138,9 +141,9 @@ def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
 
 
 def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow source, a slow trainer and neither: the same bits, and none is overtaken by the other."""
+    """A slow source and a slow trainer: the same bits."""
     found = []
-    for slow in ("source", "trainer", "neither"):
+    for slow in ("source", "trainer"):
         with Trainer(clipped(tmp_path, 2), tiny.job(), one) as trainer:
             generate, update = trainer.rollouts.source.generate, trainer.engine.update
 
@@ -273,3 +276,66 @@ def test_how_far_ahead_is_bounded() -> None:
     """As any number of a configuration."""
     with pytest.raises(ValueError, match=r"asynchronous\.ahead is -1, expected"):
         AsyncConfig(-1)
+
+
+def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
+    """Samples are the same, so rewards agree to the rounding of gradients; two ranks' queue goes on with on one."""
+    found = launch.on_ranks(2, "ahead_ranks:trained", tmp_path / "two")
+    assert found[0] == found[1]
+    alone = ahead_ranks.trained(one, str(tmp_path / "one"))
+    config = replace(ahead_ranks.config(tmp_path / "two", 2), resume=True)
+    with Trainer(config, tiny.job(), one) as trainer:
+        trainer.resume(tmp_path / "two" / "checkpoints" / "000002")
+        resumed = ahead_ranks.told(list(trainer))
+    assert len(resumed) == ahead_ranks.UPDATES - 2
+    for records in (found[0], alone[:2] + resumed):
+        for own, expected in zip(records, alone, strict=True):
+            assert own[2] == expected[2]
+            assert own[:2] == pytest.approx(expected[:2], rel=2e-4)
+
+
+def test_ranks_that_share_a_server_wait_for_each_other(tmp_path: Path) -> None:
+    """Rank 0 pushes weights when the slow rank has its samples of the earlier ones, and the slow rank asks after that."""
+    found = launch.on_ranks(2, "ahead_ranks:shared", tmp_path)
+    assert [record[2] for record in found[0]] == [{"0": 12}, *[{"1": 12}] * (ahead_ranks.UPDATES - 1)]
+
+
+def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) -> None:
+    """In a line of its own; without waiting for the timeout where the other has said so."""
+    store = torch.distributed.HashStore()
+    orders = [Order(one, lambda: False) for _ in range(2)]
+    for rank, order in enumerate(orders):
+        order.world, order.store = replace(one, rank=rank, size=2, timeout=0.2), store
+        order.made(3)
+    pushed: list[int] = []
+    orders[0].push(4, lambda: pushed.append(0))
+    orders[1].push(4, lambda: pushed.append(1))
+    assert pushed == [0, 1]
+    orders[0].made(4)
+    with pytest.raises(LostProcessError, match="rank 0: another process has not made its rollout within"):
+        orders[0].push(5, lambda: pushed.append(0))
+    orders[1].failed()
+    with pytest.raises(ElsewhereError, match="rank 1 failed"):
+        orders[0].push(5, lambda: pushed.append(0))
+    assert pushed == [0, 1]
+
+
+def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
+    """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
+    flags = ["--updates", "8", "--async.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    launch.train(straight, *flags)
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
+        while not (out / "checkpoints" / "000004").exists():
+            assert process.poll() is None, process.stderr
+            time.sleep(0.01)
+        process.kill()
+    launch.train(out, *flags, "--resume")
+    names = ("update", "loss", "reward", "staleness", "correction", "first_pass_max_abs_log_ratio")
+    known, found = (
+        [[record.get(name) for name in names] for record in launch.records(folder) if "loss" in record]
+        for folder in (straight, out)
+    )
+    assert len(known) == 8
+    assert found == known
+    assert launch.weights(out) == launch.weights(straight)
