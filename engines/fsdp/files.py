@@ -2,10 +2,11 @@
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 
 MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
 LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for the weights of an adapter
@@ -35,11 +36,22 @@ def weight_files(folder: Path) -> list[Path]:
 def shared_folder() -> Path:
     """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
 
-    It need not exist.
+    It is made if it is not there. Nobody else can write to it.
+
+    Raises:
+        RunError: it cannot be made, or somebody else has made it.
     """
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return parent / f"fluvial-{os.getuid()}"
+    folder = parent / f"fluvial-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o22:
+        raise RunError(f"{folder} is not this user's own: remove it, or set rollout.servers.weights_folder")
+    return folder
 
 
 def sync(path: Path) -> None:

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import shutil
-import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -34,10 +33,10 @@ class PushFolder:
     nobody holds: in shared memory they would take memory until the machine restarts.
 
     Args:
-        parent: folder that servers see; by default `shared_folder()`, which nobody else can write to.
+        parent: folder that servers see; by default `shared_folder()`.
 
     Raises:
-        RunError: it cannot be written, or the default one belongs to somebody else.
+        RunError: it cannot be written.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -58,7 +57,7 @@ class PushFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path = made.rename(own / f"{PREFIX}{name}")
         except OSError as error:
-            raise RunError(f"rollout.weights_folder is {own}, which cannot be written: {error.strerror}") from error
+            raise RunError(f"rollout.servers.weights_folder is {own}, which cannot be written: {error.strerror}") from error
 
     def finish(self, name: str) -> Path:
         """Give the folder `.name` the name `name`, and return it. What had the name before is removed.

@@ -254,7 +254,7 @@ class WeightSync:
     def _push_folder(
         self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str | None
     ) -> None:
-        name, options = f"weights-{version}", _options(adapter, self._common_dtype())
+        name, options = f"weights-{version}", _options(adapter, self._common_dtype(module))
         with self._writing(name) as out:
             for part, network in export.components(module).items():
                 like, tensors = export.layout(network, **options), export.weights(network, **options)
@@ -303,7 +303,7 @@ class WeightSync:
         self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str | None
     ) -> None:
         self.last = None
-        options, ipc = _options(adapter, self._common_dtype()), self.method == "cuda_ipc"
+        options, ipc = _options(adapter, self._common_dtype(module)), self.method == "cuda_ipc"
         plans = list[tuple[str, nn.Module, list[Place]]]()
         for part, network in export.components(module).items():
             like = export.layout(network, **options)
@@ -353,10 +353,14 @@ class WeightSync:
             with self._lock:
                 self._dtypes[peer.address] = dtype
 
-    def _common_dtype(self) -> Dtype:
-        """Return the dtype that all servers hold, the same on all ranks; None if they differ or do not say."""
-        dtypes = set(self._dtypes.values())
-        return self._shared(dtypes.pop() if len(dtypes) == 1 else None)
+    def _common_dtype(self, module: nn.Module) -> Dtype:
+        """Return the dtype in which all weights are sent, the same on all ranks: that of all servers, or None for their own.
+
+        Buffers keep their dtype on a server, so a module with floating-point buffers is not rounded on the way.
+        """
+        dtypes, names = set(self._dtypes.values()), set(dict(module.named_parameters()))
+        exact = any(tensor.is_floating_point() for name, tensor in module.state_dict().items() if name not in names)
+        return self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
 
     def _each(self, peers: Sequence[Peer], failed: dict[str, str], action: Callable[[Peer], None]) -> None:
         """Act on each server at the same time, and note why one failed."""

@@ -1,19 +1,25 @@
 """Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import asgi
 import pytest
 import torch
+from tiny_jobs import Tiny
+from torch import nn
 from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.sources.weights import WeightSync
 from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, use_adapter
 from fluvial.models.lora_layer import Product
+from fluvial.models.pipelines.experts import EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +110,54 @@ def test_another_adapter_than_the_trained_one_may_make_the_rollouts(tmp_path: Pa
     WeightSync(one, folder=tmp_path).push(engine, 1, [server.client], adapter="old")
     with engine.inference() as inner, use_adapter(inner, "old"):
         assert torch.equal(run(server.weights.module), run(inner))
+
+
+class Pair(nn.ModuleDict):
+    """Two nets, each with half of the output."""
+
+    def __init__(self, *seeds: int) -> None:
+        super().__init__({name: Tiny(seed=seed).build() for name, seed in zip(EXPERTS, seeds, strict=True)})
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([network(*inputs) for network in self.values()])
+
+
+def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None:
+    """As of Wan 2.2: each by its name, adapters and all weights."""
+
+    lora = Engine(adapted(Pair(0, 1)), [], OptimizerConfig(), one, updates=1)
+    for name, shard in lora.sharded.shards(trainable=True).items():
+        shard.fill_(0.1 if "transformer_2" in name else 0.2)
+    full = Engine(Pair(2, 3), [], OptimizerConfig(), one, updates=1)
+    server = Served(Pair(0, 1).eval(), [tmp_path])
+    for method in ("auto", "disk", "shared_memory"):
+        for engine in (lora, full) if method == "auto" else (full,):
+            assert WeightSync(one, folder=tmp_path, method=method).push(engine, 1, [server.client]) == {}
+            with engine.inference() as module:
+                assert torch.equal(run(server.weights.module), run(module))
+            assert set(server.weights.adapters) == (set(EXPERTS) if engine is lora else set())
+            asyncio.run(asgi.call(server.app, "/v1/unmerge_lora_weights", {}))
+
+
+class Buffered(nn.Module):
+    """A net with a buffer that bfloat16 would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.full((3,), 1 / 3))
+
+
+def test_buffers_of_a_server_in_bfloat16_are_not_rounded(tmp_path: Path, one: World) -> None:
+    module = Buffered()
+    module.get_buffer("angles").fill_(1 / 7)
+    engine = Engine(module, [], OptimizerConfig(), one, updates=1)
+    other = Buffered()
+    other.inner.to(torch.bfloat16)
+    server = Served(other, [tmp_path])
+    assert WeightSync(one, folder=tmp_path).push(engine, 1, [server.client]) == {}
+    assert torch.equal(other.get_buffer("angles"), torch.full((3,), 1 / 7))
+    assert torch.equal(other.inner.weight, module.inner.weight.full_tensor().to(torch.bfloat16))  # type: ignore[operator]
 
 
 def test_a_server_in_bfloat16_is_compared_in_its_own_dtype(tmp_path: Path, one: World, lora: Engine) -> None:
@@ -236,7 +290,7 @@ def test_a_server_that_comes_back_is_given_the_last_push(tmp_path: Path, one: Wo
 
 
 def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -> None:
-    with pytest.raises(UsageError, match=r"weights_method is 'nccl', expected one of auto, disk, shared_memory, cuda_ipc"):
+    with pytest.raises(UsageError, match=r"servers.weights is 'nccl', expected one of auto, disk, shared_memory, cuda_ipc"):
         WeightSync(one, folder=tmp_path, method="nccl")  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"weights_folder is .*file/x, which cannot be written: Not a directory"):
