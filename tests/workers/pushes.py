@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from weight_servers import adapted, base, engine_of, move, moved_base, run, served
 
 import fluvial.engines.fsdp.export as exporting
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.sources.weights import Method, WeightSync
+from fluvial.engines.wire.weights import checksum
 
 
 class Noting:
@@ -31,8 +33,15 @@ class Noting:
         buckets = [Path(json.loads(text)["file"]) for text in value.get("serialized_named_tensors", ())]
         folders = [Path(value[name]) for name in ("model_path", "lora_path") if name in value]
         files = [*buckets, *(file for folder in folders for file in sorted(folder.rglob("*.safetensors")))]
-        self.sent += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        self.sent += [_digest(file) for file in files]
         return self.inner.post(path, value)
+
+
+def _digest(file: Path) -> str:
+    """Return the SHA-256 of a bucket, or of the tensors of a file, whose header may hold its settings in any order."""
+    if file.suffix == ".safetensors":
+        return checksum(sorted(load_file(file).items()))
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def pushes(world: World, folder: str) -> dict[str, Any]:
