@@ -17,18 +17,19 @@ import torch
 from fluvial.engines.cli import main as cli
 from fluvial.engines.wire.response import RolloutSample, read_response
 
-BODY = {"prompt": "0427", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
+MODEL = "tiny_jobs:Tiny"
+BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
 
 
 def started(port: int = 0) -> launch.Process:
-    """Start a server of the handwriting model."""
-    return launch.start("serve", "handwriting", "--port", str(port), "--micro-batch", "2", "--steps", "3")
+    """Start a server of the tiny net, as a person's own model."""
+    return launch.start("serve", MODEL, "--port", str(port), "--micro-batch", "2", "--steps", "3")
 
 
 def address(server: launch.Process) -> str:
     """Return the address that a server prints as soon as it listens."""
     until = time.monotonic() + 120
-    while not (found := re.search(r"serving handwriting on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
+    while not (found := re.search(rf"serving {MODEL} on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
         assert server.poll() is None, server.stderr
         assert time.monotonic() < until, "the server does not listen"
         time.sleep(0.02)
