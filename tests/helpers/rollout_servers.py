@@ -1,6 +1,7 @@
 """Rollout servers of the tiny net, in this process."""
 
 import asyncio
+import atexit
 from typing import Any, NamedTuple
 
 import asgi
@@ -67,6 +68,7 @@ def served(
     """Return a server of a policy."""
     of = policy() if of is None else of
     batcher = RolloutBatcher(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
+    atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
     control = table(WeightRoutes(of.weights, of.between))
     return Server(of, batcher, application(service, key=key, admin=admin, control=control))

@@ -79,7 +79,8 @@ class RolloutBatcher:
         self._news = threading.Condition()
         self._closed = False
         # A daemon: a batch that takes minutes does not keep the server alive.
-        threading.Thread(target=self._serve, name="rollouts", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
+        self._thread.start()
 
     @property
     def waiting(self) -> int:
@@ -109,11 +110,12 @@ class RolloutBatcher:
             self._news.notify_all()
         return work.future
 
-    def close(self) -> None:
-        """Let the thread end after the batch that it makes."""
+    def close(self, *, wait: float = 0.0) -> None:
+        """Let the thread end after the batch that it makes, and wait up to `wait` seconds for it."""
         with self._news:
             self._closed = True
             self._news.notify_all()
+        self._thread.join(wait)
 
     def _serve(self) -> None:
         while (parts := self._next()) is not None:
