@@ -10,12 +10,24 @@ if TYPE_CHECKING:
     from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
     from fluvial.engines.fsdp.engine import Engine
     from fluvial.engines.fsdp.world import init_world
+    from fluvial.engines.rollout.score import score
     from fluvial.engines.train import recipes
     from fluvial.engines.train.config import TrainConfig
     from fluvial.engines.train.job import Job
     from fluvial.engines.train.trainer import Trainer, train
 
-__all__ = ["Engine", "EngineConfig", "Job", "OptimizerConfig", "TrainConfig", "Trainer", "init_world", "recipes", "train"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Job",
+    "OptimizerConfig",
+    "TrainConfig",
+    "Trainer",
+    "init_world",
+    "recipes",
+    "score",
+    "train",
+]
 
 _HOMES = {
     "Engine": "fsdp.engine",
@@ -25,6 +37,7 @@ _HOMES = {
     "TrainConfig": "train.config",
     "Trainer": "train.trainer",
     "init_world": "fsdp.world",
+    "score": "rollout.score",
 }
 _MODULES = {"recipes": "train.recipes", "train": "train"}  # the folder `train` can be called, see there
 

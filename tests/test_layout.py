@@ -24,7 +24,7 @@ LAYERS = (
     ("engines.objectives",),
     ("engines.run",),
     ("engines.sources",),
-    ("engines.train", "engines.export", "engines.serve"),
+    ("engines.train", "engines.export", "engines.serve", "engines.verl"),
     ("engines", "engines.cli"),
     ("bench",),
 )

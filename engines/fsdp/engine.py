@@ -28,7 +28,7 @@ from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items,
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
 from fluvial.engines.fsdp.optimizer_state import sharded_like
-from fluvial.engines.fsdp.optimizers import OPTIMIZERS, set_lr
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, set_lr
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
@@ -163,10 +163,8 @@ class Engine:
         count, pad_to = held if count is None else count, held if pad_to is None else pad_to
         micro_batch = micro_batch or pad_to
         weight = torch.ones(held, device=device) if weight is None else weight
-        n, shapes = (
-            math.ceil(pad_to / micro_batch),
-            (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))),
-        )
+        n = math.ceil(pad_to / micro_batch)
+        shapes = (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs))))
         real = torch.zeros(n * micro_batch, device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
@@ -187,14 +185,38 @@ class Engine:
                 loss_sum = loss_sum + total.detach()
                 diagnostics.add(info, rows)
         self.last_backward.end()
-        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        norm = get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._gradient_norm()
         local = diagnostics.row(loss_sum, self.world.peak_memory())[None]
         # The one read-back of the update.
         table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
         result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
         return result_info._replace(flops=n * self.flops[shapes])
+
+    def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
+
+        Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone.
+
+        Args:
+            losses: functions that make a forward pass and return a scalar, as many on every rank.
+        """
+        self._check_onloaded()
+        with self.sharded.train(), trusted_values():
+            for i, loss in enumerate(losses):
+                self._set_last(i == len(losses) - 1)
+                loss().backward()
+        self.last_backward.end()
+
+    def step(self) -> UpdateInfo:
+        """Take an optimizer step with the gradients that `backward` added, and clear them; every rank must take part."""
+        self._check_onloaded()
+        norm = self._gradient_norm()
+        return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients over all parameters and ranks."""
+        norm = get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
     def _counted(self, shapes: Hashable) -> Iterator[None]:
@@ -214,7 +236,10 @@ class Engine:
             self.skipped += 1
             self.skipped_in_a_row += 1
         else:
-            self._warn_of_eps(grad_norm)
+            problem = None if self._warned else frozen_by_eps(self.config, grad_norm, self.trainable.values(), self.updates)
+            if problem is not None and self.world.is_main:
+                warnings.warn(problem, stacklevel=3)
+            self._warned = self._warned or problem is not None
             clip_grads_with_norm_(self.trainable.values(), self.config.max_grad_norm, norm)
             set_lr(self.optimizer, lr)
             self.optimizer.step()
@@ -243,20 +268,6 @@ class Engine:
             parts=numbers.parts,
             memory=numbers.memory,
         )
-
-    def _warn_of_eps(self, grad_norm: float) -> None:
-        """Warn once if Adam's eps is above the RMS of the gradient, which freezes training without an error."""
-        eps, norm = self.config.adam_eps, min(grad_norm, self.config.max_grad_norm)
-        rms = norm / math.sqrt(sum(p.numel() for p in self.trainable.values()))
-        if eps is None or self._warned or not 0 < rms < eps:
-            return
-        self._warned = True
-        if self.world.is_main:
-            warnings.warn(
-                f"the gradient has an RMS of {rms:.1e} at update {self.updates + 1}, below optimizer.eps ({eps:g}), which "
-                f"shrinks every step: set optimizer.eps to {rms / 100:.0e} or less",
-                stacklevel=4,
-            )
 
     @contextmanager
     def inference(self, *, average: bool = False) -> Iterator[nn.Module]:

@@ -1,7 +1,7 @@
 """The table of optimizers: how each is built, and the layout of its state. A new optimizer is one row."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -137,6 +137,27 @@ OPTIMIZERS: dict[OptimizerName, Row] = {
     "adafactor": Row(_adafactor, _factored, "host"),
     "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none"),
 }
+
+
+def frozen_by_eps(
+    config: OptimizerConfig, grad_norm: float, parameters: Collection[nn.Parameter], updates: int
+) -> str | None:
+    """Return a warning if Adam's eps is above the RMS of the gradient, which freezes training without an error.
+
+    Args:
+        config: optimizer.
+        grad_norm: norm of the gradient before clipping.
+        parameters: trained parameters.
+        updates: number of updates before this one.
+    """
+    eps, norm = config.adam_eps, min(grad_norm, config.max_grad_norm)
+    rms = norm / math.sqrt(sum(p.numel() for p in parameters))
+    if eps is None or not 0 < rms < eps:
+        return None
+    return (
+        f"the gradient has an RMS of {rms:.1e} at update {updates + 1}, below optimizer.eps ({eps:g}), which "
+        f"shrinks every step: set optimizer.eps to {rms / 100:.0e} or less"
+    )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

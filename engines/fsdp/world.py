@@ -236,6 +236,21 @@ def current_world() -> World:
     return world
 
 
+def joined_world() -> World:
+    """Return the world of a process group that another program has opened, e.g. a worker of verl.
+
+    Its device is the current GPU, or the CPU.
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group first")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+
+
 def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return a new store through which the processes of this attempt find each other.
 

@@ -1,0 +1,73 @@
+"""What verl-omni's fields of a batch are to each model: its conditioning, and its samples as the model takes them."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fluvial.engines.errors import UsageError
+from fluvial.models import Cond
+from fluvial.models.pipelines.qwen_image import PATCH, QwenCond
+from fluvial.models.pipelines.sd3 import TextCond
+
+Shape = tuple[int, ...]
+
+
+class Architecture(NamedTuple):
+    """How the fields of a batch become the inputs of a model."""
+
+    fields: tuple[str, ...]  # fields of the conditioning; those of the negative prompt are `negative_...`
+    cond: Callable[[Mapping[str, Tensor]], Cond]  # conditioning, from these fields
+    scale: Literal["guidance_scale", "true_cfg_scale"]  # field of the pipeline config that holds the guidance scale
+    packed: bool  # whether samples come as tokens `[..., H W / 4, 4 C]`, and not as `[..., C, H, W]`
+    masked: bool  # whether the network masks padding tokens
+
+    def layout(self, shape: Shape) -> Shape:
+        """Return the shape that a sample of shape (C, H, W) has in a batch."""
+        channels, height, width = shape
+        return ((height // PATCH) * (width // PATCH), channels * PATCH**2) if self.packed else shape
+
+    def unpack(self, samples: Tensor, shape: Shape) -> Tensor:
+        """Return samples `[..., C, H, W]` of a batch's samples."""
+        if not self.packed:
+            return samples
+        return rearrange(samples, "... (h w) (c p q) -> ... c (h p) (w q)", h=shape[-2] // PATCH, p=PATCH, q=PATCH)
+
+    def pack(self, samples: Tensor) -> Tensor:
+        """Return samples `[..., C, H, W]` as a batch holds them."""
+        if not self.packed:
+            return samples
+        return rearrange(samples, "... c (h p) (w q) -> ... (h w) (c p q)", p=PATCH, q=PATCH)
+
+
+def _sd3(fields: Mapping[str, Tensor]) -> TextCond:
+    return TextCond(fields["prompt_embeds"].float(), fields["pooled_prompt_embeds"].float())
+
+
+def _qwen_image(fields: Mapping[str, Tensor]) -> QwenCond:
+    tokens, mask = fields["prompt_embeds"].float(), fields["prompt_embeds_mask"].bool()
+    # What lies at padding tokens is masked, but verl may have left it as it was.
+    return QwenCond(torch.where(mask[..., None], tokens, 0.0), mask)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "StableDiffusion3Pipeline": Architecture(
+        ("prompt_embeds", "pooled_prompt_embeds"), _sd3, "guidance_scale", packed=False, masked=False
+    ),
+    "QwenImagePipeline": Architecture(
+        ("prompt_embeds", "prompt_embeds_mask"), _qwen_image, "true_cfg_scale", packed=True, masked=True
+    ),
+}
+
+
+def architecture_of(name: str) -> Architecture:
+    """Return the row of a pipeline's class.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if name not in ARCHITECTURES:
+        raise UsageError(f"model.architecture is {name!r}, expected one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]

@@ -1,0 +1,121 @@
+"""A batch of verl: its fields, read and checked, and the flat set of items that it becomes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import UsageError
+from fluvial.models import Cond
+
+
+class Batch(NamedTuple):
+    """N = B T items, step by step: item t B + i is sample i at step t."""
+
+    samples: int  # B
+    steps: int  # T
+    items: dict[str, Tensor]  # [N, ...], what a forward pass takes: x, level, timestep, sample (its row of `cond`) and more
+    cond: Cond  # conditioning of each sample, a pytree of tensors `[B, ...]`
+    given: dict[str, Tensor]  # [N, ...], fields that the loss function reads
+    uid: list[Any] | None = None  # [N], the prompt's group of each item
+    width: int = 1  # number of neighbouring items that belong together
+
+    @property
+    def count(self) -> int:
+        """Number of items."""
+        return self.samples * self.steps
+
+
+class Fields:
+    """The fields of a TensorDict, with errors of one line.
+
+    Args:
+        data: verl's TensorDict, B samples.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.samples = data, len(data)
+        if not self.samples:
+            raise UsageError("the batch has no samples, expected at least one")
+
+    def plain(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field that is no tensor, or the default."""
+        from tensordict.tensorclass import NonTensorData, NonTensorStack  # takes seconds to import
+
+        value = self.data.get(name, None)
+        if isinstance(value, NonTensorStack):
+            return value.tolist()
+        value = value.data if isinstance(value, NonTensorData) else value
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of that name."""
+        return isinstance(self.data.get(name, None), Tensor)
+
+    def tensor(self, name: str, expected: Sequence[int | None] = (), *, what: str = "") -> Tensor:
+        """Return a tensor as it is.
+
+        Args:
+            name: name of the field.
+            expected: its first dimensions; None is any size.
+            what: what these are, for the message.
+
+        Raises:
+            UsageError: there is none, or it has another shape.
+        """
+        value = self.data.get(name, None)
+        if not isinstance(value, Tensor):
+            held = ", ".join(sorted(str(key) for key in self.data.keys() if self.has(str(key))))  # noqa: SIM118
+            raise UsageError(f"the batch has no tensor {name}: it holds {held or 'none'}")
+        shape = tuple(value.shape[: len(expected)]) if not value.is_nested else (value.shape[0],)
+        known = tuple(expected) if not value.is_nested else tuple(expected[:1])
+        if len(shape) < len(known) or any(size not in (None, own) for size, own in zip(known, shape, strict=True)):
+            wanted = ", ".join("*" if size is None else str(size) for size in expected)
+            raise UsageError(f"{name} has shape {list(value.shape)}, expected [{wanted}, ...]{what and f': {what}'}")
+        return value
+
+    def by_item(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
+        """Return a field with one value per sample and step, `[B, T, ...]`, as one per item, `[B T, ...]`.
+
+        Args:
+            name: name of the field.
+            steps: T.
+            exact: whether the value of an item is a number.
+
+        Raises:
+            UsageError: there is none, it has another shape, or a number is NaN.
+        """
+        value = self.tensor(name, (self.samples, steps), what="one value per sample and step")
+        if exact and value.ndim != 2:
+            raise UsageError(f"{name} has shape {list(value.shape)}, expected [{self.samples}, {steps}]")
+        if exact and not bool(torch.isfinite(value).all()):
+            raise UsageError(f"{name} holds a number that is not finite")
+        return step_by_step(value)
+
+    def dense(self, name: str, *, masked: bool) -> Tensor:
+        """Return a tensor `[B, L, ...]` whose rows may have different lengths (jagged), padded with zeros.
+
+        Raises:
+            UsageError: rows have different lengths, and the network does not mask padding.
+        """
+        value = self.tensor(name, (self.samples,), what="one row per sample")
+        if not value.is_nested:
+            return value
+        lengths = [int(length) for length in value.offsets().diff()]
+        if not masked and len(set(lengths)) > 1:
+            raise UsageError(
+                f"{name} has rows of {min(lengths)} to {max(lengths)} tokens, and the model attends to padding: pass the "
+                "embeddings as the rollout had them, with their padding"
+            )
+        return torch.nested.to_padded_tensor(value, padding=0)
+
+
+def step_by_step(value: Tensor) -> Tensor:
+    """Return values `[B, T, ...]` as `[T B, ...]`, those of the first step first."""
+    return value.transpose(0, 1).flatten(0, 1)
+
+
+def by_sample(value: Tensor, batch: Batch) -> Tensor:
+    """Return values of items, `[T B, ...]`, as `[B, T, ...]`."""
+    return value.unflatten(0, (batch.steps, batch.samples)).transpose(0, 1)

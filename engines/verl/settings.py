@@ -1,0 +1,218 @@
+"""The configs that verl passes to an engine, as those of fluvial: each field is translated, or refused in one line."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fluvial.core.transitions import SamplerName, check_eta
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, OptimizerName
+from fluvial.models.lora import LoraConfig
+
+# verl-omni's names of samplers. The form is that of its log-probabilities, see `core.gaussian.log_prob`.
+SAMPLERS: dict[str, tuple[SamplerName, Literal["density", "unscaled"]]] = {
+    "sde": ("flow_sde", "density"),
+    "cps": ("cps", "unscaled"),
+    "dance_sde": ("dance_sde", "density"),
+}
+OPTIMIZERS: dict[str, OptimizerName] = {"AdamW": "adamw", "AdamW8bit": "adamw8bit"}
+DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
+    "fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"
+}  # fmt: skip
+# Fields of the model config that change the network in a way that the engine has not.
+ABSENT = ("exclude_modules", "target_parameters", "config_path")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine of verl is built from.
+
+    Args:
+        folder: pipeline in diffusers' layout.
+        architecture: class of the pipeline.
+        size: height and width of the images in pixels.
+        steps: number of steps of a rollout.
+        scale: guidance scale by the name of its field; both names exist, and a model reads one.
+        sampler: sampler of the stochastic steps.
+        form: form of the log-probabilities.
+        eta: scale of the sampler's noise.
+        engine: sharding and precision.
+        optimizer: optimizer; None for an engine that only makes forward passes.
+        lora: adapter; None trains all weights.
+        adapters: names of the adapters, `default` first.
+        seed: seed of the adapter's first values.
+        merge: whether adapters are merged into the weights that rollouts get.
+        sent: dtype of the base weights that rollouts get.
+        offloads_parameters, offloads_optimizer: what lies on the host between the phases.
+        micro_batches: items per forward pass of a training pass and of an inference pass, where the batch does not say.
+        export: whether a checkpoint also holds the weights as diffusers reads them.
+    """
+
+    folder: Path
+    architecture: str
+    size: tuple[int, int]
+    steps: int
+    scale: Mapping[str, float]
+    sampler: SamplerName
+    form: Literal["density", "unscaled"]
+    eta: float
+    engine: EngineConfig
+    optimizer: OptimizerConfig | None
+    lora: LoraConfig | None
+    adapters: tuple[str, ...]
+    seed: int
+    merge: bool
+    sent: Literal["float32", "bfloat16"]
+    offloads_parameters: bool
+    offloads_optimizer: bool
+    micro_batches: tuple[int | None, int | None]
+    export: bool
+
+
+def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, ranks: int) -> Settings:
+    """Return the settings that verl's four configs stand for.
+
+    Args:
+        model: verl-omni's DiffusionModelConfig.
+        engine: verl's FSDPEngineConfig.
+        optimizer: verl's FSDPOptimizerConfig; None for an engine that only makes forward passes.
+        checkpoint: verl's CheckpointConfig; None leaves it at its defaults.
+        ranks: number of ranks.
+
+    Raises:
+        UsageError: a field is missing, has a value that fluvial does not support, or an optimizer is missing.
+    """
+    if engine.forward_only != (optimizer is None):
+        raise UsageError(
+            f"engine.forward_only is {engine.forward_only}, and the optimizer config is "
+            f"{'missing' if optimizer is None else 'given'}: a trained engine needs one, and any other none"
+        )
+    pipeline, algorithm = _part(model, "pipeline"), _part(model, "algo")
+    if algorithm.sde_type not in SAMPLERS:
+        raise UsageError(f"model.algo.sde_type is {algorithm.sde_type!r}, expected one of {', '.join(map(repr, SAMPLERS))}")
+    sampler, form = SAMPLERS[algorithm.sde_type]
+    try:
+        check_eta("model.algo", sampler, float(algorithm.noise_level))
+    except ValueError as error:
+        raise UsageError(f"{error} (model.algo.noise_level)") from error
+    if getattr(pipeline, "num_frames", 1) != 1:
+        raise UsageError(f"model.pipeline.num_frames is {pipeline.num_frames}, expected 1: this plug-in trains on images")
+    seed = int(engine.seed)
+    return Settings(
+        folder=Path(model.local_path or model.path),
+        architecture=str(model.architecture),
+        size=(int(pipeline.height), int(pipeline.width)),
+        steps=int(pipeline.num_inference_steps),
+        scale={name: float(getattr(pipeline, name) or 0.0) for name in ("guidance_scale", "true_cfg_scale")},
+        sampler=sampler,
+        form=form,
+        eta=float(algorithm.noise_level),
+        engine=_engine(engine, model, ranks=ranks),
+        optimizer=None if optimizer is None else _optimizer(optimizer),
+        lora=_lora(model),
+        adapters=tuple(name for name in _adapters(model) if name != "reference"),
+        seed=seed,
+        merge=bool((getattr(model, "lora", None) or {}).get("merge", False)),
+        sent=_dtype("engine.dtype", engine.dtype),
+        offloads_parameters=bool(engine.param_offload),
+        offloads_optimizer=bool(engine.optimizer_offload),
+        micro_batches=(engine.micro_batch_size_per_gpu, engine.infer_micro_batch_size_per_gpu),
+        export="hf_model" in (() if checkpoint is None else checkpoint.save_contents),
+    )
+
+
+def _part(model: Any, name: str) -> Any:
+    part = getattr(model, name, None)
+    if part is None:
+        raise UsageError(f"the model config has no {name}: expected verl-omni's DiffusionModelConfig")
+    return part
+
+
+def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
+    """Return sharding and precision."""
+    size = ranks if config.fsdp_size in (-1, 0) or config.fsdp_size > ranks else int(config.fsdp_size)
+    if ranks % size:
+        raise UsageError(f"engine.fsdp_size is {size}, expected a divisor of the {ranks} ranks, or -1")
+    mixed: Mapping[str, Any] = config.mixed_precision or {}
+    if config.qat.enable:
+        raise UsageError("engine.qat.enable is True, and fluvial has no quantisation-aware training: set it to False")
+    backend = model.attn_backend
+    return EngineConfig(
+        comm="reshard" if config.reshard_after_forward else "keep",
+        grad_sync="last" if config.use_no_sync_for_gradient_accumulation else "every",
+        replicas=ranks // size,
+        context_parallel=int(config.ulysses_sequence_parallel_size),
+        compute=_dtype("engine.mixed_precision.param_dtype", mixed["param_dtype"]) if "param_dtype" in mixed else "auto",
+        reduce=_dtype("engine.mixed_precision.reduce_dtype", mixed.get("reduce_dtype", "fp32")),
+        checkpointing="block" if model.enable_gradient_checkpointing else "none",
+        offload="always" if config.offload_policy else "none",
+        compile="auto" if config.use_torch_compile else False,
+        attention=None if backend in (None, "native") else str(backend),
+        deterministic=bool(config.full_determinism),
+    )
+
+
+def _optimizer(config: Any) -> OptimizerConfig:
+    """Return the optimizer. The learning rate is scheduled apart, see `schedule`."""
+    if config.optimizer not in OPTIMIZERS:
+        raise UsageError(f"optim.optimizer is {config.optimizer!r}, expected one of {', '.join(map(repr, OPTIMIZERS))}")
+    if config.clip_grad is None:
+        raise UsageError("optim.clip_grad is None, expected the norm that gradients are clipped to")
+    more = dict(config.override_optimizer_config or {})
+    eps = float(more.pop("eps", 1e-8))
+    if more:
+        raise UsageError(f"optim.override_optimizer_config holds {', '.join(sorted(more))}, expected eps alone")
+    first, second = (float(decay) for decay in config.betas)
+    try:
+        return OptimizerConfig(
+            name=OPTIMIZERS[config.optimizer], lr=float(config.lr), betas=(first, second), eps=eps,
+            weight_decay=float(config.weight_decay),
+            max_grad_norm=float(config.clip_grad),
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"optim: {error}") from error
+
+
+def _lora(model: Any) -> LoraConfig | None:
+    """Return the adapter, or None if all weights are trained."""
+    for name in ABSENT:
+        if getattr(model, name, None):
+            raise UsageError(f"model.{name} is {getattr(model, name)!r}, which fluvial does not support: leave it out")
+    if model.lora_dtype is not None and _dtype("model.lora_dtype", model.lora_dtype) != "float32":
+        raise UsageError(f"model.lora_dtype is {model.lora_dtype!r}, and adapters are trained in float32: leave it out")
+    path = model.lora_adapter_path
+    if model.lora_rank <= 0:
+        if path is not None:
+            raise UsageError(f"model.lora_adapter_path is {path}, and model.lora_rank is {model.lora_rank}: set the rank")
+        if tuple(_adapters(model)) not in (("default",), ()):
+            raise UsageError(
+                f"model.policy_state_adapters are {', '.join(_adapters(model))}, which need LoRA: set model.lora_rank"
+            )
+        return None
+    targets = model.target_modules
+    if path is None and (isinstance(targets, str) or not targets):
+        raise UsageError(
+            f"model.target_modules is {targets!r}, expected a list of names of layers, e.g. [to_q, to_k, to_v, to_out.0]"
+        )
+    init = model.lora_init_weights
+    if init not in ("gaussian", "default", True):
+        raise UsageError(f"model.lora_init_weights is {init!r}, expected gaussian or True")
+    return LoraConfig(
+        rank=int(model.lora_rank), alpha=float(model.lora_alpha), init="gaussian" if init == "gaussian" else "default",
+        targets=None if path is not None else tuple(map(str, targets)),
+        weights=None if path is None else Path(path),
+    )  # fmt: skip
+
+
+def _adapters(model: Any) -> Sequence[str]:
+    names = tuple(map(str, getattr(model, "policy_state_adapters", ("default",))))
+    if names and names[0] != "default":
+        raise UsageError(f"model.policy_state_adapters are {', '.join(names)}, expected default first")
+    return names
+
+
+def _dtype(field: str, value: Any) -> Literal["float32", "bfloat16"]:
+    if str(value) not in DTYPES:
+        raise UsageError(f"{field} is {value!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[str(value)]
