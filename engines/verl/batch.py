@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     width: int = 1  # number of neighbouring items that belong together
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Number of items."""
         return self.samples * self.steps
 
@@ -102,13 +102,18 @@ class Fields:
         value = self.tensor(name, (self.samples,), what="one row per sample")
         if not value.is_nested:
             return value
-        lengths = [int(length) for length in value.offsets().diff()]
+        lengths = lengths_of(value)
         if not masked and len(set(lengths)) > 1:
             raise UsageError(
                 f"{name} has rows of {min(lengths)} to {max(lengths)} tokens, and the model attends to padding: pass the "
                 "embeddings as the rollout had them, with their padding"
             )
         return torch.nested.to_padded_tensor(value, padding=0)
+
+
+def lengths_of(value: Any) -> list[int]:
+    """Return the length of each row of a tensor, jagged or not."""
+    return value.offsets().diff().tolist() if value.is_nested else [value.shape[1]] * len(value)
 
 
 def step_by_step(value: Tensor) -> Tensor:

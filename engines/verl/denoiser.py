@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.errors import UsageError
 from fluvial.engines.verl.architectures import Shape, architecture_of
-from fluvial.engines.verl.batch import Fields
+from fluvial.engines.verl.batch import Fields, lengths_of
 from fluvial.engines.verl.settings import Settings
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import Guided, guided_velocity
@@ -115,8 +115,8 @@ class Denoiser:
             full = prefix + name
             if name == "prompt_embeds_mask" and not fields.has(full):
                 embeds = fields.tensor(prefix + "prompt_embeds", (fields.samples,))
-                lengths = embeds.offsets().diff() if embeds.is_nested else torch.full((len(embeds),), embeds.shape[1])
-                found[name] = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
+                lengths = torch.tensor(lengths_of(embeds))
+                found[name] = torch.arange(int(lengths.max())) < lengths[:, None]
             else:
                 found[name] = fields.dense(full, masked=architecture.masked)
         mask, embeds = found.get("prompt_embeds_mask"), found["prompt_embeds"]

@@ -49,7 +49,7 @@ class Passes:
         if micro_batch < 1 or micro_batch % batch.width:
             multiple = f"a multiple of {batch.width}" if batch.width > 1 else "at least 1"
             raise UsageError(f"micro_batch_size_per_gpu is {micro_batch}, expected {multiple}")
-        if len(counts := set(world.gather_items(batch.count))) > 1:
+        if len(counts := set(world.gather_items(batch.size))) > 1:
             raise RunError(f"ranks have {min(counts)} to {max(counts)} items, expected as many on every rank")
         self.outputs: dict[str, list[Tensor]] = {}
         self.losses: list[Tensor] = []
@@ -70,8 +70,8 @@ class Passes:
         return self._result()
 
     def _slices(self) -> Iterator[slice]:
-        for start in range(0, self.batch.count, self.micro_batch):
-            yield slice(start, min(start + self.micro_batch, self.batch.count))
+        for start in range(0, self.batch.size, self.micro_batch):
+            yield slice(start, min(start + self.micro_batch, self.batch.size))
 
     def _loss(self, module: nn.Module, rows: slice, share: float = 1.0) -> Tensor:
         """Return the loss of a micro-batch times `share`, a scalar; 0 without a loss function."""
@@ -103,7 +103,7 @@ class Passes:
         from tensordict import TensorDict
         from tensordict.tensorclass import NonTensorData, NonTensorStack
 
-        size, count = rows.stop - rows.start, self.batch.count
+        size, count = rows.stop - rows.start, self.batch.size
         given = {name: tensor[rows].to(device, non_blocking=True) for name, tensor in self.batch.given.items()}
         data: Any = TensorDict(given, batch_size=[size])
         data["gradient_accumulation_steps"] = NonTensorData(count // size if count % size == 0 else count / size)
