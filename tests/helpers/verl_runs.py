@@ -161,7 +161,7 @@ def move(module: nn.Module, *, seed: int = 3) -> None:
                 change: Any = 0.05 * torch.randn(parameter.shape, generator=generator)
                 if isinstance(parameter, DTensor):
                     change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
-                parameter += change
+                parameter.add_(change)
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

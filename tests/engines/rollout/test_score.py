@@ -1,6 +1,7 @@
 """Log-probabilities of given trajectories are those of the rollout, of a core rollout and of a generated one."""
 
 import re
+from typing import Any
 
 import optree
 import pytest
@@ -19,7 +20,7 @@ SAMPLER = bind("flow_sde", 0.7, SCHEDULE.levels)
 PROMPTS = ["0427", "1999", "3141"]
 
 
-def made(module: torch.nn.Module, cond: object, window: object) -> Trajectory:
+def made(module: torch.nn.Module, cond: Any, window: Any) -> Trajectory:
     """Return a rollout of the built-in model."""
 
     def velocity(x: torch.Tensor, level: torch.Tensor, step: int) -> torch.Tensor:
@@ -28,18 +29,18 @@ def made(module: torch.nn.Module, cond: object, window: object) -> Trajectory:
 
     x = normal(fold_in(key(0), torch.arange(COUNT)), (COUNT, 1, 8, 32))
     with torch.no_grad():
-        return rollout(velocity, x, SCHEDULE.levels, transition=SAMPLER, key=key(1), window=window)  # type: ignore[arg-type]
+        return rollout(velocity, x, SCHEDULE.levels, transition=SAMPLER, key=key(1), window=window)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("window", [(0, 2), torch.tensor([[0, 1], [1, 2], [0, 3]])])
 @pytest.mark.parametrize("guided", [False, True])
-def test_scores_are_those_of_the_rollout(window: object, guided: bool) -> None:
+def test_scores_are_those_of_the_rollout(window: Any, guided: bool) -> None:
     """With the same window for all samples, or one per sample; with other micro-batches, to rounding."""
-    module, cond = MODEL.build().eval(), MODEL.encode(PROMPTS)
-    cond = Guided(cond, MODEL.encode([""] * COUNT), torch.full((COUNT,), 2.0)) if guided else cond
+    module, plain = MODEL.build().eval(), MODEL.encode(PROMPTS)
+    cond: Any = Guided(plain, MODEL.encode([""] * COUNT), torch.full((COUNT,), 2.0)) if guided else plain
     trajectory = made(module, cond, window)
-    fits = {"model": MODEL, "cond": cond, "schedule": SCHEDULE, "sampler": SAMPLER}
+    fits: dict[str, Any] = {"model": MODEL, "cond": cond, "schedule": SCHEDULE, "sampler": SAMPLER}
     unread = trajectory._replace(log_prob=torch.full_like(trajectory.log_prob, torch.nan))
     found = score(unread, module, **fits)
     if isinstance(window, tuple):
@@ -63,7 +64,7 @@ def test_another_policy_has_other_scores_without_a_gradient() -> None:
     trajectory = made(module, cond, (0, 1))
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter *= 1.01
+            parameter.mul_(1.01)
     found = score(trajectory, module, model=MODEL, cond=cond, schedule=SCHEDULE, sampler=SAMPLER)
     assert not found.requires_grad
     assert (found - trajectory.log_prob).abs().max() > 1e-5

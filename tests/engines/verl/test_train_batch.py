@@ -19,8 +19,7 @@ def own_engine(made: verl_runs.Made, world: World, *, lora: bool) -> Engine:
     module = made.model.build()
     if lora:
         targets = tuple(verl_runs.LORA["target_modules"])
-        config = LoraConfig(rank=2, alpha=4, init="gaussian", targets=targets)
-        add_lora(module, config, (), seed=42)
+        add_lora(module, LoraConfig(rank=2, alpha=4, init="gaussian", targets=targets), (), seed=42)
     config = OptimizerConfig(lr=1e-3, max_grad_norm=1e6)
     return Engine(module, made.model.blocks(module), config, world, sharding=EngineConfig())
 
@@ -74,7 +73,7 @@ def test_train_batch_updates_as_fluvials_own_update(folders: dict[str, Path], wo
     assert theirs.mode is None
     assert result["metrics"]["grad_norm"] > 0
     assert theirs.lr_scheduler_step() == 1e-3
-    after = dict(own.module.named_parameters())
+    after: Any = dict(own.module.named_parameters())
     for name, parameter in theirs.module.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.full_tensor(), after[name].full_tensor(), rtol=1e-5, atol=1e-6)
