@@ -6,6 +6,7 @@ from pathlib import Path
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import REPLAYED, RolloutConfig
+from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import Behaviour, RolloutSource
 from fluvial.engines.sources.remote import Remote
@@ -18,7 +19,7 @@ from fluvial.models.lora_layer import Product
 def build_source(
     rollout: RolloutConfig, model: DiffusionModel, behaviour: Behaviour, world: World, *, resume: bool = False,
     adapter: Callable[[int], str] = lambda version: "default", product: Product = "factors",
-    sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None,
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None, copy: Copy | None = None,
 ) -> RolloutSource:  # fmt: skip
     """Return what makes the samples of a run.
 
@@ -31,6 +32,7 @@ def build_source(
         adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
         product: how adapted layers multiply their input.
         sizes: size in pixels and number of frames by the shape of a sample, where the model has several.
+        copy: network whose weights are pushed, where rollouts are made ahead of the updates.
 
     Raises:
         UsageError: the source, or the folder of `rollout.store`, cannot be used.
@@ -42,7 +44,11 @@ def build_source(
     if rollout.is_served:
         asked = rollout.servers
         sync = WeightSync(
-            world, folder=asked.weights_folder, method=asked.weights, verify=asked.weights_verify, product=product
+            world if copy is None else copy.world,
+            folder=asked.weights_folder,
+            method=asked.weights,
+            verify=asked.weights_verify,
+            product=product,
         )
         try:
             source = Remote(rollout, model, behaviour=behaviour, adapter=adapter, world=world, sizes=sizes or {}, sync=sync)

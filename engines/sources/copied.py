@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +41,17 @@ class Copy:
         config: sharding of the engine, of which precision and attention are kept.
         adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
         weights: folder that parameters on the meta device are read from.
+        on_host: whether it lies on the host, because it samples nothing and is only pushed to servers.
     """
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[nn.Module], world: World, config: EngineConfig, *,
-        adapter: Callable[[int], str | None], weights: Weights | None = None,
+        adapter: Callable[[int], str | None], weights: Weights | None = None, on_host: bool = False,
     ) -> None:  # fmt: skip
-        self.world = world.alone()
+        self.world = world.alone(torch.device("cpu") if on_host else None)
         # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
-        own = replace(config, replicas=1, context_parallel=1, offload="none", compile=False)
+        compute: Any = "bfloat16" if config.compute_dtype(world.device) == torch.bfloat16 else "float32"
+        own = replace(config, replicas=1, context_parallel=1, offload="none", compile=False, compute=compute)
         self.sharded = ShardedModule(module, blocks, self.world, own, weights=weights)
         self.module = self.sharded.module
         self.adapter, self.version = adapter, 0

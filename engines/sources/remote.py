@@ -17,6 +17,7 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.asking import Asking, Kind, Order, check_served, check_sglang
+from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.handshake import Handshake, compare
 from fluvial.engines.sources.peers import Peer
 from fluvial.engines.sources.protocol import Behaviour, Holder
@@ -86,16 +87,23 @@ class Remote:
         yield from self._chunks(requests, sampling, micro_batch=micro_batch)
 
     def push(self, engine: Holder, version: int) -> None:
-        """Give the weights of now to the servers that answer, see `RolloutSource`."""
+        """Give the weights of now to the servers that answer, see `RolloutSource`.
+
+        Of a copy rank 0 gives them; the other ranks then call this too, and only note the version.
+        """
         if version == self.version:
             return
-        with self.world.agreed():
+        if isinstance(engine, Copy) and not self.world.is_main:
+            self.version = version
+            return
+        world = engine.world if isinstance(engine, Copy) else self.world
+        with world.agreed():
             if self.world.is_main:
                 self.pool.wait()
         with self._weights:
             live = [server.control for server in self.pool.live] if self.world.is_main else []
             failed = self.sync.push(engine, version, live, adapter=self.adapter(version))
-            given = self.world.gather_items([peer.address for peer in live])[0]
+            given = world.gather_items([peer.address for peer in live])[0]
             self.version = version
             self.pool.keep({address for address in given if address not in failed}, failed)
 

@@ -153,14 +153,14 @@ def _built(
         source = build_source(
             config.rollout, job.model, behaviour, world, resume=resume,
             adapter=lambda version: policies.sampling_adapter(version) or "default", product=config.lora.product,
-            sizes=_pixels(config, job),
+            sizes=_pixels(config, job), copy=copy,
         )  # fmt: skip
         rollouts = Rollouts(
-            config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts
+            config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts, copy=copy
         )
     ahead = None
     if copy is not None:
-        ahead = Ahead(config, world, engine=engine, rollouts=rollouts, runners=runners, copy=copy, local=True)
+        ahead = Ahead(config, world, engine=engine, rollouts=rollouts, runners=runners, copy=copy)
     return Parts(
         job, asked, engine, policies, schedule, evaluation_schedule, source, rollouts, ahead, learner, rewards, runners,
         preferences, base,

@@ -33,6 +33,7 @@ from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.engines.rollout.window import windows
+from fluvial.engines.sources.copied import Copy, held
 from fluvial.engines.sources.handshake import Handshake, check
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.train.config import TrainConfig
@@ -66,6 +67,7 @@ class Rollouts:
         source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
+        copy: network whose weights are pushed, where rollouts are made ahead of the updates.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -82,9 +84,11 @@ class Rollouts:
         source: RolloutSource,
         schedules: Schedules,
         texts: TextLengths,
+        copy: Copy | None = None,
     ) -> None:
         self.config, self.job, self.world = config, job, world
         self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
+        self.copy = copy
         self.size: Size | None = None  # of the last samples, where there are several sizes
         self._order: BatchOrder | None = None
         self._has_met = False
@@ -146,7 +150,12 @@ class Rollouts:
         plan = self.plan(root, [self.job.prompts[0]] * rollout.prompts, self.engine.updates)
         asked, size = plan.requests, self.config.samples_per_pass
         same = None if asked.initial_ids is None else asked.initial_ids[:size]
-        self.source.push(self.engine, self.engine.updates)
+        if self.copy is None:
+            self.source.push(self.engine, self.engine.updates)
+        else:
+            self.copy.load(held(self.engine), self.engine.updates)
+            with self.world.agreed():  # the other ranks ask when rank 0 has pushed
+                self.source.push(self.copy, self.engine.updates)
         found = self.source.greet(Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling)
         if found is not None:
             corrected = self.config.correction.mode != "none"

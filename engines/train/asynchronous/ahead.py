@@ -68,15 +68,14 @@ class Ahead:
         rollouts: plans of rollouts, whose source may be called on another thread.
         runners: threads of the rewards.
         copy: network that takes the weights of each version.
-        local: whether each rank has a source of its own; else rank 0 pushes weights for all.
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, *, engine: Engine, rollouts: Rollouts, runners: RewardRunners, copy: Copy,
-        local: bool,
-    ) -> None:  # fmt: skip
+        self, config: TrainConfig, world: World, *, engine: Engine, rollouts: Rollouts, runners: RewardRunners, copy: Copy
+    ) -> None:
         self.config, self.world, self.engine, self.rollouts, self.runners = config, world, engine, rollouts, runners
-        self.copy, self.local, self.ahead = copy, local, config.asynchronous.ahead
+        self.copy, self.ahead = copy, config.asynchronous.ahead
+        self.local = not config.rollout.is_served  # each rank has a source of its own; else rank 0 pushes weights for all
         self.requested: dict[int, Requested] = {}
         self._work: Queue[tuple[Requested, dict[str, Tensor] | None] | None] = Queue()
         self._ending = Event()
@@ -240,9 +239,9 @@ class Ahead:
 
     def _push(self, found: Requested, weights: dict[str, Tensor]) -> None:
         def push() -> None:
-            self.copy.load(weights, found.version)
             self.rollouts.source.push(self.copy, found.version)
 
+        self.copy.load(weights, found.version)
         if self.local:
             push()
         else:

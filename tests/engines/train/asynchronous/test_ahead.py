@@ -112,7 +112,7 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
         source: Any = trainer.rollouts.source
         source.behaviour = copy.behaviour
         trainer.ahead = Ahead(
-            config, one, engine=trainer.engine, rollouts=trainer.rollouts, runners=trainer.runners, copy=copy, local=True
+            config, one, engine=trainer.engine, rollouts=trainer.rollouts, runners=trainer.runners, copy=copy
         )
         found = list(trainer)
         assert same(weights(trainer), last)
