@@ -200,7 +200,7 @@ def test_what_no_server_can_do_is_refused(one: World) -> None:
 
 
 def bound(level: Any, level_next: Any, *, eta: float) -> Any:
-    """A sampler of one's own."""
+    """Raise: a sampler of one's own that nobody calls."""
     raise AssertionError
 
 
