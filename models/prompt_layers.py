@@ -5,9 +5,11 @@ names them in `prompt_layers`, as patterns of `fnmatch`, e.g. `context_embedder`
 depends on the noise level or the image, such as the text stream of an MM-DiT's blocks, must not be named.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,20 +35,14 @@ class PromptLayers:
         self._forwards: list[Callable[..., Any]] = []
         self._results: list[list[Any]] = []  # of each layer, by its call within a prediction
         self._calls: list[int] = []
-        patterns = getattr(model, "prompt_layers", ())
+        patterns = tuple(getattr(model, "prompt_layers", ()))
         if not patterns:
             return
-        left_out = set() if in_blocks else {part for block in model.blocks(module) for part in block.modules()}
-        outer = "\0"  # the last layer found, whose parts it calls itself
-        for name, part in module.named_modules():
-            if part in left_out or name.startswith(f"{outer}."):
-                continue
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                outer = name
-                self._layers.append(part)
-                self._forwards.append(self._remembering(len(self._forwards), part.forward))
-                self._results.append([])
-                self._calls.append(0)
+        for part in _matching(module, patterns, left_out=set() if in_blocks else set(model.blocks(module))):
+            self._layers.append(part)
+            self._forwards.append(self._remembering(len(self._forwards), part.forward))
+            self._results.append([])
+            self._calls.append(0)
 
     @contextmanager
     def prediction(self) -> Iterator[None]:
@@ -83,3 +79,29 @@ class PromptLayers:
             return results[call]
 
         return remembered
+
+
+def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`.
+
+    Every chunk of a rollout looks them up, so this visits no module twice: `named_modules` takes three times as long.
+    """
+    matches, found, seen = _compiled(patterns).match, list[nn.Module](), set(left_out)
+    left = [("", module)]
+    while left:
+        name, part = left.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        if matches(name):
+            found.append(part)
+            continue
+        prefix = f"{name}." if name else ""
+        left.extend((prefix + key, child) for key, child in reversed(part._modules.items()) if child is not None)
+    return found
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return one expression for all patterns."""
+    return re.compile("|".join(translate(pattern) for pattern in patterns))
