@@ -105,24 +105,25 @@ def test_what_needs_fsdp_keeps_it(options: dict[str, Any], ranks: int) -> None:
     assert parallelize.replicas(ADAPTED, EngineConfig(**options), ranks=ranks, device=CPU) == 1
 
 
+TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}
+
+
 @pytest.mark.parametrize(
-    ("module", "options", "ranks", "expected"),
+    ("trained", "options", "ranks", "expected"),
     [
-        (ADAPTED, {}, 8, 8),
-        (ADAPTED, {}, 1, 1),
-        (ADAPTED, {"replicas": 1}, 8, 1),
-        (ADAPTED, {"replicas": 2}, 8, 2),
-        (ADAPTED, {"comm": "reshard"}, 8, 1),  # asks for the least memory
-        (ADAPTED, {"context_parallel": 2}, 8, 1),
-        (Net(), {}, 8, 1),  # moments would be copied, too
-        (Net().requires_grad_(False), {}, 8, 1),  # a reference gathers for a moment
+        ("adapters", {}, 8, 8),
+        ("adapters", {}, 1, 1),
+        ("adapters", {"replicas": 1}, 8, 1),
+        ("adapters", {"replicas": 2}, 8, 2),
+        ("adapters", {"comm": "reshard"}, 8, 1),  # asks for the least memory
+        ("adapters", {"context_parallel": 2}, 8, 1),
+        ("all", {}, 8, 1),  # moments would be copied, too
+        ("none", {}, 8, 1),  # a reference gathers for a moment
     ],
     ids=str,
 )
-def test_auto_copies_what_would_be_gathered_anyway(
-    module: torch.nn.Module, options: dict[str, Any], ranks: int, expected: int
-) -> None:
-    assert parallelize.replicas(module, EngineConfig(**options), ranks=ranks, device=CPU) == expected
+def test_auto_copies_what_would_be_gathered_anyway(trained: str, options: dict[str, Any], ranks: int, expected: int) -> None:
+    assert parallelize.replicas(TRAINED[trained], EngineConfig(**options), ranks=ranks, device=CPU) == expected
 
 
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
