@@ -1,0 +1,56 @@
+"""Runs whose samples `fluvial serve` makes, in another process: the weights have the bits of runs in one process."""
+
+import re
+import time
+from pathlib import Path
+
+import launch
+import pytest
+import tiny_pipelines
+
+from fluvial.engines.cli import main as cli
+
+ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
+REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none"
+
+
+def address(server: launch.Process) -> str:
+    """Return the address that a server prints as soon as it listens."""
+    until = time.monotonic() + 120
+    while not (found := re.search(r"serving .* on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
+        assert server.poll() is None, server.stderr
+        assert time.monotonic() < until, "the server does not listen"
+        time.sleep(0.02)
+    return found[1]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["handwriting", "sd3", "qwen-image"])
+def test_two_updates_with_a_server_have_the_bits_of_those_without(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The adapter is pushed after each update; the handshake finds no difference, and neither does a rollout."""
+    model, size = ["handwriting"], ["--rollout.window", "1", "--rollout.window-high", "2"]
+    if name != "handwriting":
+        row = tiny_pipelines.ROWS[name]
+        model = [str(tiny_pipelines.save(row, tmp_path / name))]
+        size = ["--pipeline.height", str(row.sizes[0][0]), "--pipeline.width", str(row.sizes[0][1])]
+        (tmp_path / "prompts.txt").write_text("".join(f"a {animal}\n" for animal in ("cat", "dog", "cow", "fly", "bee")))
+    prompts = [] if name == "handwriting" else ["--prompts", str(tmp_path / "prompts.txt")]
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    run = ["train", "grpo", "--model", *model, *prompts, *size, *ROLLOUT.split(), *REST.split()]
+    assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
+    options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
+    asked = [] if name == "handwriting" else size
+    with launch.start("serve", *model, *options, *asked) as server:
+        served = ["--rollout.source", address(server), "--rollout.servers.weights-folder", str(weights)]
+        assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
+    assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
+    records = launch.records(tmp_path / "served")
+    handshake = next(record["handshake"] for record in records if "handshake" in record)
+    assert handshake["kind"] == "fluvial"
+    assert set(handshake["log_prob_difference"].values()) == {0.0}
+    updates = [record for record in records if "grad_norm" in record]
+    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
+    assert [*weights.iterdir()] == []  # nothing is left behind
