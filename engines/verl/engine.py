@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import DTYPES
+from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
@@ -183,7 +184,8 @@ class VerlEngine:
             self.algorithm, self.denoiser, self.world,
             micro_batch=int(size), loss_function=loss_function, group=self._group, append=type(self).append,
         )  # fmt: skip
-        return passes.infer(self._sharded()) if forward_only else passes.train(self._trained("a backward pass"))
+        with deterministic(self.settings.engine.deterministic):
+            return passes.infer(self._sharded()) if forward_only else passes.train(self._trained("a backward pass"))
 
     def optimizer_step(self) -> float:
         """Take an optimizer step, unless the gradient is not finite, and return its norm before clipping."""

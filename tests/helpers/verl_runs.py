@@ -144,7 +144,8 @@ def flow_grpo(*, kl: float = 0.0, calls: list[Any] | None = None) -> Any:
             std = model_output["std_dev_t"]
             value = value + kl * (away.flatten(1).mean(1) / (2 * std.flatten() ** 2)).mean()
         if calls is not None:
-            calls.append((len(ratio), data["gradient_accumulation_steps"], data["sp_size"], dp_group))
+            strict = torch.are_deterministic_algorithms_enabled()
+            calls.append((len(ratio), data["gradient_accumulation_steps"], data["sp_size"], dp_group, strict))
         return value / data["gradient_accumulation_steps"], {"actor/ratio_mean": ratio.mean().item()}
 
     return loss
