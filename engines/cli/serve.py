@@ -32,7 +32,8 @@ class ServeConfig:
         deadline: Seconds that a request may take; then it is answered with 504.
         dtype: Dtype of the network; auto is bfloat16 on CUDA, else float32.
         deterministic: Use deterministic algorithms only, so that a GPU gives the same bits every time.
-        weights_root: Folders that requests may name weights and adapters in; by default none may be named.
+        weights_root: Folders that requests may name weights and adapters in. By default this user's folder in the machine's
+            shared memory, where trainers leave them, and those of the model's own weights.
         most_waiting: Largest number of samples that wait; requests beyond are answered with 429.
         most_steps: Largest number of steps of a request.
         most_outputs: Largest number of samples of a request.

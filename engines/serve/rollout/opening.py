@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.files import shared_folder
 from fluvial.engines.fsdp.parallelize import cast_samples
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.serve.rollout.policy import Policy
@@ -14,6 +15,7 @@ from fluvial.engines.serve.rollout.weights import ServedWeights
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import BUILT_IN, PipelineConfig
 from fluvial.engines.train.jobs.weights import WEIGHTS, base_model, is_run, with_base
+from fluvial.models.protocol import Weights
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -29,11 +31,12 @@ def opened(
         weights: folder of other base weights; None takes the model's own.
         steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
         dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on CUDA, else float32.
-        roots: folders that weights may be read from later.
+        roots: folders that weights may be read from later; by default `shared_folder()` and those of the model's own.
         device: device; by default CUDA where there is one.
 
     Raises:
         UsageError: there is no such model, or it cannot be loaded.
+        RunError: the folder in shared memory belongs to somebody else.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda") else torch.float32
@@ -53,5 +56,11 @@ def opened(
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
         parameter.data = parameter.data.to(kind)
     module.to(device)
-    served = ServedWeights(module, roots=roots, device=device)
+    served = ServedWeights(module, roots=roots or [shared_folder(), *_folders(job.model.weights)], device=device)
     return Policy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
+
+
+def _folders(weights: Weights | None) -> list[Path]:
+    """Return the folders of a model's own weights, each with those beside it that belong to the same pipeline."""
+    folders = [] if weights is None else [weights] if isinstance(weights, Path) else list(weights.values())
+    return [folder.parent if (folder.parent / "model_index.json").is_file() else folder for folder in folders]
