@@ -168,7 +168,7 @@ def test_a_server_in_bfloat16_is_compared_in_its_own_dtype(tmp_path: Path, one: 
 
 
 def test_the_bytes_of_an_adapter_are_less_than_a_hundredth(tmp_path: Path, one: World) -> None:
-    """For a transformer of a real one's proportions, of which an adapter of rank 16 has 0.4 %."""
+    """For a transformer of the width of SD3, and an adapter of rank 4."""
     from diffusers import SD3Transformer2DModel
 
     from fluvial.engines.fsdp.export import layout

@@ -1,4 +1,4 @@
-"""`fluvial serve` as a process that trainers push to: the weights of a run have the bits of one that makes its own samples."""
+"""`fluvial serve` as a process that trainers push to: a run has the bits of one that makes its own samples."""
 
 import json
 import re
