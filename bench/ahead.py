@@ -1,0 +1,97 @@
+"""The simulation of `fluvial plan` against a small run whose rollouts and updates take given seconds.
+
+    python -m fluvial.bench.ahead
+
+The seconds are sleeps, in the thread that samples and in the update, so that other programs on the machine change little.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan.simulate import simulate
+from fluvial.engines.rollout.ahead import AsyncConfig
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.generate import Chunk
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.trainer import Trainer
+
+ROLLOUTS = 8
+CASES = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))  # seconds of a rollout, and of its update
+
+
+class Compared(NamedTuple):
+    """A run beside its simulation."""
+
+    measured: float  # seconds of the run
+    simulated: float
+    idle: float  # share of the time without an update, as the run recorded it
+
+
+def spread(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score images by their brightness."""
+    return images.mean((1, 2, 3)).cpu()
+
+
+def compare(rollout: float, update: float, ahead: int, world: World, folder: Path) -> Compared:
+    """Return the seconds of a run and of its simulation, which knows the seconds of each rollout and each update.
+
+    Args:
+        rollout, update: seconds of sleep in each.
+        ahead: number of rollouts that are made ahead.
+        world: process group of one process.
+        folder: folder of the run, in which nothing is written.
+    """
+    config = TrainConfig(
+        out=folder, updates=ROLLOUTS, micro_batch=4, asynchronous=AsyncConfig(ahead),
+        correction=CorrectionConfig("truncate"), rollout=RolloutConfig(prompts=2, group=4, steps=4, window=2),
+    )  # fmt: skip
+    made, learnt = list[float](), list[float]()
+    with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:
+        source: Any = trainer.rollouts.source
+        generate, learn = source.generate, trainer.learner.update
+
+        def slow(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+            start = time.perf_counter()
+            time.sleep(rollout)
+            yield from generate(*args, **options)
+            made.append(time.perf_counter() - start)
+
+        def dragged(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            time.sleep(update)
+            found = learn(*args, **options)
+            learnt.append(time.perf_counter() - start)
+            return found
+
+        source.generate, trainer.learner.update = slow, dragged  # type: ignore[method-assign]
+        start = time.perf_counter()
+        records = list(trainer)
+        measured = time.perf_counter() - start
+    seconds = [sum(record["seconds"].values()) for record in records]
+    idle = sum(record["speed"]["trainer_idle"] * own for record, own in zip(records, seconds, strict=True)) / sum(seconds)
+    return Compared(measured, simulate(made, learnt, ahead=ahead).seconds, idle)
+
+
+def main() -> None:
+    """Print a row per case and number of rollouts ahead, as a table of Markdown."""
+    print("| rollout | update | K | measured | simulated | difference | trainer idle |\n|---|---|---|---|---|---|---|")
+    with init_world() as world, TemporaryDirectory() as folder:
+        for rollout, update in CASES:
+            for ahead in (0, 1):
+                found = compare(rollout, update, ahead, world, Path(folder))
+                apart = found.simulated / found.measured - 1
+                row = f"{rollout:g} s | {update:g} s | {ahead} | {found.measured:.1f} s | {found.simulated:.1f} s"
+                print(f"| {row} | {apart:+.1%} | {found.idle:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
