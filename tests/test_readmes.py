@@ -59,7 +59,7 @@ def every_flag() -> set[str]:
     from fluvial.engines.train import pretrain, recipes
 
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
-    configs += [pretrain.handwriting_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig(), AheadConfig()]
+    configs += [pretrain.words_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig(), AheadConfig()]
     configs += [preferences.PipelinePreferencesConfig(Path("x"))]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]

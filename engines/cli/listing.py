@@ -8,6 +8,7 @@ RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
 BUILT_IN = {
     "handwriting": "a small SD3 transformer that writes 4-digit codes (predicts a velocity)",
     "handwriting-unet": "a small UNet that writes them (predicts epsilon)",
+    "words": "a small SD3 transformer that draws words of 3 to 6 letters (predicts a velocity)",
 }
 
 

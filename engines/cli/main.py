@@ -27,7 +27,8 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
   models              List the models that can be trained, with the memory of their weights.
   rewards [NAME]      List the reward models, or describe one and its options.
 
-MODEL is handwriting (a small SD3 transformer that writes 4-digit codes) or handwriting-unet (a UNet that predicts epsilon).
+MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwriting-unet (a UNet that predicts epsilon) or
+words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
 plan takes handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --help lists the fields.
 On several processes: torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME

@@ -26,6 +26,7 @@ def run(args: list[str]) -> None:
     print(f"{'--model':<48} {'makes':<9} {'predicts':<9} network, memory of its weights in bfloat16")
     print(f"{'handwriting':<48} {'codes':<9} {'velocity':<9} 0.6 million parameters, built in")
     print(f"{'handwriting-unet':<48} {'codes':<9} {'epsilon':<9} 0.7 million parameters, built in")
+    print(f"{'words':<48} {'words':<9} {'velocity':<9} 1.3 million parameters, built in; needs fluvial[words]")
     for known in KNOWN:
         size = f"{known.billions:g} billion parameters, {known.gibibytes:.0f} GiB ({known.pipeline})"
         print(f"{known.example:<48} {known.makes:<9} {known.prediction:<9} {size}")

@@ -17,9 +17,11 @@ def run(args: list[str]) -> None:
         handwriting_pretraining,
         handwriting_unet_pretraining,
         pretrain,
+        words_pretraining,
     )
 
-    recipe = handwriting_unet_pretraining if name == "handwriting-unet" else handwriting_pretraining
+    recipes = dict(zip(BUILT_IN, (handwriting_pretraining, handwriting_unet_pretraining, words_pretraining), strict=True))
+    recipe = recipes[name]
     config = parsed(PretrainConfig, recipe, f"fluvial pretrain {name}", args[1:])
     if config.model != name:
         raise UsageError(f"--model is {config.model}, and the command names {name}: use fluvial pretrain {config.model}")

@@ -95,8 +95,8 @@ def recipes_help() -> str:
         "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
-        "handwriting-unet) they are those that were found on them. fluvial train RECIPE --help explains both, and lists all",
-        "fields.",
+        "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",
+        "lists all fields.",
     ]
     return "\n".join(lines) + "\n"
 

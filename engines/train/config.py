@@ -24,7 +24,7 @@ from fluvial.engines.train.validate import DEFAULT_MAX_LOG_RATIO, config_problem
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
 
-BUILT_IN = ("handwriting", "handwriting-unet")  # models that come with fluvial
+BUILT_IN = ("handwriting", "handwriting-unet", "words")  # models that come with fluvial
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class TrainConfig:
     Args:
         out: Folder of the run: its settings, metrics, samples, checkpoints and weights.
         model: Model that is trained: handwriting (the built-in flow), handwriting-unet (the built-in model that predicts
-            epsilon), a pipeline of diffusers by its folder or its id on the Hub (`fluvial models` lists them), or the folder
-            of another run, whose exported weights it starts from.
+            epsilon), words (the built-in flow of words), a pipeline of diffusers by its folder or its id on the Hub
+            (`fluvial models` lists them), or the folder of another run, whose exported weights it starts from.
         seed: Seed of everything random; the same seed gives the same bits on the same machine with as many processes.
         data_seed: Seed of the order of the prompts; None is `seed`.
         updates: Number of optimizer updates in the whole run.

@@ -17,8 +17,10 @@ from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
 from fluvial.engines.train.jobs.weights import from_run, with_base
+from fluvial.engines.train.jobs.words import words
+from fluvial.models import DiffusionModel
 
-__all__ = ["Job", "build", "from_run", "handwriting", "named", "of_run", "opened", "pipeline"]
+__all__ = ["Job", "build", "fresh", "from_run", "handwriting", "named", "of_run", "opened", "pipeline", "words"]
 
 
 def handwriting(
@@ -80,7 +82,23 @@ def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (
             f"model is {model!r}, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub such as owner/name "
             "(fluvial models)"
         )
+    if model == "words":
+        return words(weights=weights, prompts=prompts, data=data)
     return handwriting(weights=weights, prompts=prompts, data=data, unet=model == BUILT_IN[1])
+
+
+def fresh(model: str, seed: int) -> DiffusionModel:
+    """Return a built-in model with random weights.
+
+    Args:
+        model: name of the model.
+        seed: seed of the weights.
+    """
+    from fluvial.models.handwriting import Handwriting, HandwritingUNet
+    from fluvial.models.words import Words
+
+    kinds: dict[str, Callable[..., DiffusionModel]] = dict(zip(BUILT_IN, (Handwriting, HandwritingUNet, Words), strict=True))
+    return kinds[model](None, seed=seed)
 
 
 def of_run(config: TrainConfig) -> Job:

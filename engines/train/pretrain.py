@@ -1,4 +1,4 @@
-"""Pre-training of the built-in models on random handwriting: flow matching, or denoising."""
+"""Pre-training of the built-in models on random handwriting, or on drawn words: flow matching, or denoising."""
 
 import json
 import time
@@ -37,20 +37,23 @@ class PretrainConfig:
 
     Args:
         out: Folder for the weights.
-        model: Model to train: handwriting (a transformer, by flow matching) or handwriting-unet (a UNet, by denoising).
+        model: Model to train: handwriting or words (transformers, by flow matching) or handwriting-unet (a UNet, by
+            denoising).
         seed: Seed of everything random.
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.
         micro_batch: Number of images per forward pass.
+        dtype: Dtype of the weights that are written.
         optimizer: Optimizer and its schedule.
     """
 
     out: Path
-    model: Literal["handwriting", "handwriting-unet"] = "handwriting"
+    model: Literal["handwriting", "handwriting-unet", "words"] = "handwriting"
     seed: int = 0
     updates: int = 400
     batch: int = 64
     micro_batch: int = 64
+    dtype: Literal["float32", "float16"] = "float32"
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
 
     def __post_init__(self) -> None:
@@ -69,6 +72,11 @@ def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base"))
     return PretrainConfig(out=out, model="handwriting-unet", updates=450)
 
 
+def words_pretraining(out: Path = Path("runs/words-base")) -> PretrainConfig:
+    """Train the transformer by flow matching on drawn training words, as its shipped weights were."""
+    return PretrainConfig(out=out, model="words", updates=1000, dtype="float16")
+
+
 class Noised(NamedTuple):
     """Clean images, their noise and conditioning, each field `[P, ...]`."""
 
@@ -85,17 +93,16 @@ class ErrorInfo(NamedTuple):
 
 
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a handwriting model from random weights and write it to a folder, with a record of how it was made.
+    """Train a built-in model from random weights and write it to a folder, with a record of how it was made.
 
     The loss is mean |v - target|^2, as in supervised fine-tuning, at the levels that `levels` draws.
 
     Raises:
-        UsageError: the folder already holds a model.
+        UsageError: the folder already holds a model, or a package that the evaluation needs is not installed.
     """
-    from fluvial.models.handwriting import Handwriting, HandwritingUNet, codes, write
-
-    model = (Handwriting if config.model == "handwriting" else HandwritingUNet)(None, seed=config.seed)
-    prompts, root = codes("train"), key(config.seed)
+    job = jobs.named(config.model)
+    assert job.data is not None, "built-in models have data"
+    model, prompts, write, root = jobs.fresh(config.model, config.seed), job.prompts, job.data, key(config.seed)
     with init_world() as world:
         with world.agreed():
             if (config.out / "config.json").exists():
@@ -134,7 +141,6 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                     pad_to=len(ids),
                 )
                 progress.advance({"error": info.mean["error"]}, {"update": time.perf_counter() - start})
-        job = jobs.named(config.model)
         with engine.inference(average=True) as sampled:
             result = evaluate(
                 job,
@@ -144,7 +150,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 micro_batch=config.micro_batch,
                 world=world,
             )
-        export(engine.module, config.out, average=engine.averaged(), world=world)
+        export(engine.module, config.out, average=engine.averaged(), dtype=getattr(torch, config.dtype), world=world)
         record = {
             "command": f"fluvial pretrain {config.model}",
             "updates": config.updates,
@@ -154,7 +160,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         }
         if world.is_main:
             write_json(config.out / RECORD, record)
-        progress.say(f"held-out codes exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
+        progress.say(f"held-out prompts exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
         return record
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
@@ -30,8 +31,9 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.noising import NoisingConfig
 from fluvial.engines.train.config import BUILT_IN, TrainConfig
 from fluvial.engines.train.published.settings import of_model, of_published
+from fluvial.models import LoraConfig
 
-HANDWRITING, UNET = BUILT_IN
+HANDWRITING, UNET, WORDS = BUILT_IN
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
@@ -322,6 +324,16 @@ def handwriting(model: str = HANDWRITING) -> TrainConfig:
     return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
 
 
+def words(model: str = WORDS) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on a small SD3 transformer that draws words, with RapidOCR as the reward."""
+    config = replace(grpo(model), updates=60, minibatches=1, eval_every=20)
+    if not config.is_built_in:
+        return config
+    optimizer = OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9)
+    evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(product="merged")
+    return replace(config, optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
+
+
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "grpo": grpo,
     "dance": dance,
@@ -341,4 +353,5 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "sft": sft,
     "distill": distill,
     "handwriting": handwriting,
+    "words": words,
 }

@@ -18,13 +18,14 @@ from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PipelinePreferencesConfig, PreferencesConfig
 from fluvial.engines.cli.sample import PipelineSampleConfig, SampleConfig
 from fluvial.engines.plan.plan import PlanConfig
-from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining
+from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining, words_pretraining
 from fluvial.engines.train.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
     **{f"train {name}": recipe() for name, recipe in RECIPES.items()},
     "pretrain handwriting": handwriting_pretraining(),
     "pretrain handwriting-unet": handwriting_unet_pretraining(),
+    "pretrain words": words_pretraining(),
     "eval handwriting": EvalConfig(),
     "sample handwriting": SampleConfig(),
     "sample folder/pipeline": PipelineSampleConfig(),

@@ -87,7 +87,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
 }  # fmt: skip
 
-PUBLISHED["handwriting"] = PUBLISHED["grpo"] | {"minibatches": 1}
+PUBLISHED["handwriting"] = PUBLISHED["words"] = PUBLISHED["grpo"] | {"minibatches": 1}
 
 
 def value(config: TrainConfig, name: str) -> Any:
@@ -240,6 +240,7 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "sft": ("--noising.levels", "schedule", "schedule"),
     "distill": ("--objective.teacher", "folder", Path("folder")),
     "handwriting": ("--objective.clip-high", "0.2", 0.2),
+    "words": ("--evaluation.seeds", "3", 3),
 }
 
 

@@ -1,0 +1,99 @@
+"""Recognisers of drawn words: one for the reward, another one, of another maker, for the evaluation.
+
+`reward_recogniser` is RapidOCR (PP-OCRv6 of PaddlePaddle) and scores rollouts. `heldout_recogniser` is ddddocr, a network
+that its author trained for captchas, and is used for evaluation only. The two share neither weights nor training data, so
+that gaming the reward shows in the evaluation. Both are CTC models that come in their packages and run on the CPU, offline.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fluvial.models.rewards.ocr import Ocr
+from fluvial.models.rewards.shared.text import levenshtein
+
+INSTALL = "pip install 'fluvial[words]'"
+PACKAGES = ("rapidocr", "onnxruntime", "ddddocr")
+CTC_HEIGHT = 64  # pixels, of the input of ddddocr
+
+
+def missing() -> list[str]:
+    """Return the packages of the recognisers that are not installed."""
+    return [name for name in PACKAGES if find_spec(name) is None]
+
+
+class Recogniser:
+    """Recognise words in images `[B, 1, 24, 96]` in [0, 1].
+
+    Args:
+        read: function that returns the text in each of the images `[B, 24, 96]` in uint8.
+    """
+
+    def __init__(self, read: Callable[[np.ndarray], list[str]]) -> None:
+        self.read_pixels = read
+
+    def read(self, images: Tensor) -> list[str]:
+        """Return the text in each image, without blanks, in small letters."""
+        pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
+        return ["".join(text.split()).lower() for text in self.read_pixels(pixels)]
+
+    def letters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return 1 - min(levenshtein(t, w), |w|) / |w| of each word w that is read as t, float32 `[B]`.
+
+        This is the OCR score of the text-rendering papers (arXiv 2505.05470), except that more letters than asked for cost
+        as much as others. It is 1 if and only if the word is read exactly.
+        """
+        texts = self.read(images)
+        scores = [1 - min(levenshtein(text, word), len(word)) / len(word) for text, word in zip(texts, prompts, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32, device=images.device)
+
+
+def reward_recogniser() -> Recogniser:
+    """Return the recogniser of the reward: RapidOCR, which reads each image as one line. Its models are loaded when used."""
+    return Recogniser(lambda pixels: rapidocr().read(torch.from_numpy(pixels)[..., None].expand(*pixels.shape, 3)))
+
+
+def heldout_recogniser() -> Recogniser:
+    """Return the recogniser of the evaluation: ddddocr's default model, which is loaded when used."""
+    return Recogniser(lambda pixels: [ddddocr()(image) for image in pixels])
+
+
+@cache
+def rapidocr() -> Ocr:
+    """Return RapidOCR for one line, 192 pixels wide where its own width is 320: words take a third less time."""
+    # A word that it is not sure of counts as it is read, so that the score rises letter by letter.
+    return Ocr(target="prompt", detect=False, confidence=0.0, width=192)
+
+
+@cache
+def ddddocr() -> Callable[[np.ndarray], str]:
+    """Return ddddocr's default model as a function of an image `[24, 96]` in uint8, with its own preprocessing.
+
+    The package's class gives the same texts, but takes all cores.
+    """
+    runtime: Any = import_module("onnxruntime")
+    package: Any = import_module("ddddocr.charsets")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    folder = Path(package.__file__).parent
+    session = runtime.InferenceSession(folder / "common_old.onnx", options, providers=["CPUExecutionProvider"])
+    name, characters = session.get_inputs()[0].name, package.CHARSET_OLD
+
+    def read(image: np.ndarray) -> str:
+        height, width = image.shape
+        sized = Image.fromarray(image).resize((width * CTC_HEIGHT // height, CTC_HEIGHT), Image.Resampling.LANCZOS)
+        (scores,) = session.run(None, {name: np.asarray(sized, np.float32)[None, None] / 255})  # [steps, 1, characters]
+        best = scores[:, 0].argmax(-1)
+        kept = best[np.flatnonzero(np.diff(best, prepend=0))]  # a character that follows itself is one; 0 is none
+        return "".join(characters[index] for index in kept)
+
+    return read

@@ -1,0 +1,77 @@
+"""The built-in job of words through the command line: an update, and what is said where a package is missing."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fluvial.core.random import key
+from fluvial.engines.cli import main as cli
+from fluvial.engines.train import job as jobs
+from fluvial.models.words import recognisers, words
+
+TINY = (
+    "--updates 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window 1 --rollout.window-high 1 "
+    "--micro-batch 4 --evaluation.seeds None --final-samples 2 --eval-every 0 --tracker none"
+)
+
+
+def test_an_update_through_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run learns from RapidOCR's score, is evaluated by ddddocr's too, and writes samples and weights."""
+    out = tmp_path / "run"
+    assert cli.run(["train", "words", "--out", str(out), *TINY.split()]) == 0, capfd.readouterr().err
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert any(0 <= row.get("reward", -1) <= 1 for row in rows)
+    summary = json.loads((out / "summary.json").read_text())
+    assert {"reward_exact_after", "heldout_exact_after", "heldout_score_before"} <= set(summary)
+    assert json.loads((out / "config.json").read_text())["model"] == "words"
+    assert (out / "weights" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_training_never_sees_the_evaluator() -> None:
+    """The rewards that a run can learn from are RapidOCR's, on training words; ddddocr's evaluates held-out ones."""
+    job = jobs.named("words")
+    images = job.data(key(0), list(job.heldout[:1])) if job.data is not None else None
+    assert images is not None
+    used: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recognisers, "ddddocr", lambda: used.append("ddddocr") or (lambda image: "x"))
+        patch.setattr(recognisers, "rapidocr", lambda: used.append("rapidocr") or _Read())
+        for reward in job.rewards.values():
+            reward(job.model.decode(images), job.heldout[:1])
+        assert used == ["rapidocr"]
+        job.evaluators["heldout"](job.model.decode(images), job.heldout[:1])
+        assert used == ["rapidocr", "ddddocr"]
+    assert job.prompts == words("train")
+    assert job.heldout == words("heldout")
+    assert set(job.evaluators) == {"reward", "heldout"}
+
+
+class _Read:
+    def read(self, images: object) -> list[str]:
+        return ["x"]
+
+
+@pytest.mark.parametrize("absent", ["ddddocr", "rapidocr"])
+@pytest.mark.parametrize("command", ["train words", "pretrain words", "sample words --prompts river"])
+def test_a_missing_package_is_one_line(
+    command: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what to install, and nothing has been written."""
+    monkeypatch.setattr(recognisers, "find_spec", lambda name: None if name == absent else find_spec(name))
+    out = tmp_path / ("x.png" if command.startswith("sample") else "out")
+    assert cli.run([*command.split(), "--out", str(out)]) == 2
+    assert (
+        capsys.readouterr().err.strip()
+        == f"error: the words job needs {absent}, not installed: pip install 'fluvial[words]'"
+    )
+    assert not out.exists()
+
+
+def test_words_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A held-out word, or a line that is no word, is refused."""
+    for text, says in ((words("heldout")[0], "held out"), ("Not a word", "is not a word of 3 to 6 letters")):
+        (tmp_path / "own.txt").write_text(f"river\n{text}\n")
+        assert cli.run(["train", "words", "--prompts", str(tmp_path / "own.txt"), "--out", str(tmp_path / "run")]) == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""The built-in model of words: its data, its two recognisers, its base weights, and the model protocol."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from fluvial.core.random import fold_in, key, normal
+from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.train.pretrain import pretrain, words_pretraining
+from fluvial.models.words import BASE, Recogniser, Words, heldout_recogniser, reward_recogniser, words, write
+from fluvial.models.words.data import ADVANCE, BASELINE, FONTS, HEIGHT, LETTERS, LIST, SHIFT, SIZES, WIDTH, draw, typeface
+from fluvial.models.words.model import CONFIG
+
+
+def test_a_fifth_of_the_words_is_held_out() -> None:
+    """The hash of a word decides; every word has 3 to 6 letters, and every letter occurs in both splits."""
+    train, heldout = words("train"), words("heldout")
+    listed = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
+    assert sorted(train + heldout) == sorted(set(listed))
+    assert not set(train) & set(heldout)
+    assert 0.19 < len(heldout) / len(listed) < 0.23
+    for split in (train, heldout):
+        assert {len(word) for word in split} == {3, 4, 5, 6}
+        assert set("".join(split)) >= set("abcdefghijklmnopqrstuvwxyz") - set("q")
+
+
+def test_drawing_depends_on_the_key_alone() -> None:
+    """The same key gives the same bits, an image does not depend on the other ones, and every image differs."""
+    prompts = ["river", "river", "act"]
+    images = write(key(3), prompts)
+    assert images.shape == (3, 1, HEIGHT, WIDTH)
+    assert torch.equal(images, write(key(3), prompts))
+    assert torch.equal(images[:1], write(key(3), ["river"]))
+    assert not torch.equal(images[0], images[1])
+    assert not torch.equal(images, write(key(4), prompts))
+    assert write(key(3), []).shape == (0, 1, HEIGHT, WIDTH)
+
+
+def test_no_letter_is_cut_off() -> None:
+    """In each font, size and place all ink of each letter is within the image, and in its own part of it."""
+    for face in (typeface(name, size) for name in FONTS for size in SIZES):
+        for letter in LETTERS[1:]:
+            left, top, right, bottom = face.getbbox(letter, anchor="ms")
+            assert max(-left, right) + SHIFT <= ADVANCE / 2
+            assert BASELINE - SHIFT + top >= 0
+            assert BASELINE + SHIFT + bottom <= HEIGHT
+    assert draw("wwwwww", 0.0, 0.9, 0.5, 0.5).min() < 64  # dark on white
+    assert np.median(draw("wwwwww", 0.0, 0.9, 0.5, 0.5)) == 255
+
+
+@pytest.mark.parametrize("prompt", ["ab", "abcdefg", "River", "ri ver", "ri-er", "naïve", "r1ver", ""])
+def test_a_prompt_that_is_not_a_word_is_refused(prompt: str) -> None:
+    """The message names the expected form."""
+    with pytest.raises(ValueError, match=r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$"):
+        Words().check_prompt(prompt)
+
+
+def test_both_recognisers_read_drawn_words() -> None:
+    """On held-out words, which both read nearly always; each reads what is drawn, not what is asked for."""
+    prompts = list(words("heldout")[3::35])
+    images = Words().decode(write(key(1), prompts))
+    for recogniser in (reward_recogniser(), heldout_recogniser()):
+        assert (recogniser.letters(images, prompts) == 1).float().mean() >= 0.9
+        assert recogniser.letters(images[:2], ["zzzzzz", "qqqqqq"]).max() < 0.5
+        assert recogniser.letters(torch.ones(1, 1, HEIGHT, WIDTH), ["act"]).tolist() == [0.0]
+        assert recogniser.read(torch.empty(0, 1, HEIGHT, WIDTH)) == []
+
+
+def test_the_unseen_recogniser_is_the_packages_own() -> None:
+    """Our session, in one thread, reads what ddddocr's class reads, of good and of broken images."""
+    import ddddocr
+
+    prompts = list(words("heldout")[:4])
+    images = Words().decode(write(key(2), prompts))
+    noise = normal(fold_in(key(5), torch.arange(4)), tuple(images.shape))
+    images = torch.cat([images, (images + 0.4 * noise).clamp(0, 1)])
+    whole = ddddocr.DdddOcr(show_ad=False)
+    pixels = (images * 255).round().to(torch.uint8).numpy()[:, 0]
+    theirs = [whole.classification(Image.fromarray(image)).lower() for image in pixels]
+    assert heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
+
+
+def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
+    """It is 1 for the word alone: a letter too many costs as much as a wrong one."""
+
+    def read(pixels: np.ndarray) -> list[str]:
+        return ["river", "RI VER", "rivers", "rover", "r", "", "something else"]
+
+    scores = Recogniser(read).letters(torch.zeros(7, 1, HEIGHT, WIDTH), ["river"] * 7)
+    assert scores.tolist() == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.2, 0.0, 0.0])
+
+
+def test_recognisers_see_eight_bits() -> None:
+    """Values outside [0, 1] are clipped, and halves are rounded."""
+    seen = []
+
+    def read(pixels: np.ndarray) -> list[str]:
+        seen.append(pixels)
+        return ["a"] * len(pixels)
+
+    Recogniser(read).read(torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]).reshape(1, 1, 1, 5))
+    assert seen[0].dtype == np.uint8
+    assert seen[0].tolist() == [[[0, 0, 128, 255, 255]]]
+
+
+def test_the_conditioning_tells_letters_and_places() -> None:
+    """Anagrams differ; a letter has the place where it is drawn, in halves of an advance; the empty prompt is zeros."""
+    cond = Words().encode(["act", "cat", "acts", ""])
+    assert cond.tokens.shape == (4, 6, 38)
+    assert cond.pooled.shape == (4, 162)
+    assert len({tuple(row.flatten().tolist()) for row in cond.tokens}) == 4
+    assert not cond.pooled[3].any()
+    assert not cond.tokens[3].any()
+    hot = [cond.tokens[i, :, 27:].nonzero()[:, 1].tolist() for i in range(3)]
+    assert hot == [[3, 5, 7], [3, 5, 7], [2, 4, 6, 8]]
+    ink = write(key(0), ["act"])[0, 0].lt(0).any(0).nonzero()
+    middles = [WIDTH / 2 + (place - 5) * ADVANCE / 2 for place in (3, 7)]
+    assert middles[0] - ADVANCE / 2 <= ink.min() <= middles[0] < middles[1] <= ink.max() <= middles[1] + ADVANCE / 2
+
+
+@torch.no_grad()
+def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
+    """Other samples of the batch do not matter; one letter does; images have one size."""
+    model = Words(None)
+    module = model.build()
+    x = normal(fold_in(key(0), torch.arange(2)), (2, *model.latent_shape()))
+    sigma = torch.tensor([1.0, 0.3])
+    v = model.predict(module, x, sigma, model.encode(["river", "act"]))
+    assert v.shape == x.shape
+    alone = model.predict(module, x[1:], sigma[1:], model.encode(["act"]), timestep=sigma[1:] * 1000)
+    torch.testing.assert_close(v[1:], alone, rtol=1e-4, atol=1e-5)
+    other = model.predict(module, x, sigma, model.encode(["rover", "act"]))
+    assert not torch.allclose(v[0], other[0], atol=1e-5)
+    assert len(model.blocks(module)) == CONFIG["num_layers"]
+    with pytest.raises(ValueError, match="the size is 8x8 of 1 frames, expected 24x96 of 1: words have one size"):
+        model.latent_shape(8, 8)
+
+
+def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
+    """At most 4 MB of float16, float32 in memory; the record says how many held-out words are right."""
+    assert sum(path.stat().st_size for path in BASE.iterdir()) <= 4e6
+    assert {tensor.dtype for tensor in load_file(BASE / "diffusion_pytorch_model.safetensors").values()} == {torch.float16}
+    module = Words().build()
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert 1e6 < sum(parameter.numel() for parameter in module.parameters()) < 1.8e6
+    record = json.loads((BASE / "made-by.json").read_text())
+    assert record["command"] == "fluvial pretrain words"
+    assert record["eval_samples"] >= 350
+    assert 0.4 < record["heldout_exact"]["heldout"] < 0.7
+
+
+class Enough(Exception):
+    """Enough updates have been made."""
+
+
+def test_pretraining_begins_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawings, noise, levels, network and optimizer are those of the shipped weights: so are the first errors."""
+    recorded = {1: 0.0, 5: 0.0, 10: 0.0}
+    errors: list[float] = []
+
+    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
+        errors.append(numbers["error"])
+        if len(errors) == max(recorded):
+            raise Enough
+
+    monkeypatch.setattr(RunProgress, "advance", advance)
+    with pytest.raises(Enough):
+        pretrain(words_pretraining(tmp_path / "base"))
+    assert {update: errors[update - 1] for update in recorded} == pytest.approx(recorded, rel=2e-3)
+
+
+@pytest.mark.whole
+def test_pretraining_reproduces_the_base_weights(tmp_path: Path) -> None:
+    """The recorded command gives the shipped weights, up to rounding that differs between processors."""
+    import launch
+
+    done = launch.fluvial("pretrain", "words", "--out", str(tmp_path / "base"), timeout=1800)
+    assert done.returncode == 0, done.stderr
+    name = "diffusion_pytorch_model.safetensors"
+    shipped, made = load_file(BASE / name), load_file(tmp_path / "base" / name)
+    assert set(made) == set(shipped)
+    distance = sum(float(((made[name].double() - shipped[name].double()) ** 2).sum()) for name in shipped) ** 0.5
+    length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
+    assert distance / length < 0.02
+    mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
+    for evaluator, exact in theirs["heldout_exact"].items():
+        assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.07)
