@@ -43,6 +43,7 @@ class PretrainConfig:
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.
         micro_batch: Number of images per forward pass.
+        eval_samples: Number of samples of the evaluation at the end.
         dtype: Dtype of the weights that are written.
         optimizer: Optimizer and its schedule.
     """
@@ -53,11 +54,12 @@ class PretrainConfig:
     updates: int = 400
     batch: int = 64
     micro_batch: int = 64
+    eval_samples: int = 1000
     dtype: Literal["float32", "float16"] = "float32"
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
 
     def __post_init__(self) -> None:
-        for name in ("updates", "batch", "micro_batch"):
+        for name in ("updates", "batch", "micro_batch", "eval_samples"):
             check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
         check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
 
@@ -74,7 +76,7 @@ def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base"))
 
 def words_pretraining(out: Path = Path("runs/words-base")) -> PretrainConfig:
     """Train the transformer by flow matching on drawn training words, as its shipped weights were."""
-    return PretrainConfig(out=out, model="words", updates=1000, dtype="float16")
+    return PretrainConfig(out=out, model="words", updates=1000, eval_samples=350, dtype="float16")
 
 
 class Noised(NamedTuple):
@@ -146,7 +148,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 job,
                 sampled,
                 schedule=on_device(model.schedule(10, job.shape), world.device),
-                samples=1000,
+                samples=config.eval_samples,
                 micro_batch=config.micro_batch,
                 world=world,
             )

@@ -5,6 +5,7 @@ that its author trained for captchas, and is used for evaluation only. The two s
 that gaming the reward shows in the evaluation. Both are CTC models that come in their packages and run on the CPU, offline.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -43,7 +44,7 @@ class Recogniser:
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each image, without blanks, in small letters."""
         pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
-        return ["".join(text.split()).lower() for text in self.read_pixels(pixels)]
+        return [cleaned(text) for text in self.read_pixels(pixels)]
 
     def letters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return 1 - min(levenshtein(t, w), |w|) / |w| of each word w that is read as t, float32 `[B]`.
@@ -52,8 +53,35 @@ class Recogniser:
         as much as others. It is 1 if and only if the word is read exactly.
         """
         texts = self.read(images)
-        scores = [1 - min(levenshtein(text, word), len(word)) / len(word) for text, word in zip(texts, prompts, strict=True)]
+        scores = [agreement(text, word) for text, word in zip(texts, prompts, strict=True)]
         return torch.tensor(scores, dtype=torch.float32, device=images.device)
+
+
+def cleaned(text: str) -> str:
+    """Return a text without blanks, in small letters."""
+    return "".join(text.split()).lower()
+
+
+def agreement(text: str, word: str) -> float:
+    """Return 1 - min(levenshtein(text, word), |word|) / |word|."""
+    return 1 - min(levenshtein(text, word), len(word)) / len(word)
+
+
+def legibility(images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    """Return `letters`, as RapidOCR reads them, `sure`, and the score letters + sure / 4, each float32 `[B]`.
+
+    sure is -log10(1 - c + 0.001) / 3, in [0, 1], if the word is read exactly, and else 0. c is RapidOCR's confidence, the
+    mean probability of the letters that it reads. Most words are read right early in training; this still tells them apart.
+    """
+    pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu()[:, 0, :, :, None]
+    letters, sure = [], []
+    for image, word in zip(pixels.expand(-1, -1, -1, 3).numpy(), prompts, strict=True):
+        found = rapidocr().engine(image.copy(), use_det=False, use_cls=False, use_rec=True)
+        text, confidence = cleaned((found.txts or [""])[0]), float((found.scores or [0.0])[0])
+        letters.append(agreement(text, word))
+        sure.append(-math.log10(1 - confidence + 1e-3) / 3 if text == word else 0.0)
+    first, second = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in (letters, sure))
+    return {"score": first + second / 4, "letters": first, "sure": second}
 
 
 def reward_recogniser() -> Recogniser:

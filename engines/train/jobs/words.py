@@ -36,7 +36,7 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
     return Job(
         model,
         train,
-        {"letters": reward},
+        {"letters": reward, "legibility": built_in.legibility},
         heldout=heldout,
         evaluators={"reward": reward, "heldout": built_in.heldout_recogniser().letters},
         load=built_in.Words,
