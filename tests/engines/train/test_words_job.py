@@ -22,7 +22,7 @@ def test_an_update_through_the_command_line(tmp_path: Path, capfd: pytest.Captur
     out = tmp_path / "run"
     assert cli.run(["train", "words", "--out", str(out), *TINY.split()]) == 0, capfd.readouterr().err
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [0 <= row["reward_parts"]["letters"] <= 1 for row in rows if "reward" in row] == [True]
+    assert [0 <= row["reward_parts"]["legibility"]["letters"] <= 1 for row in rows if "reward" in row] == [True]
     summary = json.loads((out / "summary.json").read_text())
     assert {"reward_exact_after", "heldout_exact_after", "heldout_score_after"} <= set(summary)
     assert json.loads((out / "config.json").read_text())["model"] == "words"

@@ -13,7 +13,17 @@ from safetensors.torch import load_file
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.train.pretrain import pretrain, words_pretraining
-from fluvial.models.words import BASE, Recogniser, Words, heldout_recogniser, reward_recogniser, words, write
+from fluvial.models.words import (
+    BASE,
+    Recogniser,
+    Words,
+    heldout_recogniser,
+    legibility,
+    recognisers,
+    reward_recogniser,
+    words,
+    write,
+)
 from fluvial.models.words.data import ADVANCE, BASELINE, FONTS, HEIGHT, LETTERS, LIST, SHIFT, SIZES, WIDTH, draw, typeface
 from fluvial.models.words.model import CONFIG
 
@@ -94,6 +104,26 @@ def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
 
     scores = Recogniser(read).letters(torch.zeros(7, 1, HEIGHT, WIDTH), ["river"] * 7)
     assert scores.tolist() == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.2, 0.0, 0.0])
+
+
+def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sureness counts for right words alone: from 0 to 1 as the confidence rises, a quarter of a point at most."""
+    answers = iter([("R iver", 0.99), ("river", 1.0), ("river", 0.0), ("rover", 0.99), (None, None)])
+
+    class Found:
+        def __init__(self, text: str | None, score: float | None) -> None:
+            self.txts, self.scores = (None, None) if text is None else ((text,), (score,))
+
+    class Engine:
+        def engine(self, image: np.ndarray, **asked: bool) -> Found:
+            assert image.shape == (HEIGHT, WIDTH, 3)
+            return Found(*next(answers))
+
+    monkeypatch.setattr(recognisers, "rapidocr", Engine)
+    found = legibility(torch.rand(5, 1, HEIGHT, WIDTH), ["river"] * 5)
+    assert found["letters"].tolist() == pytest.approx([1, 1, 1, 0.8, 0])
+    assert found["sure"].tolist() == pytest.approx([0.6529, 1, 0, 0, 0], abs=1e-3)
+    torch.testing.assert_close(found["score"], found["letters"] + found["sure"] / 4)
 
 
 def test_recognisers_see_eight_bits() -> None:
