@@ -1,6 +1,7 @@
 """The built-in job of words through the command line: an update, and what is said where a package is missing."""
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,21 +37,27 @@ def test_training_never_sees_the_evaluator() -> None:
     assert images is not None
     used: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recognisers, "ddddocr", lambda: used.append("ddddocr") or (lambda image: "x"))
-        patch.setattr(recognisers, "rapidocr", lambda: used.append("rapidocr") or _Read())
+        for name in ("rapidocr", "ddddocr"):
+            patch.setattr(recognisers, name, partial(_loaded, name, used))
         for reward in job.rewards.values():
-            reward(job.model.decode(images), job.heldout[:1])
-        assert used == ["rapidocr"]
-        job.evaluators["heldout"](job.model.decode(images), job.heldout[:1])
-        assert used == ["rapidocr", "ddddocr"]
+            with pytest.raises(Loaded):
+                reward(job.model.decode(images), job.heldout[:1])
+        assert used == ["rapidocr"] * len(job.rewards)
+        with pytest.raises(Loaded):
+            job.evaluators["heldout"](job.model.decode(images), job.heldout[:1])
+        assert used[-1] == "ddddocr"
     assert job.prompts == words("train")
     assert job.heldout == words("heldout")
     assert set(job.evaluators) == {"reward", "heldout"}
 
 
-class _Read:
-    def read(self, images: object) -> list[str]:
-        return ["x"]
+class Loaded(Exception):
+    """A recogniser would be loaded."""
+
+
+def _loaded(name: str, used: list[str]) -> None:
+    used.append(name)
+    raise Loaded
 
 
 @pytest.mark.parametrize("absent", ["ddddocr", "rapidocr"])
@@ -64,7 +71,7 @@ def test_a_missing_package_is_one_line(
     assert cli.run([*command.split(), "--out", str(out)]) == 2
     assert (
         capsys.readouterr().err.strip()
-        == f"error: the words job needs {absent}, not installed: pip install 'fluvial[words]'"
+        == f"fluvial: the words job needs {absent}, not installed: pip install 'fluvial[words]'"
     )
     assert not out.exists()
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -84,13 +85,12 @@ def test_both_recognisers_read_drawn_words() -> None:
 
 def test_the_unseen_recogniser_is_the_packages_own() -> None:
     """Our session, in one thread, reads what ddddocr's class reads, of good and of broken images."""
-    import ddddocr
-
+    package = import_module("ddddocr")
     prompts = list(words("heldout")[:4])
     images = Words().decode(write(key(2), prompts))
     noise = normal(fold_in(key(5), torch.arange(4)), tuple(images.shape))
     images = torch.cat([images, (images + 0.4 * noise).clamp(0, 1)])
-    whole = ddddocr.DdddOcr(show_ad=False)
+    whole = package.DdddOcr(show_ad=False)
     pixels = (images * 255).round().to(torch.uint8).numpy()[:, 0]
     theirs = [whole.classification(Image.fromarray(image)).lower() for image in pixels]
     assert heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
@@ -112,7 +112,8 @@ def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPa
 
     class Found:
         def __init__(self, text: str | None, score: float | None) -> None:
-            self.txts, self.scores = (None, None) if text is None else ((text,), (score,))
+            self.txts = None if text is None else (text,)
+            self.scores = None if score is None else (score,)
 
     class Engine:
         def engine(self, image: np.ndarray, **asked: bool) -> Found:
