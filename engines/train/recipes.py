@@ -331,7 +331,7 @@ def words(model: str = WORDS) -> TrainConfig:
     right. With --rewards letters it is the share of right letters alone, as in the text-rendering papers.
     """
     config = replace(grpo(model), updates=80, minibatches=1, eval_every=20)
-    if not config.is_built_in:
+    if model != WORDS:
         return config
     optimizer = OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9)
     evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(product="merged")

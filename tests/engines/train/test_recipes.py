@@ -127,7 +127,7 @@ def test_the_built_in_models_are_evaluated_on_a_thousand_samples(name: str) -> N
 def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default."""
     config = RECIPES[name]()
-    assert config.model == (UNET if name in ("ddpo", "d3po") else HANDWRITING)
+    assert config.model == {"ddpo": UNET, "d3po": UNET, "words": "words"}.get(name, HANDWRITING)
     check_model(config, "epsilon" if config.model == UNET else "velocity")
 
 
