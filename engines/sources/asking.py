@@ -168,6 +168,11 @@ def check_served(rollout: RolloutConfig) -> None:
             f"rollout.sampler is {rollout.sampler_name}, a function of this process, and rollout.source names servers: use "
             f"one of {', '.join(SAMPLERS)}"
         )
+    if rollout.solver != "euler":
+        raise UsageError(
+            f"rollout.solver is {rollout.solver}, and rollout.source names servers, which return Euler's latents alone: "
+            "use euler"
+        )
     if rollout.step_cache:
         raise UsageError(
             f"rollout.step_cache is {rollout.step_cache:g}, with which samples depend on others of their batch, and "

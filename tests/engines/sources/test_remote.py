@@ -180,7 +180,7 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     [
         {"sampler": "dance_sde"}, {"form": "no_const"}, {"reduction": "sum"}, {"shared_noise": True}, {"autocast": True},
         {"share_prefix": True, "window_low": 1}, {"window": 1, "window_draw": "sample", "window_high": 3},
-        {"branches": 2, "window": 1, "window_high": 2}, {"sampler": "ode", "eta": 0.0, "solver": "unipc"},
+        {"branches": 2, "window": 1, "window_high": 2},
         {"window": 1, "window_high": 2, "after": AfterWindow(fraction=0.5)},
     ],
     ids=str,
@@ -194,7 +194,8 @@ def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -
 
 def test_what_no_server_can_do_is_refused(one: World) -> None:
     """A function of this process is not known elsewhere."""
-    for rollout in (replace(STEPS, step_cache=0.1, window=2), replace(STEPS, sampler=bound)):
+    other = replace(STEPS, sampler="ode", eta=0.0, solver="unipc")
+    for rollout in (replace(STEPS, step_cache=0.1, window=2), replace(STEPS, sampler=bound), other):
         with pytest.raises(UsageError, match=r"rollout\.source names servers"):
             served(FakeRollouts(net()), world=one, rollout=rollout).__enter__()
 
