@@ -224,6 +224,11 @@ DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused
         ("/v1/set_lora", lambda answer: {"success": False, "message": "no"}, "refused: no"),
         ("/get_weights_checksum", lambda answer: dict.fromkeys(answer, "0" * 64), "has other base weights"),
         ("/get_weights_checksum", lambda answer: {}, "has other base weights"),
+        (
+            "/get_weights_checksum",
+            lambda found: {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0")},
+            "another checksum",
+        ),
         ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),
     ],
 )
