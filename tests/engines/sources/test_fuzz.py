@@ -1,6 +1,7 @@
 """Whatever a server answers, its reply is samples that fit the request, or one line."""
 
 import contextlib
+import copy
 from typing import Any, cast
 
 import fake_rollouts
@@ -99,7 +100,7 @@ def test_a_reply_with_another_value_somewhere(data: st.DataObject) -> None:
     tree = msgpack.unpackb(BODY)
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(places(tree)))
-        value = data.draw(VALUES)
+        value = copy.deepcopy(data.draw(VALUES))  # sampled lists are shared between examples
         if not path:
             tree = value
             continue
