@@ -120,8 +120,17 @@ def ddddocr() -> Callable[[np.ndarray], str]:
         height, width = image.shape
         sized = Image.fromarray(image).resize((width * CTC_HEIGHT // height, CTC_HEIGHT), Image.Resampling.LANCZOS)
         (scores,) = session.run(None, {name: np.asarray(sized, np.float32)[None, None] / 255})  # [steps, 1, characters]
-        best = scores[:, 0].argmax(-1)
-        kept = best[np.flatnonzero(np.diff(best, prepend=0))]  # a character that follows itself is one; 0 is none
-        return "".join(characters[index] for index in kept)
+        return decoded(scores[:, 0], characters)
 
     return read
+
+
+def decoded(scores: np.ndarray, characters: Sequence[str]) -> str:
+    """Return the text of a CTC network: the best character of each step; one that follows itself is one, and 0 is none.
+
+    Args:
+        scores: `[steps, characters]`.
+        characters: text of each; that of 0 is empty.
+    """
+    best = scores.argmax(-1)
+    return "".join(characters[index] for index in best[np.flatnonzero(np.diff(best, prepend=0))])

@@ -71,11 +71,11 @@ def test_nothing_ahead_is_the_sum(run: list[tuple[float, float]], push: float) -
 
 @given(SECONDS, SECONDS, PUSHES, AHEAD)
 def test_equal_times_have_a_closed_form(rollout: float, update: float, push: float, ahead: int) -> None:
-    """A circle of K + 1 rollouts takes as long as the closed form says."""
-    count, circle = 40 * (ahead + 1), ahead + 1
-    learnt = simulate([rollout] * count, [update] * count, push=push, ahead=ahead).learnt
-    found = (learnt[-1] - learnt[-1 - 10 * circle]) / (10 * circle)
-    assert found == pytest.approx(steady(rollout, update, push=push, ahead=ahead), rel=1e-6)
+    """A run of n rollouts takes n times what the closed form says, up to the circle that it begins and ends with."""
+    count, circle = 200 * (ahead + 1), push + rollout + update
+    seconds = simulate([rollout] * count, [update] * count, push=push, ahead=ahead).seconds
+    expected = count * steady(rollout, update, push=push, ahead=ahead)
+    assert abs(seconds - expected) <= (ahead + 1) * circle * (1 + ROUNDING)
 
 
 @given(st.integers(1, 64), st.integers(1, 20), AHEAD, st.floats(0, 1))

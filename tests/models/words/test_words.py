@@ -96,6 +96,12 @@ def test_the_unseen_recogniser_is_the_packages_own() -> None:
     assert heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
 
 
+def test_a_character_that_a_ctc_network_repeats_is_one() -> None:
+    """Unless a blank is between the two."""
+    best = [0, 1, 1, 0, 1, 2, 2, 2, 0, 0]
+    assert recognisers.decoded(np.eye(3)[best], ["", "a", "b"]) == "aab"
+
+
 def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
     """It is 1 for the word alone: a letter too many costs as much as a wrong one."""
 
