@@ -2,13 +2,21 @@
 
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import launch
 import pytest
 import tiny_pipelines
+import torch
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.serving import ServersConfig
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.job import handwriting
+from fluvial.engines.train.trainer import train
 
 ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
 REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none"
@@ -54,3 +62,34 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     updates = [record for record in records if "grad_norm" in record]
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
     assert [*weights.iterdir()] == []  # nothing is left behind
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
+    """It dies with kill -9 while samples of the second rollout are made; the other server makes them, with the same bits."""
+    servers: list[launch.Process] = []
+    calls: list[int] = []
+
+    def dark(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        calls.append(len(prompts))
+        if servers and sum(calls) > 2 + 4:  # the trial on blank images, and the first rollout
+            servers.pop(0).kill()
+        return 1 - images.flatten(1).mean(1)
+
+    small = RolloutConfig(prompts=2, group=2, steps=3, window=1, window_high=2)
+    config = TrainConfig(
+        tmp_path / "inside", rollout=small, micro_batch=2, updates=3, final_samples=2, eval_every=0, tracker="none",
+    )  # fmt: skip
+    job = replace(handwriting(), rewards={"dark": dark})
+    train(config, job)
+    calls.clear()
+    (weights := tmp_path / "weights").mkdir()
+    options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
+    with launch.start(*options) as first, launch.start(*options) as second:
+        urls = ",".join(map(address, (first, second)))
+        asked = replace(small, source=urls, servers=ServersConfig(weights_folder=weights))
+        servers.append(first)
+        train(replace(config, out=tmp_path / "served", rollout=asked), job)
+        assert first.poll() is not None
+        assert second.poll() is None
+    assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
