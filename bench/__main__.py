@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, gpu, kernels, phases, traffic
+from fluvial.bench import aot, gpu, kernels, phases, serving, traffic
 from fluvial.bench.objectives import report as objectives
 from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
@@ -18,6 +18,7 @@ USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
   phases      seconds and samples per second of rollout, reward and update of the built-in job
   update      collectives, host reads, memory and seconds of an optimizer update, beside the loop of published trainers
   peers       rollout and update beside the code of other projects, read from clones in a folder of yours
+  serving     samples by `fluvial serve` beside the same samples in process: CPU time, bytes and latents
   objectives  every recipe on the built-in jobs: accuracy at equal samples and at equal time, with a plot
   kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
   traffic     bytes, launches and saved bytes of the hot path, counted
@@ -35,6 +36,7 @@ def main(args: list[str]) -> int:
         "phases": (phases.PhasesConfig, phases.run),
         "update": (UpdateConfig, update),
         "peers": (peers.PeersConfig, peers.run),
+        "serving": (serving.ServingConfig, serving.run),
         "objectives": (ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),

@@ -47,7 +47,7 @@ def inline(name: str, start: str) -> list[str]:
 
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
-    from fluvial.bench import aot, kernels, phases, traffic
+    from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
@@ -64,7 +64,7 @@ def every_flag() -> set[str]:
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
-    configs += [traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
+    configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as", "--async.ahead"}
 
@@ -102,7 +102,7 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pyt
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
-    from fluvial.bench import aot, kernels, phases, traffic
+    from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives import report as objectives
     from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
@@ -126,7 +126,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (preferences, "write_of_pipeline", (3, 3)),
         (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
         (check, "check", None), (simulate, "show", None), (exports, "export_run", ("x", False)),
-        *((module, "run", None) for module in (aot, kernels, objectives, phases, traffic)), (bench, "update", None),
+        *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
+        (bench, "update", None),
     ]  # fmt: skip
     for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))

@@ -1,0 +1,171 @@
+"""Measures what it costs to let a server make samples: CPU time, bytes and latents, beside the same samples in process.
+
+A real `fluvial serve` is asked through the client that training uses. Both processes have the same random weights, and it is
+checked that they make the same bits. CPU time is user and system time of both processes: waiting costs nothing, and other
+programs on the machine change it less than the time on a clock. Prompts are embedded by a table and latents only enlarged,
+without guidance, so sampling is the network alone: a real run samples for longer, and serving is a smaller share of it. What
+a real run adds to serving is its text encoders, which then run at both ends.
+"""
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import optree
+import torch
+
+from fluvial.bench import harness
+from fluvial.bench.served import SMALL, TINY, cpu_seconds, serving
+from fluvial.core.checks import check_fields
+from fluvial.core.random import key
+from fluvial.core.transitions import bind
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.http.transport import Reply, Request, send
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
+from fluvial.engines.sources.build import build_source
+from fluvial.engines.sources.in_process import InProcess
+from fluvial.engines.sources.protocol import RolloutSource
+from fluvial.engines.sources.remote import Remote
+from fluvial.engines.wire.response import read_response
+
+STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
+WINDOWS = (range(2, 4), range(STEPS))  # the stochastic steps, which are recorded and sent
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Measure CPU time, bytes and latents of samples by `fluvial serve`, beside the same samples in process.
+
+    Args:
+        samples: samples per rollout: one request, and one micro-batch.
+        runs: rounds with either window, after one that is not counted.
+        tiny: use a tiny network and one round, and write no rows: bytes and latents are counted, times mean nothing.
+        out: folder of serving.csv; rows are appended.
+    """
+
+    samples: int = 4
+    runs: int = 5
+    tiny: bool = False
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        check_fields(self, "serving", samples=(1, 256), runs=(1, 2**16))
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """The cost of served samples; percentages are of the CPU time of sampling in process."""
+
+    parameters: int
+    steps: int
+    recorded: int
+    samples: int
+    runs: int
+    inside_seconds: float  # CPU time of a sample in process, median
+    served_seconds: float  # of both processes
+    overhead_p20: float  # percent, of the difference within a round
+    overhead_p50: float
+    overhead_p80: float
+    around_p50: float  # percent, without copies by the thread that samples
+    bytes_per_sample: float  # bodies of requests and replies
+    latents_per_step: float  # per recorded step of a sample
+    device: str
+    threads: int
+    torch: str
+    python: str
+    date: str
+
+
+class Seconds(NamedTuple):
+    """CPU time of a rollout."""
+
+    client: float  # this process
+    total: float  # with the server
+    around: float  # without the thread of the server that samples
+
+
+def rollout(source: RolloutSource, requests: Requests, sampling: Sampling, server: Path) -> tuple[Chunk, Seconds]:
+    """Return a rollout of a source and its CPU seconds, beside which the server does nothing else."""
+    seconds, threads = cpu_seconds(server), {thread: cpu_seconds(thread) for thread in (server / "task").iterdir()}
+    start = time.process_time()
+    (chunk,) = source.generate(requests, sampling, micro_batch=len(requests.ids))
+    client = time.process_time() - start
+    time.sleep(0.1)  # the server closes the connection
+    busiest = max(cpu_seconds(thread) - before for thread, before in threads.items())
+    total = client + cpu_seconds(server) - seconds
+    return chunk, Seconds(client, total, total - busiest)
+
+
+def measure(config: ServingConfig) -> Iterator[ServingRow]:
+    """Yield the row of each window.
+
+    Raises:
+        RunError: the server does not start, or makes other samples than this process.
+    """
+    torch.set_num_threads(1)
+    model, kept = TINY if config.tiny else SMALL, list[tuple[Request, Reply]]()
+    module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))
+    count, runs = config.samples, 1 if config.tiny else config.runs
+    requests = Requests(["1"] * count, range(count), key(17))
+
+    def keep(request: Request, /, *, timeout: float, most_bytes: int) -> Reply:
+        kept[:] = [(request, send(request, timeout=timeout, most_bytes=most_bytes))]
+        return kept[0][1]
+
+    with init_world() as world, serving("TINY" if config.tiny else "SMALL", count) as (address, server):
+        inside: RolloutSource = InProcess(model, lambda: nullcontext(module))
+        asked = RolloutConfig(steps=STEPS, eta=ETA, source=address)
+        remote = build_source(asked, model, lambda: nullcontext(module), world)
+        assert isinstance(remote, Remote)
+        remote.pool.servers[0].client.transport = keep
+        for window in WINDOWS:
+            stochastic = StochasticSteps(bind("flow_sde", ETA, schedule.levels), window)
+            sampling = Sampling(model.size.event, schedule, stochastic=stochastic)
+            rounds = list[tuple[float, Seconds]]()
+            for number in range(runs + 1):
+                # Who is first changes from round to round.
+                order: tuple[RolloutSource, ...] = (inside, remote) if number % 2 else (remote, inside)
+                made = {source: rollout(source, requests, sampling, server) for source in order}
+                leaves = (optree.tree_leaves((chunk.trajectory, chunk.images)) for chunk, _ in made.values())
+                if not all(torch.equal(one, other) for one, other in zip(*leaves, strict=True)):
+                    raise RunError("serving: the server makes other samples than this process, so nothing is compared")
+                rounds.append((made[inside][1].client, made[remote][1]))
+            (request, reply), rounds = kept[0], rounds[1:]
+            percent = [100 * (there.total / here - 1) for here, there in rounds]
+            around = [100 * there.around / here for here, there in rounds]
+            sent = [sample.dit_trajectory for sample in read_response(reply.body)]
+            latents = sum(len(trajectory.latents) for trajectory in sent if trajectory is not None)
+            p20, p50, p80 = torch.tensor(percent).double().quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+            yield ServingRow(
+                parameters=sum(p.numel() for p in module.parameters()), steps=STEPS, recorded=len(window), samples=count,
+                runs=runs, inside_seconds=median(here for here, _ in rounds) / count,
+                served_seconds=median(there.total for _, there in rounds) / count,
+                overhead_p20=p20, overhead_p50=p50, overhead_p80=p80, around_p50=median(around),
+                bytes_per_sample=(len(request.body or b"") + len(reply.body)) / count,
+                latents_per_step=latents / (count * len(window)), device=harness.cpu(), threads=torch.get_num_threads(),
+                torch=torch.__version__, python=platform.python_version(), date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            )  # fmt: skip
+
+
+def run(config: ServingConfig) -> list[ServingRow]:
+    """Measure, append to serving.csv and print a table of Markdown."""
+    print("| recorded | in process | served | overhead | around sampling | MB per sample | latents per step |")
+    print("|---|---|---|---|---|---|---|")
+    rows = list[ServingRow]()
+    for row in measure(config):
+        rows.append(row)
+        if not config.tiny:
+            harness.append(config.out / "serving.csv", [row], ServingRow)
+        seconds = f"{row.inside_seconds:.3f} s | {row.served_seconds:.3f} s"
+        spread = f"{row.overhead_p50:.1f} % ({row.overhead_p20:.1f} to {row.overhead_p80:.1f}) | {row.around_p50:.1f} %"
+        size = f"{row.bytes_per_sample / 1e6:.2f} | {row.latents_per_step:.1f}"
+        print(f"| {row.recorded} of {row.steps} | {seconds} | {spread} | {size} |", flush=True)
+    return rows

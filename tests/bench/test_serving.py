@@ -1,0 +1,81 @@
+"""The cost of served samples, with a tiny network: what is counted, and that both sides make the same bits."""
+
+import io
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launch
+import pytest
+
+from fluvial.bench import served, serving
+from fluvial.bench.serving import ServingConfig
+from fluvial.engines.errors import RunError
+from fluvial.engines.sources.in_process import InProcess
+
+
+class Forked:
+    """`subprocess` with a `Popen` that forks the server from a process that is warm."""
+
+    PIPE = -1
+
+    def Popen(self, line: list[str], **options: Any) -> SimpleNamespace:
+        """Start the command line, and return it when it has said where it listens."""
+        program = launch.start(*line[line.index("fluvial.engines") + 1 :])
+        until = time.monotonic() + 120
+        while "\n" not in program.stdout and program.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        ended = {"kill": program.kill, "wait": lambda timeout: program.__exit__()}  # which also removes its folder
+        return SimpleNamespace(stdout=io.StringIO(program.stdout), pid=program.pid, **ended)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers instead of importing torch in each."""
+    monkeypatch.setattr(served, "subprocess", Forked())
+
+
+def test_bytes_and_latents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At most two latents per recorded step: those before and after a contiguous window, and the last."""
+    window, every = serving.run(ServingConfig(samples=2, tiny=True, out=tmp_path))
+    assert (window.recorded, every.recorded, window.steps, window.runs) == (2, 10, 10, 1)
+    assert window.latents_per_step == 4 / 2
+    assert every.latents_per_step == 11 / 10
+    # Seven more latents of 4 x 4 floats; names, indices and headers take some bytes.
+    latents = 7 * 4 * 16
+    assert latents <= every.bytes_per_sample - window.bytes_per_sample <= latents + 256
+    image, kept = 4 * 3 * 32 * 32, 4 * 4 * 16
+    assert image + kept <= window.bytes_per_sample <= image + kept + 2048
+    assert all(row.inside_seconds > 0 for row in (window, every))
+    assert capsys.readouterr().out.count("\n| ") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_samples_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of different work say nothing."""
+    real = InProcess.generate
+
+    def other(*args: Any, **options: Any) -> Any:
+        for chunk in real(*args, **options):
+            yield chunk._replace(images=chunk.images + 1e-7)
+
+    monkeypatch.setattr(InProcess, "generate", other)
+    with pytest.raises(RunError, match="makes other samples"):
+        serving.run(ServingConfig(samples=2, tiny=True, out=tmp_path))
+
+
+def test_a_server_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = SimpleNamespace(stdout=io.StringIO(""), kill=lambda: None, wait=lambda timeout: 2)
+    monkeypatch.setattr(served, "subprocess", SimpleNamespace(PIPE=-1, Popen=lambda *args, **options: ended))
+    with pytest.raises(RunError, match="has not started"), served.serving("TINY", 2):
+        pytest.fail("it goes on")
+
+
+def test_the_time_of_a_process_is_that_of_its_work() -> None:
+    """User and system time as Python's own clock has it, to a few ticks."""
+    before, start = served.cpu_seconds(Path("/proc/self")), time.process_time()
+    while time.process_time() - start < 0.1:
+        pass
+    spent = served.cpu_seconds(Path("/proc/self")) - before
+    assert abs(spent - (time.process_time() - start)) < 0.05
