@@ -64,3 +64,4 @@ class Stream(IntEnum):
     PRETRAIN_IMAGES = "pretraining", 1
     PRETRAIN_NOISE = "pretraining", 2
     PRETRAIN_LEVELS = "pretraining", 3
+    PRETRAIN_ERRORS = "pretraining", 4

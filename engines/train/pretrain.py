@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fluvial.core.checks import check_number
 from fluvial.core.flow_matching import velocity_error
-from fluvial.core.random import fold_in, key, normal, uniform
+from fluvial.core.random import Key, fold_in, key, normal, uniform
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
@@ -43,6 +44,8 @@ class PretrainConfig:
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.
         micro_batch: Number of images per forward pass.
+        errors: Probability that a character of an image is a random one in place of that of its caption, as images of the web
+            do not always show what their captions say. The model then misspells, which is left to learn.
         eval_samples: Number of samples of the evaluation at the end.
         dtype: Dtype of the weights that are written.
         optimizer: Optimizer and its schedule.
@@ -54,6 +57,7 @@ class PretrainConfig:
     updates: int = 400
     batch: int = 64
     micro_batch: int = 64
+    errors: float = 0.0
     eval_samples: int = 1000
     dtype: Literal["float32", "float16"] = "float32"
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
@@ -61,6 +65,7 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         for name in ("updates", "batch", "micro_batch", "eval_samples"):
             check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
+        check_number("pretrain", "errors", self.errors, low=0, high=1)
         check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
 
 
@@ -76,7 +81,10 @@ def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base"))
 
 def words_pretraining(out: Path = Path("runs/words-base")) -> PretrainConfig:
     """Train the transformer by flow matching on drawn training words, as its shipped weights were."""
-    return PretrainConfig(out=out, model="words", updates=1000, eval_samples=350, dtype="float16")
+    optimizer = OptimizerConfig(lr=4e-3, schedule="cosine", warmup=50, min_lr_ratio=0.05, ema_decay=0.99)
+    return PretrainConfig(
+        out=out, model="words", updates=2200, errors=0.12, eval_samples=350, dtype="float16", optimizer=optimizer
+    )
 
 
 class Noised(NamedTuple):
@@ -105,6 +113,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     job = jobs.named(config.model)
     assert job.data is not None, "built-in models have data"
     model, prompts, write, root = jobs.fresh(config.model, config.seed), job.prompts, job.data, key(config.seed)
+    letters = sorted(set("".join(prompts)))
     with init_world() as world:
         with world.agreed():
             if (config.out / "config.json").exists():
@@ -128,7 +137,8 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 keys = fold_in(root, update)
                 places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
                 chosen = [prompts[place] for place in places]
-                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), chosen)
+                drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), chosen, config.errors, letters)
+                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), drawn)
                 u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
                 samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
                 items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
@@ -164,6 +174,26 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             write_json(config.out / RECORD, record)
         progress.say(f"held-out prompts exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
         return record
+
+
+def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[str]) -> list[str]:
+    """Return prompts of which each character is replaced with a probability, independently, by a random letter.
+
+    Args:
+        key: key of the draws; a prompt's depend on its number alone.
+        prompts: prompts.
+        rate: probability that a character is drawn anew, in [0, 1]; it may come out as before.
+        letters: letters to draw from, each equally likely.
+    """
+    longest = max(map(len, prompts), default=0)
+    draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), longest, 2)).tolist()
+    return [
+        "".join(
+            letters[int(which * len(letters))] if whether < rate else letter
+            for letter, (whether, which) in zip(prompt, numbers, strict=False)
+        )
+        for prompt, numbers in zip(prompts, draws, strict=True)
+    ]
 
 
 def levels(u: Tensor, prediction: Prediction) -> Tensor:

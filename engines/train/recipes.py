@@ -327,13 +327,13 @@ def handwriting(model: str = HANDWRITING) -> TrainConfig:
 def words(model: str = WORDS) -> TrainConfig:
     """Flow-GRPO (arXiv 2505.05470) on a small SD3 transformer that draws words, with RapidOCR as the reward.
 
-    The reward is legibility: the share of right letters, and a quarter of how sure RapidOCR is of a word that it reads
-    right. With --rewards letters it is the share of right letters alone, as in the text-rendering papers.
+    The reward is legibility: the share of right letters, plus how sure RapidOCR is of a word that it reads right. With
+    --rewards letters it is the share of right letters alone, as in the text-rendering papers.
     """
     config = replace(grpo(model), updates=80, minibatches=1, eval_every=20)
     if model != WORDS:
         return config
-    optimizer = OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9)
+    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
     evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(product="merged")
     return replace(config, rewards=("legibility",), optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
 

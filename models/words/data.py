@@ -1,4 +1,4 @@
-"""Data of the words model: 1,608 English words of 3 to 6 letters, drawn with open fonts in several sizes and places."""
+"""Data of the words model: 1,608 English words of 3 to 6 letters, drawn with an open font in several places."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ SHORTEST, LONGEST = 3, 6  # letters per word
 HEIGHT, WIDTH = 24, 96  # pixels
 LETTERS = " abcdefghijklmnopqrstuvwxyz"  # index 0 is no letter
 LIST = Path(__file__).parent / "words.txt"
-# DejaVu fonts, which come with matplotlib; Bitstream Vera licence, changes in the public domain.
-FONTS = ("DejaVuSansMono.ttf", "DejaVuSansMono-Bold.ttf")
-SIZES = (20, 21)  # in pixels per em
+# It comes with matplotlib; Bitstream Vera licence, changes in the public domain.
+FONT = "DejaVuSansMono-Bold.ttf"
+SIZE = 21  # pixels per em
 ADVANCE = 16  # pixels from one letter to the next
 PLACES = 2 * LONGEST - 1  # where the middle of a letter can be, half an advance apart
 BASELINE = 18  # pixels from the top
@@ -62,34 +62,29 @@ def places(prompts: Sequence[str]) -> Tensor:
 
 
 def write(key: Key, prompts: Sequence[str]) -> Tensor:
-    """Return one image per prompt, `[B, 1, 24, 96]` in [-1, 1]: black on white, in a random font, size and place."""
-    draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), 4)).tolist()
-    images = [draw(prompt, *numbers) for prompt, numbers in zip(prompts, draws, strict=True)]
+    """Return one image per prompt, `[B, 1, 24, 96]` in [-1, 1]: black on white, moved by up to a pixel either way."""
+    draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), 2))
+    moves = (draws * (2 * SHIFT + 1)).long() - SHIFT
+    images = [draw(prompt, *move) for prompt, move in zip(prompts, moves.tolist(), strict=True)]
     pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
     return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
 
 
-def draw(word: str, font: float, size: float, across: float, down: float) -> np.ndarray:
-    """Return a word as uint8 pixels `[24, 96]`, in the middle but for an offset, with letters at equal distances.
-
-    Args:
-        word: word to draw.
-        font, size, across, down: numbers in [0, 1) that choose the font, its size and the offset.
-    """
+def draw(word: str, across: int = 0, down: int = 0) -> np.ndarray:
+    """Return a word as uint8 pixels `[24, 96]`, with letters at equal distances, moved from the middle by whole pixels."""
     check_word(word)
-    face = typeface(FONTS[int(font * len(FONTS))], SIZES[int(size * len(SIZES))])
-    left = (WIDTH - ADVANCE * (len(word) - 1)) / 2 + (2 * across - 1) * SHIFT
+    left = (WIDTH - ADVANCE * (len(word) - 1)) // 2 + across
     image = Image.new("L", (WIDTH, HEIGHT), 255)
     for place, letter in enumerate(word):
-        middle = left + ADVANCE * place, BASELINE + (2 * down - 1) * SHIFT
-        ImageDraw.Draw(image).text(middle, letter, fill=0, font=face, anchor="ms")
+        middle = left + ADVANCE * place, BASELINE + down
+        ImageDraw.Draw(image).text(middle, letter, fill=0, font=typeface(), anchor="ms")
     return np.asarray(image)
 
 
 @cache
-def typeface(name: str, pixels: int) -> ImageFont.FreeTypeFont:
-    """Return one of the fonts that come with matplotlib."""
+def typeface() -> ImageFont.FreeTypeFont:
+    """Return the font that words are drawn with."""
     import matplotlib
 
-    path = Path(matplotlib.get_data_path(), "fonts", "ttf", name)
-    return ImageFont.truetype(path, pixels, layout_engine=ImageFont.Layout.BASIC)
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", FONT)
+    return ImageFont.truetype(path, SIZE, layout_engine=ImageFont.Layout.BASIC)

@@ -29,6 +29,7 @@ CONFIG = {
     "pooled_projection_dim": len(LETTERS) * LONGEST,
     "pos_embed_max_size": 16,
 }
+LEAST_SIGMA = 0.1  # that is divided by
 FLOW = Handwriting(None)  # schedule, transformer and pixel values are those of the handwriting transformer
 
 
@@ -104,14 +105,19 @@ class Words:
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: WordCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return v `[B, 1, 24, 96]`."""
-        return module(
+        """Return v = (x - x_0) / max(sigma, 0.1), `[B, 1, 24, 96]`; the network predicts the clean image x_0.
+
+        A token is a patch of 64 pixels, and the network is 96 wide: it has room for letters, not for their noise as well.
+        Source: arXiv 2511.13720.
+        """
+        clean = module(
             hidden_states=x,
             encoder_hidden_states=cond.tokens,
             pooled_projections=cond.pooled,
             timestep=sigma * 1000 if timestep is None else timestep,
             return_dict=False,
         )[0]
+        return (x - clean) / sigma.clamp(min=LEAST_SIGMA).reshape(-1, 1, 1, 1)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images in [0, 1]; the samples are pixels in [-1, 1]."""

@@ -7,11 +7,12 @@ that gaming the reward shows in the evaluation. Both are CTC models that come in
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from fluvial.models.rewards.ocr import Ocr
 from fluvial.models.rewards.shared.text import levenshtein
+
+T = TypeVar("T")
 
 INSTALL = "pip install 'fluvial[words]'"
 PACKAGES = ("rapidocr", "onnxruntime", "ddddocr")
@@ -68,30 +71,48 @@ def agreement(text: str, word: str) -> float:
 
 
 def legibility(images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-    """Return `letters`, as RapidOCR reads them, `sure`, and the score letters + sure / 4, each float32 `[B]`.
+    """Return `letters`, as RapidOCR reads them, `sure`, and the score letters + sure, each float32 `[B]`.
 
     sure is -log10(1 - c + 0.001) / 3, in [0, 1], if the word is read exactly, and else 0. c is RapidOCR's confidence, the
     mean probability of the letters that it reads. Most words are read right early in training; this still tells them apart.
     """
-    pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu()[:, 0, :, :, None]
+    pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
     letters, sure = [], []
-    for image, word in zip(pixels.expand(-1, -1, -1, 3).numpy(), prompts, strict=True):
-        found = rapidocr().engine(image.copy(), use_det=False, use_cls=False, use_rec=True)
-        text, confidence = cleaned((found.txts or [""])[0]), float((found.scores or [0.0])[0])
-        letters.append(agreement(text, word))
-        sure.append(-math.log10(1 - confidence + 1e-3) / 3 if text == word else 0.0)
+    for (text, confidence), word in zip(in_threads(line(), pixels), prompts, strict=True):
+        letters.append(agreement(cleaned(text), word))
+        sure.append(-math.log10(1 - confidence + 1e-3) / 3 if cleaned(text) == word else 0.0)
     first, second = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in (letters, sure))
-    return {"score": first + second / 4, "letters": first, "sure": second}
+    return {"score": first + second, "letters": first, "sure": second}
 
 
 def reward_recogniser() -> Recogniser:
     """Return the recogniser of the reward: RapidOCR, which reads each image as one line. Its models are loaded when used."""
-    return Recogniser(lambda pixels: rapidocr().read(torch.from_numpy(pixels)[..., None].expand(*pixels.shape, 3)))
+    return Recogniser(lambda pixels: [text for text, _ in in_threads(line(), pixels)])
 
 
 def heldout_recogniser() -> Recogniser:
     """Return the recogniser of the evaluation: ddddocr's default model, which is loaded when used."""
-    return Recogniser(lambda pixels: [ddddocr()(image) for image in pixels])
+    return Recogniser(lambda pixels: in_threads(ddddocr(), pixels))
+
+
+def in_threads(read: Callable[[np.ndarray], T], pixels: np.ndarray) -> list[T]:
+    """Return a function's result for each of the images `[B, 24, 96]`, on as many threads as torch computes with.
+
+    Each image is read alone, so results do not depend on the number of threads.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(read, pixels))
+
+
+def line() -> Callable[[np.ndarray], tuple[str, float]]:
+    """Return the function that reads an image `[24, 96]` as one line: its text, and RapidOCR's confidence in [0, 1]."""
+    engine = rapidocr().engine
+
+    def read(image: np.ndarray) -> tuple[str, float]:
+        found = engine(image[..., None].repeat(3, -1), use_det=False, use_cls=False, use_rec=True)
+        return (found.txts or [""])[0], float((found.scores or [0.0])[0])
+
+    return read
 
 
 @cache

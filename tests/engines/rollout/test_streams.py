@@ -52,7 +52,13 @@ def test_the_numbers_are_those_of_published_runs() -> None:
         "evaluation": {"EVALUATION_PROMPTS": 0, "EVALUATION_SAMPLES": 1},
         "probe": {"PROBE_SAMPLES": 0, "PROBE_NOISE": 1},
         "preferences": {"PREFERENCE_PROMPTS": 0, "PREFERENCE_SAMPLES": 1},
-        "pretraining": {"PRETRAIN_PROMPTS": 0, "PRETRAIN_IMAGES": 1, "PRETRAIN_NOISE": 2, "PRETRAIN_LEVELS": 3},
+        "pretraining": {
+            "PRETRAIN_PROMPTS": 0,
+            "PRETRAIN_IMAGES": 1,
+            "PRETRAIN_NOISE": 2,
+            "PRETRAIN_LEVELS": 3,
+            "PRETRAIN_ERRORS": 4,
+        },
     }
     for parent, streams in numbers.items():
         for name, number in streams.items():
