@@ -182,7 +182,7 @@ def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[st
     Args:
         key: key of the draws; a prompt's depend on its number alone.
         prompts: prompts.
-        rate: probability that a character is drawn anew, in [0, 1]; it may come out as before.
+        rate: probability that a character is replaced, in [0, 1], possibly by itself.
         letters: letters to draw from, each equally likely.
     """
     longest = max(map(len, prompts), default=0)
