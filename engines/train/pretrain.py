@@ -44,7 +44,7 @@ class PretrainConfig:
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.
         micro_batch: Number of images per forward pass.
-        errors: Probability that a character of an image is a random one in place of that of its caption, as images of the web
+        errors: Probability that a character of an image is a random one in place of its caption's, as images of the web
             do not always show what their captions say. The model then misspells, which is left to learn.
         eval_samples: Number of samples of the evaluation at the end.
         dtype: Dtype of the weights that are written.
