@@ -261,7 +261,7 @@ def test_pretraining_begins_as_recorded(tmp_path: Path, monkeypatch: pytest.Monk
 def test_pretraining_reproduces_the_base_weights(tmp_path: Path) -> None:
     """The recorded command gives the shipped weights, but for rounding, which its many updates amplify.
 
-    With the kernels of another processor (AVX2) the weights moved by 0.38 of their length, and other seeds move them by 1.4.
+    With the kernels of another processor (AVX2) the weights moved by 0.38 of their length. Untrained ones are 0.53 away.
     """
     import launch
 
@@ -272,7 +272,7 @@ def test_pretraining_reproduces_the_base_weights(tmp_path: Path) -> None:
     assert set(made) == set(shipped)
     distance = sum(float(((made[name].double() - shipped[name].double()) ** 2).sum()) for name in shipped) ** 0.5
     length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
-    assert distance / length < 0.7
+    assert distance / length < 0.48
     mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
     for evaluator, exact in theirs["heldout_exact"].items():
         assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.07)
