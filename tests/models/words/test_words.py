@@ -272,7 +272,7 @@ def test_pretraining_reproduces_the_base_weights(tmp_path: Path) -> None:
     assert set(made) == set(shipped)
     distance = sum(float(((made[name].double() - shipped[name].double()) ** 2).sum()) for name in shipped) ** 0.5
     length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
-    assert distance / length < 0.48
+    assert distance / length < 0.5
     mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
     for evaluator, exact in theirs["heldout_exact"].items():
         assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.07)
