@@ -46,8 +46,7 @@ class Recogniser:
 
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each image, without blanks, in small letters."""
-        pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
-        return [cleaned(text) for text in self.read_pixels(pixels)]
+        return [cleaned(text) for text in self.read_pixels(as_pixels(images))]
 
     def letters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return 1 - min(levenshtein(t, w), |w|) / |w| of each word w that is read as t, float32 `[B]`.
@@ -58,6 +57,11 @@ class Recogniser:
         texts = self.read(images)
         scores = [agreement(text, word) for text, word in zip(texts, prompts, strict=True)]
         return torch.tensor(scores, dtype=torch.float32, device=images.device)
+
+
+def as_pixels(images: Tensor) -> np.ndarray:
+    """Return images `[B, 1, 24, 96]` in [0, 1] as uint8 `[B, 24, 96]`, rounded."""
+    return (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
 
 
 def cleaned(text: str) -> str:
@@ -76,9 +80,8 @@ def legibility(images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
     sure is -log10(1 - c + 0.001) / 3, in [0, 1], if the word is read exactly, and else 0. c is RapidOCR's confidence, the
     mean probability of the letters that it reads. Most words are read right early in training; this still tells them apart.
     """
-    pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
     letters, sure = [], []
-    for (text, confidence), word in zip(in_threads(line(), pixels), prompts, strict=True):
+    for (text, confidence), word in zip(in_threads(line(), as_pixels(images)), prompts, strict=True):
         letters.append(agreement(cleaned(text), word))
         sure.append(-math.log10(1 - confidence + 1e-3) / 3 if cleaned(text) == word else 0.0)
     first, second = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in (letters, sure))
