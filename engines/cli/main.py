@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
 
@@ -31,7 +32,8 @@ MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwr
 words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
 plan takes handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --help lists the fields.
-On several processes: torchrun --nproc-per-node 2 -m fluvial.engines COMMAND NAME
+train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
+where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
 COMMANDS = (
@@ -115,7 +117,10 @@ def _command(args: list[str]) -> int:
     ):
         print(USAGE, end="")
         return 0
-    importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run(args[1:])
+    count, rest = processes.split(args)
+    if count > 1 and not {"-h", "--help"} & set(rest):
+        return processes.run(rest, count)
+    importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run(rest[1:])
     return 0
 
 

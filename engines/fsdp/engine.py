@@ -15,7 +15,7 @@ from optree import PyTree, tree_leaves
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
 from fluvial.core.checks import trusted_values
@@ -215,7 +215,9 @@ class Engine:
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the gradients over all parameters and ranks."""
-        norm = get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
+        whole = self.sharded.is_whole  # then this rank's parts are all there is
+        gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
+        norm = get_total_norm([_local(gradient) if whole else gradient for gradient in gradients])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
@@ -240,9 +242,8 @@ class Engine:
             if problem is not None and self.world.is_main:
                 warnings.warn(problem, stacklevel=3)
             self._warned = self._warned or problem is not None
-            clip_grads_with_norm_(self.trainable.values(), self.config.max_grad_norm, norm)
             set_lr(self.optimizer, lr)
-            self.optimizer.step()
+            self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm)
             self.skipped_in_a_row = 0
             if self.average and (self.updates + 1) % self.config.ema_interval == 0:
                 decay = self.config.ema_decay
@@ -396,4 +397,4 @@ def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor that may be sharded; it shares the storage."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor

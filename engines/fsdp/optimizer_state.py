@@ -63,8 +63,10 @@ def sharded_like(
         shape: shape over all ranks, by default that of the parameter.
         replicated: whether each rank holds the whole tensor instead.
     """
-    like = torch.empty(parameter.shape if shape is None else shape, dtype=local.dtype, device="meta")
     spec = parameter._spec
+    if shape is None and not replicated and local.dtype == parameter.dtype:
+        return DTensor(local, spec, requires_grad=False)
+    like = torch.empty(parameter.shape if shape is None else shape, dtype=local.dtype, device="meta")
     placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
     # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
     meta = TensorMeta(like.shape, like.stride(), like.dtype)

@@ -1,4 +1,4 @@
-"""The process group of a run: one process, or as many as torchrun started. Other modules see no difference."""
+"""The process group of a run: one process, or as many as were started, e.g. by torchrun. Other modules see no difference."""
 
 import os
 import re
@@ -268,7 +268,9 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+        opened = os.environ.get("FLUVIAL_STORE_SOCKET")  # of engines.run.launch, on rank 0
+        listening = None if opened is None else int(opened)
+        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
     shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     if rank == 0:
         store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)

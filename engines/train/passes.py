@@ -13,6 +13,7 @@ from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.micro_batch import Choice, Passes
 from fluvial.engines.plan.warm_up import WarmUp, warm_up
 from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.rollout.generate import slots
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
@@ -105,6 +106,22 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
         free = min(world.gather_items(micro_batch.free_memory(world.device)))
         budget = max(int(micro_batch.USABLE * free) - stored, 0)
         return micro_batch.choose(micro_batch.sizes(samples), measure, budget=budget)
+
+
+def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
+    """Yield what a person should know of how a run is spread over several ranks."""
+    world, batch, size = engine.world, config.rollout.batch, config.samples_per_pass
+    if world.size > 1 and engine.sharded.is_whole:
+        yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
+    ranks = world.data_size
+    computed = len(slots(batch, micro_batch=size, world=world).ids) * ranks
+    if config.makes_samples and computed > batch:
+        share = max(batch // ranks, 1)
+        better = next(other for other in range(min(size, share), 0, -1) if share % other == 0)
+        yield (
+            f"{computed - batch} of the {computed} samples that {ranks} ranks compute per rollout are repeats, because "
+            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} is faster"
+        )
 
 
 def compile_blocks(

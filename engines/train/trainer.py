@@ -40,7 +40,7 @@ from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.loop import Loop
 from fluvial.engines.train.monitoring import signal
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
-from fluvial.engines.train.passes import choose_micro_batch, compile_blocks
+from fluvial.engines.train.passes import choose_micro_batch, compile_blocks, notes
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.saving import Progress, Saver
 
@@ -362,10 +362,8 @@ def train(config: TrainConfig, job: Job | None = None, *, console: Console | Non
                     folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
                     stack.callback(folder.close)
                     stack.enter_context(folder.keeping_warnings())
-                if world.size > 1 and trainer.engine.sharded.is_whole:
-                    progress.say(
-                        f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
-                    )
+                for note in notes(trainer.config, trainer.engine):
+                    progress.say(note)
                 if choice is not None:
                     progress.say(str(choice))
                     if folder:

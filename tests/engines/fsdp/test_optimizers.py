@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import pytest
 import torch
 from tiny_models import Wide, data, squared
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp import optimizers
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.optimizer_state import Buffer
@@ -105,6 +106,41 @@ def test_each_optimizers_state_waits_on_the_host(one: World, name: str) -> None:
         after = values(trained)
         steps(trained, 1)
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_of_plain_tensors_is_that_of_sharded_ones(one: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """To the bit, where gradients are clipped too; and the optimizer holds the sharded tensors again."""
+    assert {key for key, row in OPTIMIZERS.items() if row.elementwise} == {"adamw", "sgd"}
+    trained, expected = (engine(one, name, max_grad_norm=0.01, weight_decay=0.1) for _ in range(2))
+    steps(trained, 3)
+    assert all(isinstance(t, DTensor) for t in trained.state().values() if t.ndim)
+    assert [id(p) for group in trained.optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in trained.trainable.values()
+    ]
+    monkeypatch.setattr(optimizers, "plain", lambda optimizer: nullcontext())
+    steps(expected, 3)
+    found, sharded = values(trained), values(expected)
+    assert found.keys() == sharded.keys()
+    assert all(torch.equal(found[key], sharded[key]) for key in found)
+
+
+def test_an_update_of_whole_copies_works_out_no_layouts(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor does so for each tensor of a list at its first call, which takes seconds for hundreds of adapters."""
+    trained, calls, dispatcher = engine(one, "adamw"), list[object](), DTensor._op_dispatcher
+    real = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[0])
+        return real(*args)
+
+    monkeypatch.setattr(dispatcher, "_propagate_op_sharding_dispatch_slow_path", counted)
+    debug._clear_sharding_prop_cache()  # what earlier tests have worked out would not be worked out again
+    steps(trained, 2)
+    assert calls == []
+    monkeypatch.setattr(optimizers, "plain", lambda optimizer: nullcontext())
+    steps(trained, 1)
+    assert len(calls) >= 2  # so they are seen: clipping, and the step
 
 
 def plain(name: str, net: Wide, updates: int) -> dict[str, Tensor]:

@@ -1,0 +1,53 @@
+"""The flag --processes of commands that run on several ranks: this machine's processes, without torchrun."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fluvial.engines.cli.parse import typed
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.launch import cores, launch
+
+FLAG = "--processes"
+COMMANDS = ("train", "pretrain", "eval")
+
+
+def split(args: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the number of processes that a command line asks for, and the command line without the flag.
+
+    Args:
+        args: a command and its arguments.
+
+    Raises:
+        UsageError: the number is none, the flag is given twice, or this process is one of several already.
+    """
+    if not args or args[0] not in COMMANDS or not any(arg.partition("=")[0] == FLAG for arg in args):
+        return 1, list(args)
+    values = typed(args, FLAG)
+    if len(values) != 1:
+        raise UsageError(f"{FLAG} is given {'twice' if values else 'no value'}, expected one number, or auto")
+    if "RANK" in os.environ:
+        raise UsageError(
+            f"{FLAG} is {values[0]}, and this is one of several processes already, e.g. torchrun's: leave it out"
+        )
+    count = _auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
+    if count < 1:
+        raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1, or auto")
+    place = next(place for place, arg in enumerate(args) if arg.partition("=")[0] == FLAG)
+    return count, [*args[:place], *args[place + (1 if "=" in args[place] else 2) :]]
+
+
+def run(args: Sequence[str], processes: int) -> int:
+    """Run a command line as that many ranks, and return its exit code."""
+    return launch([sys.executable, "-P", "-m", "fluvial.engines", *args], processes)
+
+
+def _auto() -> int:
+    """Return the number of GPUs; without any, two, or one on a single core."""
+    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+        import torch  # imported here because it takes seconds
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    return min(cores(), 2)
