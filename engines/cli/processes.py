@@ -45,9 +45,14 @@ def run(args: Sequence[str], processes: int) -> int:
 
 def _auto() -> int:
     """Return the number of GPUs; without any, two, or one on a single core."""
-    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+    if _has_gpus():
         import torch  # imported here because it takes seconds
 
         if torch.cuda.is_available():
             return torch.cuda.device_count()
     return min(cores(), 2)
+
+
+def _has_gpus() -> bool:
+    """Return whether the driver of a GPU is there."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()

@@ -13,7 +13,6 @@ from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.micro_batch import Choice, Passes
 from fluvial.engines.plan.warm_up import WarmUp, warm_up
 from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.rollout.generate import slots
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
@@ -114,13 +113,13 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
     if world.size > 1 and engine.sharded.is_whole:
         yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
     ranks = world.data_size
-    computed = len(slots(batch, micro_batch=size, world=world).ids) * ranks
-    if config.makes_samples and computed > batch:
-        share = max(batch // ranks, 1)
-        better = next(other for other in range(min(size, share), 0, -1) if share % other == 0)
+    computed = {other: -(-batch // (other * ranks)) * other * ranks for other in range(1, size + 1)}  # as `slots` has them
+    better = min(computed, key=lambda other: (computed[other], -other))
+    repeats, fewer = computed[size] - batch, computed[better] - batch
+    if config.makes_samples and fewer < repeats:
         yield (
-            f"{computed - batch} of the {computed} samples that {ranks} ranks compute per rollout are repeats, because "
-            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} is faster"
+            f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
+            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
         )
 
 

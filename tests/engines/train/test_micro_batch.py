@@ -4,12 +4,15 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launch
 import pytest
 import tiny_jobs as tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from fluvial.engines.cli import main as cli
@@ -17,8 +20,8 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import AlignProp, Dpo
 from fluvial.engines.plan import micro_batch
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.train import recipes, trainer
+from fluvial.engines.rollout.generate import Guidance, slots
+from fluvial.engines.train import passes, recipes, trainer
 from fluvial.engines.train.config import NoisingConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find
@@ -36,6 +39,27 @@ def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         return CHOOSE([s for s in sizes if s <= size], lambda s: measure(s)._replace(seconds=1.0), budget=budget)
 
     monkeypatch.setattr(micro_batch, "choose", choose)
+
+
+@given(batch=st.integers(1, 300), size=st.integers(1, 200), ranks=st.integers(1, 8))
+def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, ranks: int) -> None:
+    """The named size has as few as any, and as many samples per pass as that allows."""
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(batch=batch), samples_per_pass=size, makes_samples=True)
+    world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
+    engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
+    said = list(passes.notes(config, engine))
+    sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
+    least = min(sizes.values())
+    if sizes[size] == least:
+        assert said == []
+        return
+    better = max(s for s, total in sizes.items() if total == least)
+    assert said == [
+        f"{sizes[size] - batch} of the {sizes[size]} samples that {ranks} ranks compute per rollout are repeats, because "
+        f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
+    ]
+    config.samples_per_pass = better
+    assert list(passes.notes(config, engine)) == []
 
 
 @pytest.mark.parametrize(
