@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: train test test-lesser-cpu test-pretraining test-gpu lint bench bench-gpu clean
 
 train: $(VENV)/installed
-	$(BIN)/fluvial train ddpo --out $(RUN) $(ARGS)
+	$(BIN)/fluvial train ddpo --processes auto --out $(RUN) $(ARGS)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)

@@ -66,7 +66,9 @@ def every_flag() -> set[str]:
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
-    return {"--" + name.replace("_", "-") for name in names} | {"--help", "--version", "--reward", "--as", "--async.ahead"}
+    return {"--" + name.replace("_", "-") for name in names} | {
+        *("--help", "--version", "--processes", "--reward", "--as", "--async.ahead")
+    }
 
 
 COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [
@@ -106,7 +108,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench.objectives import report as objectives
     from fluvial.core import transitions
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import preferences, sample, serve, serve_rewards
+    from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.export import run as exports
     from fluvial.engines.plan import check, plan, simulate
     from fluvial.engines.train import pretrain, recipes, trainer
@@ -131,6 +133,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]  # fmt: skip
     for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
+    monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
     mine: Any = types.ModuleType("mine")
     mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))
     mine.walk = transitions.dance_sde
