@@ -114,12 +114,12 @@ def ddpo(model: str = UNET) -> TrainConfig:
 
     The settings of large models are those of the published run ddpo/sd1.4/aesthetic, with a group of 16 samples per prompt
     in place of its statistics per prompt over past rollouts. On handwriting-unet it takes 10 steps, of which a random window
-    of 3 among the first 8 is stochastic, and 30 updates at a learning rate of 3e-3. `make train` runs that.
+    of 3 among the first 8 is stochastic, and 24 updates at a learning rate of 3e-3. `make train` runs that.
     """
     config = of_published(
         "ddpo/sd1.4/aesthetic",
         model,
-        **{**ONE_UPDATE, "updates": 30, "micro_batch": 64, "lora": LoraConfig(product="merged")},
+        **{**ONE_UPDATE, "updates": 24, "micro_batch": 64, "lora": LoraConfig(product="merged")},
         objective=Clipped(),
         rollout=RolloutConfig(prompts=16, group=8, sampler="ddim", eta=1.0, window=3, window_high=8),
         advantage=BATCH,
