@@ -108,8 +108,8 @@ class Ours:
             items: the rollout.
             pairs: (sample, step) pairs per forward and backward pass.
         """
-        if pairs != self.parts.learner.config.micro_batch:
-            self.parts.learner.config = replace(self.parts.learner.config, micro_batch=pairs)
+        if pairs != self.parts.learner.config.update_micro_batch:
+            self.parts.learner.config = replace(self.parts.learner.config, update_micro_batch=pairs)
         return self.parts.learner.update(items, key(0)).updates[0]
 
     def gradients(self) -> dict[str, Tensor]:

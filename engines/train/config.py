@@ -118,6 +118,9 @@ class TrainConfig:
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
             only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
             sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
+        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update; by default
+            `micro_batch`. More are faster where a pass of `micro_batch` rows does not fill the processor, and take more
+            memory. They change results only by rounding, so first log-ratios are exactly 0 with the default alone.
         init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
             whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
@@ -177,6 +180,7 @@ class TrainConfig:
     rewards: tuple[str, ...] = ()
     max_invalid: float = 0.25
     micro_batch: int | Literal["auto"] = 64
+    update_micro_batch: int | None = None
     init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
     max_log_ratio: float = DEFAULT_MAX_LOG_RATIO
@@ -212,7 +216,7 @@ class TrainConfig:
         count, not_negative = (1, 2**31), (0, 2**31)
         check_fields(
             self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
-            micro_batch=count, max_invalid=(0, 0.999),
+            micro_batch=count, update_micro_batch=count, max_invalid=(0, 0.999),
             max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
             stop_when_gamed=not_negative,
             export_every=not_negative, checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
@@ -247,8 +251,9 @@ class TrainConfig:
 
     @property
     def items_per_pass(self) -> int:
-        """Number of items per forward pass of an update; an item of preferences is two samples."""
-        return max(self.samples_per_pass // (2 if self.objective.traits.trains_on == "preferences" else 1), 1)
+        """Number of items per forward pass of an update; an item of preferences is two pairs."""
+        pairs = self.update_micro_batch or self.samples_per_pass
+        return max(pairs // (2 if self.objective.traits.trains_on == "preferences" else 1), 1)
 
     @property
     def updates_per_rollout(self) -> int:

@@ -279,12 +279,15 @@ class Learner:
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
+        size = self.config.items_per_pass
+        if self.config.update_micro_batch is not None:
+            size = min(size, longest)  # else passes keep the rollout's number of rows, and so its bits
         return self.engine.update(
             flat,
             lambda batch: self._loss(batch, cond),
             flat.weight,
             count=max(count, 1),
-            micro_batch=self.config.items_per_pass,
+            micro_batch=size,
             pad_to=longest,
             inputs=cond,
             parts=parts_of(flat, self.schedule.levels),

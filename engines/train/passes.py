@@ -132,4 +132,9 @@ def compile_blocks(
         UsageError: they cannot be compiled, and engine.compile is True.
     """
     passes = list(RunPasses(config, job, engine, schedule).variants())
-    return warm_up(engine, passes, config.samples_per_pass, progress=progress)
+    found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
+    pairs = config.update_micro_batch
+    if pairs in (None, config.samples_per_pass) or found.failure is not None:
+        return found
+    more = warm_up(engine, [Passes(each.update) for each in passes], pairs, progress=progress)
+    return more._replace(programs=found.programs + more.programs, seconds=found.seconds + more.seconds)

@@ -28,6 +28,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --rollout.etaa 3", "did you mean --rollout.eta?"),
     ("train handwriting --updates many", "--updates"),
     ("train handwriting --updates 0", "updates is 0"),
+    ("train handwriting --update-micro-batch 0", "update-micro-batch is 0"),
     ("train handwriting --train half", "'half'"),
     ("train handwriting --rollout.eta -0.1", "eta is -0.1"),
     ("train handwriting --rollout.eta nan", "eta is nan"),

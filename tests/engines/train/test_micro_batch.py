@@ -20,6 +20,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import AlignProp, Dpo
 from fluvial.engines.plan import micro_batch
+from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.rollout.generate import Guidance, slots
 from fluvial.engines.train import passes, recipes, trainer
 from fluvial.engines.train.config import NoisingConfig, RolloutConfig, TrainConfig
@@ -87,6 +88,63 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["auto"][1].keys() == found[4][1].keys()
     assert all(torch.equal(tensor, found[4][1][name]) for name, tensor in found["auto"][1].items())
     assert torch.equal(found["auto"][2], found[4][2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"update_micro_batch": None}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
+        ({"update_micro_batch": 16}, [16]),
+        ({"update_micro_batch": 5}, [5, 5, 5, 5]),  # filled up, as the last of any micro-batches is
+        ({"update_micro_batch": 999}, [16]),  # no more than there are
+        ({"update_micro_batch": 2}, [2] * 8),
+        ({"update_micro_batch": 8, "objective": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
+    ],
+    ids=["default", "all", "uneven", "more", "fewer", "preferences"],
+)
+def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[str, Any], rows: list[int]) -> None:
+    """The rollout's passes keep `micro_batch`, and the update is the same to rounding."""
+    found, passed = {}, list[tuple[bool, int]]()
+    rollout = replace(ROLLOUT, window=2, window_high=3)
+    if "objective" in changes:
+        rollout = replace(ROLLOUT, sampler="ode", eta=0.0)
+        changes = {**changes, "noising": NoisingConfig(each=2)}
+    for each in (changes, {**changes, "update_micro_batch": None}):
+        config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
+        with Trainer(config, tiny.job()) as run:
+            passed.clear()
+            run.engine.module.register_forward_pre_hook(
+                lambda _, inputs: passed.append((torch.is_grad_enabled(), len(inputs[0])))
+            )
+            record = run.update()
+            assert [size for gradient, size in passed if not gradient] == [4] * (2 * tiny.STEPS)
+            found[each["update_micro_batch"]] = [size for gradient, size in passed if gradient], record["loss"], {
+                name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()
+            }  # fmt: skip
+    sizes, loss, weights = found[changes["update_micro_batch"]]
+    assert sizes == rows
+    assert loss == pytest.approx(found[None][1], rel=1e-4, abs=1e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, found[None][2][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pairs", "sizes"), [(None, [4]), (4, [4]), (16, [4, 16])])
+def test_blocks_compile_for_the_passes_of_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: int | None, sizes: list[int]
+) -> None:
+    """Its own number of pairs is another size, which a rollout does not have."""
+    warmed = list[tuple[int, bool]]()
+
+    def warm_up(engine: Any, each: Any, size: int, *, progress: Any) -> WarmUp:
+        warmed.append((size, each[0].rollout is not None))
+        return WarmUp(2, 0.5)
+
+    monkeypatch.setattr(passes, "warm_up", warm_up)
+    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
+    with Trainer(config, tiny.job()) as run:
+        found = passes.compile_blocks(config, run.job, run.engine, run.schedule)
+    assert warmed == [(size, size == 4) for size in sizes]
+    assert found == WarmUp(2 * len(sizes), 0.5 * len(sizes))
 
 
 def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
