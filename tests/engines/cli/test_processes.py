@@ -49,7 +49,12 @@ def test_several_processes_start_no_more(monkeypatch: pytest.MonkeyPatch, capsys
 def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With its exit code; help, and one process, need no ranks."""
     started = list[tuple[list[str], int]]()
-    monkeypatch.setattr(processes, "launch", lambda command, count: started.append((command, count)) or 130)
+
+    def launched(command: list[str], count: int) -> int:
+        started.append((command, count))
+        return 130
+
+    monkeypatch.setattr(processes, "launch", launched)
     assert cli.run(["train", "ddpo", "--processes", "2", "--seed", "1"]) == 130
     assert started == [([sys.executable, "-P", "-m", "fluvial.engines", "train", "ddpo", "--seed", "1"], 2)]
     assert cli.run(["train", "ddpo", "--processes", "2", "--help"]) == 0
