@@ -268,7 +268,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        opened = os.environ.get("FLUVIAL_STORE_SOCKET")  # of engines.run.launch, on rank 0
+        opened = os.environ.pop("FLUVIAL_STORE_SOCKET", None)  # of engines.run.launch, on rank 0; it serves one store
         listening = None if opened is None else int(opened)
         return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
     shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
