@@ -106,9 +106,14 @@ def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
 
     Gathered over the ranks, the ids are 0, 1, ..., followed by the repeats.
     """
-    share = -(-samples // (micro_batch * world.data_size)) * micro_batch
+    share = samples_per_rank(samples, micro_batch=micro_batch, ranks=world.data_size)
     mine = range(world.data_rank * share, (world.data_rank + 1) * share)
     return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
+
+
+def samples_per_rank(samples: int, *, micro_batch: int, ranks: int) -> int:
+    """Return how many samples each of some ranks computes of a batch, in whole chunks, repeats included."""
+    return -(-samples // (micro_batch * ranks)) * micro_batch
 
 
 @dataclass(frozen=True)

@@ -279,15 +279,12 @@ class Learner:
         # The coefficients of all items at once: a call of the sampler is some twenty small operations.
         if flat.level_next is not None:
             flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
-        size = self.config.items_per_pass
-        if self.config.update_micro_batch is not None:
-            size = min(size, longest)  # else passes keep the rollout's number of rows, and so its bits
         return self.engine.update(
             flat,
             lambda batch: self._loss(batch, cond),
             flat.weight,
             count=max(count, 1),
-            micro_batch=size,
+            micro_batch=self._items_per_pass(longest),
             pad_to=longest,
             inputs=cond,
             parts=parts_of(flat, self.schedule.levels),
@@ -387,6 +384,11 @@ class Learner:
 
     def _predictions(self, module: nn.Module, flat: Items, cond: Cond, pad_to: int) -> Tensor:
         return predictions(
-            lambda net, batch: self._predict(net, batch, cond), module, flat, micro_batch=self.config.items_per_pass,
+            lambda net, batch: self._predict(net, batch, cond), module, flat, micro_batch=self._items_per_pass(pad_to),
             pad_to=pad_to, device=self.world.device,
         )  # fmt: skip
+
+    def _items_per_pass(self, count: int) -> int:
+        """Return the items per pass of `count` items; by default a rollout's rows, also for fewer items, and so its bits."""
+        size = self.config.items_per_pass
+        return size if self.config.update_micro_batch is None else min(size, count)

@@ -13,6 +13,7 @@ from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.micro_batch import Choice, Passes
 from fluvial.engines.plan.warm_up import WarmUp, warm_up
 from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.rollout.generate import samples_per_rank
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
@@ -113,7 +114,7 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
     if world.size > 1 and engine.sharded.is_whole:
         yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
     ranks = world.data_size
-    computed = {other: -(-batch // (other * ranks)) * other * ranks for other in range(1, size + 1)}  # as `slots` has them
+    computed = {other: ranks * samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
     better = min(computed, key=lambda other: (computed[other], -other))
     repeats, fewer = computed[size] - batch, computed[better] - batch
     if config.makes_samples and fewer < repeats:

@@ -18,6 +18,7 @@ from rich.console import Console
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.table import AlignProp, Dpo
 from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.warm_up import WarmUp
@@ -126,6 +127,17 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     assert loss == pytest.approx(found[None][1], rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, found[None][2][name], rtol=1e-4, atol=1e-5)
+
+
+def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
+    """A reference policy predicts the pairs of an update in passes like the update's."""
+    rollout = replace(ROLLOUT, window=2, window_high=3)
+    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=999, minibatches=1, updates=1, rollout=rollout)
+    with Trainer(replace(config, train="lora", kl=KLConfig(coef=0.1)), tiny.job()) as run:
+        rows = list[int]()
+        run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        run.update()
+    assert rows == [4] * (2 * tiny.STEPS) + [16, 16]
 
 
 @pytest.mark.parametrize(("pairs", "sizes"), [(None, [4]), (4, [4]), (16, [4, 16])])
