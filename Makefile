@@ -10,7 +10,7 @@ WORKERS ?= -n 2 --dist worksteal
 CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-lesser-cpu test-pretraining test-gpu lint bench bench-gpu clean
+.PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu test-gpu lint bench bench-gpu clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train ddpo --processes auto --out $(RUN) $(ARGS)
@@ -18,16 +18,24 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)
 
+# With the tests marked `long`.
+test-all: $(VENV)/installed-test
+	$(BIN)/python -P tests/sessions.py --all $(WORKERS) $(ARGS)
+
 # The tests marked `bits` on the code paths of an AMD processor with AVX2 (tests/README.md, "Bits"). Needs Linux and a C compiler.
 test-lesser-cpu: $(VENV)/installed-test
 	@mkdir -p build
 	$(CC) -shared -fPIC -o build/not_intel.so tests/helpers/not_intel.c
 	LD_PRELOAD=$(CURDIR)/build/not_intel.so ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FLUVIAL_LESSER_CPU=1 \
-		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m bits $(WORKERS) $(ARGS)
+		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m "bits and not whole" $(WORKERS) $(ARGS)
 
 # The shipped base weights are made again, to the last update; `make test` makes the first forty.
 test-pretraining: $(VENV)/installed-test
 	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(ARGS)
+
+# Every recipe and adapter on simulated GPUs, 1 and 8 ranks; no GPU and no compiler is needed.
+test-simulated-gpu: $(VENV)/installed-test
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m simulated $(WORKERS) tests/engines/simulate tests/engines/dryrun tests/engines/plan $(ARGS)
 
 test-gpu: $(VENV)/installed-test
 	$(BIN)/python -P -m fluvial.bench gpu --parts nccl invariance --limit 0.8

@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     if args[0] not in benchmarks:
         raise UsageError(f"unknown benchmark {args[0]!r}, expected one of {', '.join(benchmarks)}")
     config, run = benchmarks[args[0]]
-    run(parsed(config, config, f"fluvial.bench {args[0]}", args[1:]))
+    run(parsed(config(), f"fluvial.bench {args[0]}", args[1:]))
     return 0
 
 

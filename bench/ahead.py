@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.simulate import simulate
-from fluvial.engines.rollout.ahead import AsyncConfig
+from fluvial.engines.rollout.async_config import AsyncConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Chunk
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.trainer import Trainer
@@ -51,9 +52,13 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         folder: folder of the run, in which nothing is written.
     """
     config = TrainConfig(
-        out=folder, updates=ROLLOUTS, micro_batch=4, asynchronous=AsyncConfig(ahead),
-        correction=CorrectionConfig("truncate"), rollout=RolloutConfig(prompts=2, group=4, steps=4, window=2),
-    )  # fmt: skip
+        out=folder,
+        updates=ROLLOUTS,
+        micro_batch=4,
+        asynchronous=AsyncConfig(ahead),
+        correction=CorrectionConfig("truncate"),
+        rollout=RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),
+    )
     made, learnt = list[float](), list[float]()
     with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:
         source: Any = trainer.rollouts.source

@@ -5,7 +5,6 @@ caught with their arguments, so that the compiled kernels are those that an oper
 """
 
 import ast
-import csv
 import functools
 import hashlib
 import re
@@ -15,15 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -114,12 +111,12 @@ def launches() -> list[Launch]:
 @contextmanager
 def kernels_take_any_device() -> Iterator[None]:
     """Allow the fused operations on a CPU, where launches are caught and nothing runs."""
-    kept = dispatch.ACCELERATORS
-    dispatch.ACCELERATORS = (*kept, "cpu")
+    kept = dispatch.FUSED
+    dispatch.FUSED = {*kept, "cpu"}
     try:
         yield
     finally:
-        dispatch.ACCELERATORS = kept
+        dispatch.FUSED = kept
 
 
 @contextmanager
@@ -219,20 +216,16 @@ class AotConfig:
 def run(config: AotConfig) -> list[AotRow]:
     """Write aot.csv and print the widest and the narrowest of each kernel."""
     rows = table()
-    config.out.mkdir(parents=True, exist_ok=True)
-    with (config.out / "aot.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(AotRow)])
-        writer.writerows([[getattr(row, field.name) for field in fields(AotRow)] for row in rows])
-    summary = Table(title=f"{len(rows)} kernels, Triton {triton.__version__}", title_justify="left")
-    for name in ("kernel", "target", "compiled", "registers", "spill bytes", "shared bytes", "load bits", "store bits"):
-        summary.add_column(name, justify="left" if name in ("kernel", "target") else "right")
+    harness.write(config.out / "aot.csv", rows, AotRow)
+    columns = ("kernel", "target", "compiled", "registers", "spill bytes", "shared bytes", "load bits", "store bits")
+    lines = []
     for kernel, target in dict.fromkeys((row.kernel, row.target) for row in rows):
         these = [row for row in rows if (row.kernel, row.target) == (kernel, target)]
         most = [max(getattr(row, name) for row in these) for name in ("registers", "spill_bytes", "shared_bytes")]
         least = [min(getattr(row, name) for row in these) for name in ("load_bits", "store_bits")]
-        summary.add_row(kernel, target, *map(str, (len(these), *most, *least)))
-    Console(width=120).print(summary, highlight=False)
+        lines.append((kernel, target, *map(str, (len(these), *most, *least))))
+    title = f"{len(rows)} kernels, Triton {triton.__version__}"
+    harness.show_table(title, columns, lines, left=columns[:2], width=120)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a GPU that is there for a short time should settle: parts with a time limit each, whose rows are written at once.
+"""Questions for a GPU that is available for a short time: parts with a time limit each, whose rows are written at once.
 
     kernels      the fused kernels at three sizes of real models, in one launch and in two
     update       FSDP2 updates of a transformer of SD3.5-medium's size, with LoRA and full, and the first ratio
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -102,9 +101,7 @@ class Rows:
     def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
         """Append a row to gpu.csv and print it."""
         name = torch.cuda.get_device_name() if self.config.device == "cuda" else harness.cpu()
-        row = GpuRow(
-            self.part, what, setting, value, unit, note, name, torch.__version__, datetime.now(UTC).strftime("%Y-%m-%d")
-        )
+        row = GpuRow(self.part, what, setting, value, unit, note, name, torch.__version__, harness.today())
         harness.append(self.config.out / "gpu.csv", [row], GpuRow)
         self.written.append(row)
         print(f"{self.part}: {what}, {setting}: {value:.6g} {unit} {note}".rstrip(), flush=True)
@@ -125,9 +122,24 @@ def run(config: GpuConfig) -> list[GpuRow]:
 def separately(config: GpuConfig, part: Part, seconds: float) -> str:
     """Run a part in a process of its own; return what went wrong, or an empty string."""
     command = [
-        sys.executable, "-P", "-m", "fluvial.bench", "gpu", "--parts", part, "--device", config.device,
-        "--size", config.size, "--limit", str(config.limit), "--separate", "False", "--out", str(config.out),
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "fluvial.bench",
+        "gpu",
+        "--parts",
+        part,
+        "--device",
+        config.device,
+        "--size",
+        config.size,
+        "--limit",
+        str(config.limit),
+        "--separate",
+        "False",
+        "--out",
+        str(config.out),
+    ]
     return bounded(command, seconds)
 
 
@@ -157,11 +169,14 @@ def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time the kernels at three sizes; their rows are in kernels.csv."""
     real = config.size == "real"
     timed = kernels.KernelsConfig(
-        device=config.device, out=config.out, runs=20 if real else 2, batches=(8,) if real else (1,),
+        device=config.device,
+        out=config.out,
+        runs=20 if real else 2,
+        batches=(8,) if real else (1,),
         shapes=KERNEL_SHAPES if real else ("handwriting",),
         operations=("policy_loss with KL", "nft_loss", "sde_step") if real else ("velocity_error",),
         compiled=False,
-    )  # fmt: skip
+    )
     for operation in kernels.OPERATIONS:
         if operation.name in timed.operations:
             measured = []

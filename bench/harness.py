@@ -4,7 +4,10 @@ Machines are shared and noisy. Compare rows of one run by their ratios; an absol
 """
 
 import csv
+import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,6 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from fluvial.engines.errors import RunError
 
 RESULTS = Path("bench/results")  # below the current folder
 
@@ -77,7 +82,7 @@ def row(
         seconds: time of each run.
         amount, unit: work per run, for the rate.
     """
-    p20, p50, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+    p20, p50, p80 = spread(torch.tensor(seconds, dtype=torch.float64))
     cuda = torch.cuda.is_available()
     return Row(
         op=op,
@@ -98,8 +103,30 @@ def row(
         torch=torch.__version__,
         triton=_version("triton"),
         python=platform.python_version(),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        date=today(),
     )
+
+
+def spread(values: torch.Tensor) -> tuple[float, float, float]:
+    """Return the 20th, 50th and 80th percentile of numbers in float64."""
+    p20, p50, p80 = values.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return p20, p50, p80
+
+
+def today() -> str:
+    """Return the date of a row."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def write(path: Path, rows: Iterable[Any], kind: type) -> None:
+    """Write the rows of a CSV, dataclasses of that kind; an interruption leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".part")
+    with whole.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    whole.replace(path)
 
 
 def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
@@ -126,11 +153,10 @@ def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
 
 def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> None:
     """Print rows as a table; with a baseline (a provider), each op's ratio of medians to it."""
-    table = Table(title=title, title_justify="left")
-    for name in ("op", "provider", "mode", "shape", "p20 ms", "p50 ms", "p80 ms", "rate"):
-        table.add_column(name, justify="right" if "ms" in name or name == "rate" else "left")
+    columns = ["op", "provider", "mode", "shape", "p20 ms", "p50 ms", "p80 ms", "rate"]
     if baseline is not None:
-        table.add_column(f"speed against {baseline}", justify="right")
+        columns.append(f"speed against {baseline}")
+    lines = []
     for r in rows:
         cells = [
             r.op,
@@ -143,8 +169,40 @@ def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> Non
         if baseline is not None:
             of_baseline = [b.p50 for b in rows if (b.op, b.mode, b.shape, b.provider) == (r.op, r.mode, r.shape, baseline)]
             cells.append(f"{of_baseline[0] / r.p50:.2f}x" if of_baseline else "")
+        lines.append(cells)
+    show_table(title, columns, lines, left=columns[:4], width=140)
+
+
+def show_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str], width: int
+) -> None:
+    """Print cells as a table at least `width` characters wide; the columns named in `left` are aligned to the left."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    for cells in rows:
         table.add_row(*cells)
-    Console(width=max(Console().width, 140)).print(table, highlight=False)
+    Console(width=max(Console().width, width)).print(table, highlight=False)
+
+
+def in_processes(name: str, module: str, words: Sequence[str], *, ranks: int, threads: int) -> None:
+    """Run a module in new processes, under torchrun; RunError if one fails.
+
+    Args:
+        name: name of the benchmark, for the message.
+        module: module below `fluvial.bench`.
+        words: its arguments.
+        ranks: number of processes.
+        threads: CPU threads of each.
+    """
+    launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", f"fluvial.bench.{module}", *words],
+        # torchrun does not hand -P to the processes that it starts.
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"},
+    )
+    if done.returncode:
+        raise RunError(f"{name}: {ranks} process(es) ended with exit code {done.returncode}; their messages are above")
 
 
 def _synchronize() -> None:

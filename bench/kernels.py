@@ -109,11 +109,17 @@ def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, c
     work["copy"] = lambda: target.copy_(source)
     rows = {
         name: harness.row(
-            operation.name, times, provider=name, mode=mode, shape=f"{batch} x {shape}",
-            amount=0.0 if name == "empty launch" else moved / 1e9, unit="GB", dtype=torch.bfloat16,
+            operation.name,
+            times,
+            provider=name,
+            mode=mode,
+            shape=f"{batch} x {shape}",
+            amount=0.0 if name == "empty launch" else moved / 1e9,
+            unit="GB",
+            dtype=torch.bfloat16,
         )
         for name, times in _seconds(work, config).items()
-    }  # fmt: skip
+    }
     for name, row in rows.items():
         yield replace(row, of_copy=row.rate / rows["copy"].rate, peak_bytes=_peak(work[name], config.device))
 

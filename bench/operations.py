@@ -72,10 +72,19 @@ def _step_log_prob(which: Any, samples: dict[str, Tensor], numbers: dict[str, Te
 
 def _policy_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     loss, _ = kernels.policy_loss(
-        _transition(numbers), samples["x"], samples["v"], samples["x_next"], log_prob_old=numbers["old"],
-        advantage=numbers["advantage"], clip_low=0.5, clip_high=0.5, v_ref=samples["v_ref"],
-        kl_coef=0.1, kl_weight="exact", implementation=which,
-    )  # fmt: skip
+        _transition(numbers),
+        samples["x"],
+        samples["v"],
+        samples["x_next"],
+        log_prob_old=numbers["old"],
+        advantage=numbers["advantage"],
+        clip_low=0.5,
+        clip_high=0.5,
+        v_ref=samples["v_ref"],
+        kl_coef=0.1,
+        kl_weight="exact",
+        implementation=which,
+    )
     return loss
 
 
@@ -90,9 +99,16 @@ def _velocity_error(which: Any, samples: dict[str, Tensor], numbers: dict[str, T
 
 def _nft_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     return kernels.nft_loss(
-        samples["v"], samples["v_old"], samples["x0"], samples["xt"], numbers["t"], numbers["prob"], beta=0.3, adv_clip=5.0,
+        samples["v"],
+        samples["v_old"],
+        samples["x0"],
+        samples["xt"],
+        numbers["t"],
+        numbers["prob"],
+        beta=0.3,
+        adv_clip=5.0,
         implementation=which,
-    )  # fmt: skip
+    )
 
 
 OPERATIONS = (

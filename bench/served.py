@@ -30,9 +30,16 @@ class Transformer(PeerModel):
 
 # The server finds the models by these names. SMALL has 55 million parameters, and 256 tokens for 256 x 256 pixels.
 SETTINGS = {
-    **CONFIG, "in_channels": 16, "out_channels": 16, "num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 64,
-    "caption_projection_dim": 512, "joint_attention_dim": 1024, "pooled_projection_dim": 768,
-}  # fmt: skip
+    **CONFIG,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 6,
+    "num_attention_heads": 8,
+    "attention_head_dim": 64,
+    "caption_projection_dim": 512,
+    "joint_attention_dim": 1024,
+    "pooled_projection_dim": 768,
+}
 SMALL, TINY = Transformer(Size(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -25,15 +24,17 @@ from fluvial.bench.served import SMALL, TINY, cpu_seconds, serving
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.http.transport import Reply, Request, send
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.sources.build import build_source
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.sources.remote import Remote
+from fluvial.engines.wire.client import JSON, Reply
 from fluvial.engines.wire.response import read_response
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
@@ -111,21 +112,25 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
         RunError: the server does not start, or makes other samples than this process.
     """
     torch.set_num_threads(1)
-    model, kept = TINY if config.tiny else SMALL, list[tuple[Request, Reply]]()
+    model, kept = TINY if config.tiny else SMALL, list[tuple[bytes, bytes]]()
     module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))
     count, runs = config.samples, 1 if config.tiny else config.runs
-    requests = Requests(["1"] * count, range(count), key(17))
-
-    def keep(request: Request, /, *, timeout: float, most_bytes: int) -> Reply:
-        kept[:] = [(request, send(request, timeout=timeout, most_bytes=most_bytes))]
-        return kept[0][1]
+    requests = Requests([Prompt("1")] * count, range(count), key(17))
 
     with init_world() as world, serving("TINY" if config.tiny else "SMALL", count) as (address, server):
         inside: RolloutSource = InProcess(model, lambda: nullcontext(module))
-        asked = RolloutConfig(steps=STEPS, eta=ETA, source=address)
+        asked = RolloutConfig(steps=STEPS, sampler=Stochastic(eta=ETA), source=address)
         remote = build_source(asked, model, lambda: nullcontext(module), world)
         assert isinstance(remote, Remote)
-        remote.pool.servers[0].client.transport = keep
+        client = remote.pool.servers[0].client
+        attempt = client.attempt
+
+        def keep(path: str, body: bytes | None = None, content_type: str = JSON) -> tuple[Reply | None, str]:
+            reply, problem = attempt(path, body, content_type)
+            kept[:] = [(body or b"", b"" if reply is None else reply.body)]
+            return reply, problem
+
+        client.attempt = keep  # type: ignore[method-assign]
         for window in WINDOWS:
             stochastic = StochasticSteps(bind("flow_sde", ETA, schedule.levels), window)
             sampling = Sampling(model.size.event, schedule, stochastic=stochastic)
@@ -141,18 +146,29 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
             (request, reply), rounds = kept[0], rounds[1:]
             percent = [100 * (there.total / here - 1) for here, there in rounds]
             around = [100 * there.around / here for here, there in rounds]
-            sent = [sample.dit_trajectory for sample in read_response(reply.body)]
+            sent = [sample.dit_trajectory for sample in read_response(reply)]
             latents = sum(len(trajectory.latents) for trajectory in sent if trajectory is not None)
-            p20, p50, p80 = torch.tensor(percent).double().quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+            p20, p50, p80 = harness.spread(torch.tensor(percent).double())
             yield ServingRow(
-                parameters=sum(p.numel() for p in module.parameters()), steps=STEPS, recorded=len(window), samples=count,
-                runs=runs, inside_seconds=median(here for here, _ in rounds) / count,
+                parameters=sum(p.numel() for p in module.parameters()),
+                steps=STEPS,
+                recorded=len(window),
+                samples=count,
+                runs=runs,
+                inside_seconds=median(here for here, _ in rounds) / count,
                 served_seconds=median(there.total for _, there in rounds) / count,
-                overhead_p20=p20, overhead_p50=p50, overhead_p80=p80, around_p50=median(around),
-                bytes_per_sample=(len(request.body or b"") + len(reply.body)) / count,
-                latents_per_step=latents / (count * len(window)), device=harness.cpu(), threads=torch.get_num_threads(),
-                torch=torch.__version__, python=platform.python_version(), date=datetime.now(UTC).strftime("%Y-%m-%d"),
-            )  # fmt: skip
+                overhead_p20=p20,
+                overhead_p50=p50,
+                overhead_p80=p80,
+                around_p50=median(around),
+                bytes_per_sample=(len(request) + len(reply)) / count,
+                latents_per_step=latents / (count * len(window)),
+                device=harness.cpu(),
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                python=platform.python_version(),
+                date=harness.today(),
+            )
 
 
 def run(config: ServingConfig) -> list[ServingRow]:

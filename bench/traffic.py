@@ -8,18 +8,15 @@
 Nothing is timed, so that a machine without a GPU counts the same as one with a GPU.
 """
 
-import csv
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,16 +168,11 @@ def run(config: TrafficConfig) -> list[TrafficRow]:
         for operation in OPERATIONS
         for provider in ("eager", "compiled", "fused")
     ]
-    config.out.mkdir(parents=True, exist_ok=True)
-    with (config.out / "traffic.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    table = Table(title="forward and backward, bytes and launches counted", title_justify="left")
-    for name in ("op", "provider", "shape", "must move MB", "moves MB", "launches", "saved MB"):
-        table.add_column(name, justify="left" if name in ("op", "provider", "shape") else "right")
+    harness.write(config.out / "traffic.csv", rows, TrafficRow)
+    columns = ("op", "provider", "shape", "must move MB", "moves MB", "launches", "saved MB")
+    lines = []
     for row in rows:
         megabytes = [f"{value / 1e6:.2f}" for value in (row.must_move_bytes, row.moved_bytes, row.saved_bytes)]
-        table.add_row(row.op, row.provider, row.shape, megabytes[0], megabytes[1], str(row.launches), megabytes[2])
-    Console(width=120).print(table, highlight=False)
+        lines.append((row.op, row.provider, row.shape, *megabytes[:2], str(row.launches), megabytes[2]))
+    harness.show_table("forward and backward, bytes and launches counted", columns, lines, left=columns[:3], width=120)
     return rows

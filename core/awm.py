@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_per_sample, check_same_shape, compute_dtype
+from fluvial.core.checks import check_choice, check_number, check_per_sample, matched
 from fluvial.core.types import PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
@@ -41,11 +41,9 @@ def awm_log_prob(
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
     check_number("awm_log_prob", "delta", delta, low=1e-12)
     check_number("awm_log_prob", "power", power, low=1e-12, high=1)
-    dtype = compute_dtype("awm_log_prob", error=error)
-    check_same_shape("awm_log_prob", error=error)
-    level = torch.as_tensor(t, dtype=dtype, device=error.device)
+    (error,) = matched("awm_log_prob", error=error)
+    level = torch.as_tensor(t, dtype=error.dtype, device=error.device)
     check_per_sample("awm_log_prob", error.shape[0], t=level)
-    error = error.to(dtype)
     if weighting == "uniform":
         return -error
     if weighting == "t":

@@ -16,6 +16,22 @@ from torch import Tensor
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class FieldError(ValueError):
+    """A field of a configuration has a value that is not accepted.
+
+    Args:
+        field: dotted name of the field, e.g. "rollout.eta".
+        problem: what is wrong, as the rest of a sentence that begins with the field.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.problem}"
+
+
 def compute_dtype(function: str, **tensors: Tensor) -> torch.dtype:
     """Return the dtype that `function` computes in: float64 if any argument is float64, else float32.
 
@@ -40,6 +56,17 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
             raise ValueError(
                 f"{function}: {name} has shape {list(tensor.shape)}, expected {list(expected.shape)} as {first}"
             )
+
+
+def matched(function: str, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of one shape, `[B, *event]`, in the dtype that `function` computes in.
+
+    Raises:
+        TypeError, ValueError: as `compute_dtype` and `check_same_shape` do.
+    """
+    dtype = compute_dtype(function, **tensors)
+    check_same_shape(function, **tensors)
+    return tuple(tensor.to(dtype) for tensor in tensors.values())
 
 
 def check_same_device(function: str, **tensors: Tensor) -> None:
@@ -72,43 +99,16 @@ def check_number(function: str, name: str, value: float, *, low: float = -math.i
         TypeError: `value` is not an int or a float. A bool is not a number.
         ValueError: `value` is infinite, NaN or out of range.
     """
-    _check_number(f"{function}: {name}", value, low, high, whole=False)
+    if problem := _out_of_range(f"{function}: {name}", value, low, high, whole=False):
+        raise ValueError(f"{function}: {name} {problem}")
 
 
-def check_integer(function: str, name: str, value: int, *, low: float = -math.inf, high: float = math.inf) -> None:
-    """Raise unless the argument `name` of `function` is a Python int in [low, high], with the errors of `check_number`."""
-    _check_number(f"{function}: {name}", value, low, high, whole=True)
-
-
-def check_literal(owner: str, field: str, value: object, accepted: Collection[object], *, beside: str = "") -> None:
-    """Raise ValueError unless the field `owner.field` is one of the accepted values; the message has the nearest match.
-
-    `beside` ends the message where the field may hold something else, too.
-    """
-    if not _is_among(value, accepted):
-        raise ValueError(f"{_name(owner, field)} is {value!r}, expected {_accepted(value, accepted)}{beside}")
-
-
-def check_literals(config: object, owner: str | None = None) -> None:
-    """Raise ValueError unless every field of a dataclass with a Literal type has one of its values.
-
-    `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are understood.
-
-    Args:
-        config: dataclass instance; call this from its `__post_init__`.
-        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig; "" for none.
-    """
-    owner = _owner(config) if owner is None else owner
-    for field, members in _fields(config):
-        _check_literal_field(owner, field, getattr(config, field), members)
-
-
-def check_fields(config: object, owner: str | None = None, **bounds: tuple[float, float]) -> None:
+def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
     """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
 
     `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in a config's `__post_init__` is all that its numbers need.
     A bool or a string is not a number, a number is not a bool, an int may stand for a float, and None passes where the
-    type allows it.
+    type allows it. `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are understood.
 
     Args:
         config: dataclass instance.
@@ -119,52 +119,43 @@ def check_fields(config: object, owner: str | None = None, **bounds: tuple[float
         TypeError: a field has a value of another type.
         ValueError: a value is not accepted, not finite or out of bounds.
     """
-    owner = _owner(config) if owner is None else owner
-    for field, members in _fields(config):
-        value = getattr(config, field)
-        _check_literal_field(owner, field, value, members)
+    owner = type(config).__name__.removesuffix("Config").lower() if owner is None else owner
+    kind: Any = type(config)
+    for field, members in _field_types(kind):
+        name, value = f"{owner}.{field}" if owner else field, getattr(config, field)
+        _check_literal_field(name, value, members)
         numbers = {member for member in members if get_origin(member) is not Literal}
         if numbers & {int, float} and numbers <= {int, float, NoneType}:
             worded = isinstance(value, str) and len(numbers) < len(members)  # one of the Literals, as was checked above
             if not worded and (value is not None or NoneType not in members):
                 low, high = bounds.get(field, (-math.inf, math.inf))
-                _check_number(_name(owner, field), value, low, high, whole=float not in members)
+                if problem := _out_of_range(name, value, low, high, whole=float not in members):
+                    raise FieldError(name, problem)
         elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
-            raise TypeError(f"{_name(owner, field)} is a {type(value).__name__}, expected True or False")
-
-
-def _owner(config: object) -> str:
-    return type(config).__name__.removesuffix("Config").lower()
-
-
-def _name(owner: str, field: str) -> str:
-    return f"{owner}.{field}" if owner else field
-
-
-def _fields(config: object) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    kind: Any = type(config)
-    return _field_types(kind)
+            raise TypeError(f"{name} is a {type(value).__name__}, expected True or False")
 
 
 @functools.cache
-def _field_types(kind: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def _field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Return the name of each field of a dataclass, and the members of its type where that is a union."""
     types = get_type_hints(kind)
     found = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
     return tuple((name, get_args(of) if get_origin(of) in (Union, UnionType) else (of,)) for name, of in found)
 
 
-def _check_literal_field(owner: str, field: str, value: object, members: tuple[Any, ...]) -> None:
+def _check_literal_field(name: str, value: object, members: tuple[Any, ...]) -> None:
     literals = [member for member in members if get_origin(member) is Literal]
     sequences = [member for member in members if get_origin(member) is tuple and get_args(member)[1:] == (...,)]
     others = tuple(member for member in members if isinstance(member, type) and member is not tuple)
     if isinstance(value, tuple) and len(sequences) == 1:
         for item in value:
-            _check_literal_field(owner, field, item, get_args(sequences[0])[:1])
+            _check_literal_field(name, item, get_args(sequences[0])[:1])
     elif literals and not isinstance(value, others):
         accepted = tuple(choice for literal in literals for choice in get_args(literal))
         beside = " or an integer" if int in others else ", True or False" if bool in others else ""
-        check_literal(owner, field, value, (*accepted, None) if NoneType in members else accepted, beside=beside)
+        accepted = (*accepted, None) if NoneType in members else accepted
+        if not _is_among(value, accepted):
+            raise FieldError(name, f"is {value!r}, expected {_accepted(value, accepted)}{beside}")
 
 
 def _is_among(value: object, accepted: Collection[object]) -> bool:
@@ -181,12 +172,14 @@ def _accepted(value: object, accepted: Collection[object]) -> str:
     return f"{one_of}{', '.join(map(repr, accepted))}{suggestion}"
 
 
-def _check_number(where: str, value: object, low: float, high: float, *, whole: bool) -> None:
+def _out_of_range(where: str, value: object, low: float, high: float, *, whole: bool) -> str | None:
+    """Return what is wrong with the value of a number, None if nothing is; raise TypeError if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         raise TypeError(f"{where} is a {type(value).__name__}, expected {'an integer' if whole else 'a number'}")
-    if not low <= value <= high or value in (math.inf, -math.inf):
-        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}" if low > -math.inf else "of any size"
-        raise ValueError(f"{where} is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}")
+    if low <= value <= high and value not in (math.inf, -math.inf):
+        return None
+    bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}" if low > -math.inf else "of any size"
+    return f"is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}"
 
 
 # Whether tensors' values are trusted in this context: a thread or task of its own begins with False.
@@ -195,7 +188,7 @@ _trusted: ContextVar[bool] = ContextVar("fluvial.trusted_values", default=False)
 
 @contextmanager
 def trusted_values() -> Iterator[None]:
-    """Let no check read a tensor's values in this block; shapes and dtypes are still checked.
+    """Keep checks from reading tensors' values in this block; shapes and dtypes are still checked.
 
     For callers that have checked the values already: an engine whose schedule was validated when it was built, or a
     dispatcher that checks its arguments before it calls the reference.
@@ -217,14 +210,3 @@ def can_look(*tensors: Tensor) -> bool:
 def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:
     """View a `[B]` tensor as `[B, 1, ...]` against `samples` `[B, *event]`; a 0-d tensor stays as it is."""
     return scalar if scalar.ndim == 0 else scalar.reshape(-1, *[1] * (samples.ndim - 1))
-
-
-def check_part(function: str, steps: range, T: int, **chosen: frozenset[int]) -> None:
-    """Raise ValueError unless `steps` is a contiguous part of a schedule of T steps that holds all `chosen` ones."""
-    if steps.step != 1 or not 0 <= steps.start <= steps.stop <= T:
-        raise ValueError(f"{function}: steps is {steps}, expected a contiguous range within 0 to {T}")
-    for name, indices in chosen.items():
-        if out := sorted(indices.difference(steps)):
-            raise ValueError(
-                f"{function}: {name} holds steps {out}, expected {steps.start} to {steps.stop - 1}, the steps taken"
-            )

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import can_look, check_choice, check_number, check_same_shape, compute_dtype
+from fluvial.core.checks import can_look, check_choice, check_number, matched
 from fluvial.core.types import PerStep
 
 Mode = Literal["truncate", "reject", "mask"]
@@ -27,12 +27,7 @@ class CorrectionInfo(NamedTuple):
 
 
 def rollout_weights(
-    log_prob_old: PerStep,
-    log_prob_rollout: PerStep,
-    *,
-    mode: Mode,
-    threshold: float,
-    level: Level = "step",
+    log_prob_old: PerStep, log_prob_rollout: PerStep, *, mode: Mode, threshold: float, level: Level = "step"
 ) -> tuple[PerStep, CorrectionInfo]:
     """Return the weight of each recorded step, `[B, S]`, and diagnostics; multiply the update's loss by the weights.
 
@@ -66,11 +61,10 @@ def rollout_weights(
     check_choice("rollout_weights", "mode", mode, MODES)
     check_choice("rollout_weights", "level", level, LEVELS)
     check_number("rollout_weights", "threshold", threshold, low=1, high=1e30)
-    dtype = compute_dtype("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
-    check_same_shape("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
+    old, rollout = matched("rollout_weights", log_prob_old=log_prob_old.detach(), log_prob_rollout=log_prob_rollout.detach())
     if log_prob_old.ndim != 2:
         raise ValueError(f"rollout_weights: log_prob_old has shape {list(log_prob_old.shape)}, expected [B, S]")
-    gap = log_prob_old.detach().to(dtype) - log_prob_rollout.detach().to(dtype)
+    gap = old - rollout
     difference = gap if level == "step" else gap.sum(1, keepdim=True).expand_as(gap)
     if can_look(difference) and difference.isnan().any():
         where = torch.nonzero(difference.isnan()).tolist()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_same_shape, compute_dtype
+from fluvial.core.checks import check_choice, check_number, matched
 from fluvial.core.types import PerSample, Samples
 
 Match = Literal["mse", "bce"]
@@ -40,12 +40,10 @@ def implicit_reward(
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port.
     """
     check_number("implicit_reward", "weight_min", weight_min, low=1e-12)
-    samples = {"v": v, "v_old": v_old, "target": target}
-    dtype = compute_dtype("implicit_reward", **samples)
-    check_same_shape("implicit_reward", **samples)
-    target, errors = target.to(dtype), []
+    v, v_old, target = matched("implicit_reward", v=v, v_old=v_old, target=target)
+    errors = []
     for prediction in (v_old.detach(), v):
-        off = prediction.to(dtype) - target
+        off = prediction - target
         size = reduce(off.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min) if adaptive else 1.0
         errors.append(reduce(off**2, "b ... -> b", "mean") / size)
     return errors[0] - errors[1]
@@ -72,10 +70,8 @@ def crd_loss(
     check_choice("crd_loss", "match", match, ("mse", "bce"))
     check_number("crd_loss", "beta", beta, low=1e-12)
     check_number("crd_loss", "scale", scale, low=1e-12)
-    values = {"implicit": implicit, "centre": centre, "reward_centred": reward_centred}
-    dtype = compute_dtype("crd_loss", **values)
-    check_same_shape("crd_loss", **values)
-    own, given = beta * (implicit.to(dtype) - centre.to(dtype).detach()), reward_centred.to(dtype).detach()
+    implicit, centre, given = matched("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred.detach())
+    own = beta * (implicit - centre.detach())
     if match == "mse":
         return scale / beta * (own - given) ** 2
     return scale / beta * F.binary_cross_entropy_with_logits(own, torch.sigmoid(given), reduction="none")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_number, check_same_shape, compute_dtype
+from fluvial.core.checks import check_number, matched
 from fluvial.core.types import Ids, PerSample
 
 
@@ -46,10 +46,8 @@ def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSamp
         beta: inverse temperature of the preference, > 0.
     """
     check_number("preference_margin", "beta", beta, low=1e-12)
-    values = {"error": error, "error_ref": error_ref, "advantage": advantage}
-    dtype = compute_dtype("preference_margin", **values)
-    check_same_shape("preference_margin", **values)
-    return beta * advantage.to(dtype) * (error.to(dtype) - error_ref.to(dtype))
+    error, error_ref, advantage = matched("preference_margin", error=error, error_ref=error_ref, advantage=advantage)
+    return beta * advantage * (error - error_ref)
 
 
 def dgpo_loss(
@@ -73,11 +71,10 @@ def dgpo_loss(
     """
     check_number("dgpo_loss", "clip_low", clip_low, low=0, high=1)
     check_number("dgpo_loss", "clip_high", clip_high, low=0)
-    values = {"error": error, "error_old": error_old, "advantage": advantage, "weight": weight}
-    dtype = compute_dtype("dgpo_loss", **values)
-    check_same_shape("dgpo_loss", **values)
-    advantage, weight, error = advantage.to(dtype), weight.to(dtype).detach(), error.to(dtype)
-    ratio = torch.exp((error_old.to(dtype) - error).detach().clamp(max=80))
+    error, error_old, advantage, weight = matched(
+        "dgpo_loss", error=error, error_old=error_old, advantage=advantage, weight=weight.detach()
+    )
+    ratio = torch.exp((error_old - error).detach().clamp(max=80))
     held = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
     loss = weight * advantage * torch.where(held, error.detach(), error)
-    return loss, DgpoInfo(error.detach(), held.to(dtype), weight, torch.zeros_like(weight))
+    return loss, DgpoInfo(error.detach(), held.to(loss.dtype), weight, torch.zeros_like(weight))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import check_rewards
-from fluvial.core.checks import check_number, check_same_shape, compute_dtype
+from fluvial.core.checks import check_number, matched
 from fluvial.core.types import Ids, PerSample
 
 
@@ -90,9 +90,8 @@ def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: floa
     Source: D3PO's published code.
     """
     check_number("clipped_log_ratio", "eps", eps, low=1e-12, high=1 - 1e-6)
-    dtype = compute_dtype("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
-    check_same_shape("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
-    ratio = torch.exp((log_prob.to(dtype) - log_prob_ref.to(dtype)).clamp(max=80))
+    log_prob, log_prob_ref = matched("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
+    ratio = torch.exp((log_prob - log_prob_ref).clamp(max=80))
     return torch.log(torch.clamp(ratio, 1 - eps, 1 + eps))
 
 
@@ -113,11 +112,8 @@ def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSa
     Source: D3PO, arXiv 2311.13231.
     """
     check_number("d3po_loss", "beta", beta, low=1e-12)
-    values = {"log_ratio": log_ratio, "log_ratio_other": log_ratio_other, "preferred": preferred}
-    dtype = compute_dtype("d3po_loss", **values)
-    check_same_shape("d3po_loss", **values)
-    preferred = preferred.to(dtype)
-    margin = beta * preferred * (log_ratio.to(dtype) - log_ratio_other.to(dtype).detach())
+    own, other, preferred = matched("d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred)
+    margin = beta * preferred * (own - other.detach())
     loss = -F.logsigmoid(margin)
     return preferred.abs() * (loss - loss.detach() / 2)
 
@@ -157,11 +153,10 @@ def _rewards(
     """Check the arguments; return the implicit reward of the preferred sample, and its margin over that of the other."""
     check_number(function, "beta", beta, low=1e-12)
     check_number(function, "lose_weight", lose_weight, low=0)
-    errors = {"err_win": err_win, "err_lose": err_lose, "err_win_ref": err_win_ref, "err_lose_ref": err_lose_ref}
-    dtype = compute_dtype(function, **errors)
-    check_same_shape(function, **errors)
-    win = err_win.to(dtype) - err_win_ref.to(dtype).detach()
-    lose = err_lose.to(dtype) - err_lose_ref.to(dtype).detach()
+    err_win, err_lose, err_win_ref, err_lose_ref = matched(
+        function, err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
+    )
+    win, lose = err_win - err_win_ref.detach(), err_lose - err_lose_ref.detach()
     return -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
 
 

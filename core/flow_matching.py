@@ -3,7 +3,7 @@
 import torch
 from einops import reduce
 
-from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.checks import check_per_sample, matched, per_sample
 from fluvial.core.types import PerSample, Samples, Scalar
 
 
@@ -14,12 +14,11 @@ def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
         x0, noise: clean samples and standard-normal noise, `[B, *event]`.
         sigma: noise level in [0, 1], `[B]`, 0-d or float.
     """
-    dtype = compute_dtype("interpolate", x0=x0, noise=noise)
-    check_same_shape("interpolate", x0=x0, noise=noise)
-    level = torch.as_tensor(sigma, dtype=dtype, device=x0.device)
+    x0, noise = matched("interpolate", x0=x0, noise=noise)
+    level = torch.as_tensor(sigma, dtype=x0.dtype, device=x0.device)
     check_per_sample("interpolate", x0.shape[0], sigma=level)
     level = per_sample(level, x0)
-    return (1 - level) * x0.to(dtype) + level * noise.to(dtype)
+    return (1 - level) * x0 + level * noise
 
 
 def velocity_error(v: Samples, target: Samples) -> PerSample:
@@ -27,6 +26,5 @@ def velocity_error(v: Samples, target: Samples) -> PerSample:
 
     The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (float64 if given).
     """
-    dtype = compute_dtype("velocity_error", v=v, target=target)
-    check_same_shape("velocity_error", v=v, target=target)
-    return reduce((v.to(dtype) - target.to(dtype)) ** 2, "b ... -> b", "mean")
+    v, target = matched("velocity_error", v=v, target=target)
+    return reduce((v - target) ** 2, "b ... -> b", "mean")

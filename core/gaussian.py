@@ -28,20 +28,16 @@ def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
     return _mean(transition, x, v)
 
 
-def sample(transition: Transition, x: Samples, v: Samples, noise: Samples) -> Samples:
-    """Return the next sample for given standard-normal noise, a x + b v + std noise, `[B, *event]`."""
+def sample(transition: Transition, x: Samples, v: Samples, noise: Samples | None) -> Samples:
+    """Return the next sample for given standard-normal noise, a x + b v + std noise, `[B, *event]`; None is no noise."""
+    if noise is None:
+        return mean(transition, x, v)
     transition, x, v, noise = _prepare("sample", transition, x=x, v=v, noise=noise)
     return _mean(transition, x, v) + per_sample(transition.std, x) * noise
 
 
 def log_prob(
-    transition: Transition,
-    x: Samples,
-    v: Samples,
-    x_next: Samples,
-    *,
-    form: Form = "density",
-    reduction: Reduction = "mean",
+    transition: Transition, x: Samples, v: Samples, x_next: Samples, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> PerSample:
     """Return the log-probability of the step from x to x_next, in nats, `[B]`.
 
@@ -70,13 +66,7 @@ def log_prob(
 
 
 def draw(
-    transition: Transition,
-    x: Samples,
-    v: Samples,
-    noise: Samples,
-    *,
-    form: Form = "density",
-    reduction: Reduction = "mean",
+    transition: Transition, x: Samples, v: Samples, noise: Samples, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> tuple[Samples, PerSample]:
     """Return `sample` and the `log_prob` of it, with the same bits as these two, from one mean.
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.checks import check_per_sample, matched, per_sample
 from fluvial.core.types import Samples, Scalar
 
 
@@ -15,9 +15,7 @@ def classifier_free(v: Samples, v_uncond: Samples, guidance: Scalar) -> Samples:
 
     Source: arXiv 2207.12598, with diffusers' definition of the scale.
     """
-    dtype = compute_dtype("classifier_free", v=v, v_uncond=v_uncond)
-    check_same_shape("classifier_free", v=v, v_uncond=v_uncond)
-    scale = torch.as_tensor(guidance, dtype=dtype, device=v.device)
+    v, v_uncond = matched("classifier_free", v=v, v_uncond=v_uncond)
+    scale = torch.as_tensor(guidance, dtype=v.dtype, device=v.device)
     check_per_sample("classifier_free", v.shape[0], guidance=scale)
-    v, v_uncond = v.to(dtype), v_uncond.to(dtype)
     return v_uncond + per_sample(scale, v) * (v - v_uncond)

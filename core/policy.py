@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype
+from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype, matched
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
 
@@ -39,10 +39,10 @@ def clipped_surrogate(
     """
     check_number("clipped_surrogate", "clip_low", clip_low, low=0, high=1)
     check_number("clipped_surrogate", "clip_high", clip_high, low=0)
-    dtype = compute_dtype("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
-    check_same_shape("clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage)
-    advantage = advantage.to(dtype)
-    log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
+    log_prob, log_prob_old, advantage = matched(
+        "clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage
+    )
+    log_ratio = log_prob - log_prob_old
     # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside any clip range.
     ratio = torch.exp(log_ratio.clamp(max=80))
     free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)

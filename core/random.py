@@ -100,22 +100,14 @@ def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None 
 
 
 def uniform(
-    key: Key,
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    key: Key, shape: tuple[int, ...], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
     """Return uniform numbers in [0, 1), multiples of 2^-24; arguments as in `bits`."""
     return ((bits(key, shape, device=device) >> 8).to(torch.float32) * 2.0**-24).to(dtype)
 
 
 def normal(
-    key: Key,
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    key: Key, shape: tuple[int, ...], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
     """Return standard-normal numbers: the Box-Muller transform of each pair of words.
 

@@ -59,8 +59,7 @@ def sde_step(
     x: Samples,
     v: Samples,
     *,
-    key: Key | None = None,
-    noise: Samples | None = None,
+    key: Key,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -75,26 +74,14 @@ def sde_step(
         transition: coefficients `[B]` or 0-d.
         x, v: sample and model output, `[B, *event]`.
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
-        noise: standard-normal noise, `[B, *event]`, from a caller that has drawn it, instead of a key.
         v_uncond, guidance, form, reduction: as in `step_log_prob`.
 
     Raises:
-        ValueError: not exactly one of key and noise is given, or an error of `gaussian.log_prob`.
+        ValueError: an error of `gaussian.log_prob`.
     """
     v = guided("sde_step", v, v_uncond, guidance)
-    check_noise(key, noise)
-    if key is not None:
-        keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
-        noise = normal(keys, tuple(x.shape))
-    assert noise is not None
-    return gaussian.draw(transition, x, v, noise, form=form, reduction=reduction)
-
-
-def check_noise(key: Key | None, noise: Tensor | None) -> None:
-    """Raise ValueError unless exactly one of key and noise is given."""
-    if (key is None) == (noise is None):
-        what = "neither key nor noise is given" if key is None else "both key and noise are given"
-        raise ValueError(f"sde_step: {what}, expected one of the two")
+    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
+    return gaussian.draw(transition, x, v, normal(keys, tuple(x.shape)), form=form, reduction=reduction)
 
 
 def policy_loss(
@@ -147,21 +134,31 @@ def policy_loss(
 def kl_scale(
     transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None
 ) -> Tensor | float:
-    """Check the options of a KL term and return the factor of the exact KL in the loss: |dt|, 1 or 2 std^2."""
+    """Return the `kl_factor` of a KL term after checking its options; 1 where there is no such term."""
     check_number("policy_loss", "kl_coef", kl_coef, low=0)
     check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
     if kl_coef > 0 and v_ref is None:
         raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference policy's velocity")
-    if kl_weight == "exact" or v_ref is None or kl_coef == 0:
+    if v_ref is None or kl_coef == 0:
+        return 1.0
+    if isinstance(dt, Tensor) and kl_weight == "rate":
+        check_per_sample("policy_loss", v.shape[0], dt=dt)
+    return kl_factor(transition, dt, kl_weight)
+
+
+def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) -> Tensor | float:
+    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse).
+
+    Raises:
+        ValueError: "rate" is used without dt.
+    """
+    if kl_weight == "exact":
         return 1.0
     if kl_weight == "mse":
         return 2 * transition.std**2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
-    if not isinstance(dt, Tensor):
-        return abs(dt)
-    check_per_sample("policy_loss", v.shape[0], dt=dt)
-    return dt.abs()
+    return dt.abs() if isinstance(dt, Tensor) else abs(dt)
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:

@@ -23,9 +23,7 @@ from fluvial.core.types import Grid, Scalar
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 # Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
-MAX_ETA: dict[str, float] = {
-    "flow_sde": math.inf, "dance_sde": math.inf, "cps": 1.0, "ddim": 1.0, "ode": 0.0, "wan_sde": math.inf
-}  # fmt: skip
+MAX_ETA: dict[str, float] = {**dict.fromkeys(SAMPLERS, math.inf), "cps": 1.0, "ddim": 1.0, "ode": 0.0}
 
 
 class Transition(NamedTuple):
@@ -207,9 +205,7 @@ def _reverse_sde(sigma: Tensor, sigma_next: Tensor, *, rate: Tensor) -> Transiti
     dt = sigma_next - sigma
     half_rate_sq = rate**2 / 2
     return Transition(
-        a=1 + half_rate_sq * dt / sigma,
-        b=(1 + half_rate_sq * (1 - sigma) / sigma) * dt,
-        std=rate * torch.sqrt(-dt),
+        a=1 + half_rate_sq * dt / sigma, b=(1 + half_rate_sq * (1 - sigma) / sigma) * dt, std=rate * torch.sqrt(-dt)
     )
 
 

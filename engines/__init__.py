@@ -7,39 +7,54 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fluvial.engines.errors import FluvialError, RunError, UsageError
+    from fluvial.engines.evaluation.evaluate import evaluate
     from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
     from fluvial.engines.fsdp.engine import Engine
     from fluvial.engines.fsdp.world import init_world
+    from fluvial.engines.objectives.losses import KLConfig
+    from fluvial.engines.rollout.config import RolloutConfig
     from fluvial.engines.rollout.score import score
     from fluvial.engines.train import recipes
     from fluvial.engines.train.config import TrainConfig
     from fluvial.engines.train.job import Job
-    from fluvial.engines.train.trainer import Trainer, train
+    from fluvial.engines.train.trainer import Trainer
 
 __all__ = [
     "Engine",
     "EngineConfig",
+    "FluvialError",
     "Job",
+    "KLConfig",
     "OptimizerConfig",
+    "RolloutConfig",
+    "RunError",
     "TrainConfig",
     "Trainer",
+    "UsageError",
+    "evaluate",
     "init_world",
     "recipes",
     "score",
-    "train",
 ]
 
 _HOMES = {
     "Engine": "fsdp.engine",
     "EngineConfig": "fsdp.config",
+    "FluvialError": "errors",
     "Job": "train.job",
+    "KLConfig": "objectives.losses",
     "OptimizerConfig": "fsdp.config",
+    "RolloutConfig": "rollout.config",
+    "RunError": "errors",
     "TrainConfig": "train.config",
     "Trainer": "train.trainer",
+    "UsageError": "errors",
+    "evaluate": "evaluation.evaluate",
     "init_world": "fsdp.world",
     "score": "rollout.score",
 }
-_MODULES = {"recipes": "train.recipes", "train": "train"}  # the folder `train` can be called, see there
+_MODULES = {"recipes": "train.recipes"}
 
 
 def __getattr__(name: str) -> Any:

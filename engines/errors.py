@@ -1,12 +1,64 @@
-"""Errors that the user can correct. The command line prints them in one line and exits, without a traceback."""
+"""Errors that the user can correct. The command line prints them in one line and exits, without a traceback.
+
+An error about a field is data: `UsageError("seed", -1, "an integer from 0")`. The library prints the field's name, `seed is
+-1, ...`; the command line prints its flag, `--seed is -1, ...`. Inside a message a field's dotted name is written between
+backticks: "set `rollout.eta` above 0" is printed as "set rollout.eta above 0", or as "set --rollout.eta above 0".
+"""
+
+import re
+from collections.abc import Callable
+
+_FIELD = re.compile(r"`([A-Za-z_][\w.]*)`")
+_NOT_GIVEN = object()
 
 
 class FluvialError(Exception):
     """Base class of all errors that the user can correct."""
 
+    def message(self) -> str:
+        """Return the message, with its fields still marked."""
+        return str(self.args[0]) if self.args else ""
+
+    def worded(self, name: Callable[[str], str]) -> str:
+        """Return the message with each field written as `name` returns it."""
+        return _FIELD.sub(lambda found: name(found[1]), self.message())
+
+    def __str__(self) -> str:
+        return self.worded(str)
+
 
 class UsageError(FluvialError, ValueError):
-    """The request cannot be carried out as stated. Exit code 2."""
+    """The request cannot be carried out as stated. Exit code 2.
+
+    Args:
+        field: dotted name of the field that is wrong, e.g. "rollout.eta"; or, alone, the whole message in one sentence.
+        got: its value.
+        expected: what it may be, e.g. "a number above 0".
+        hint: what else explains the error, or what to do about it.
+    """
+
+    def __init__(self, field: str, got: object = _NOT_GIVEN, expected: str = "", hint: str = "") -> None:
+        super().__init__(*([field] if got is _NOT_GIVEN else [field, got, expected, hint]))
+        self.field = None if got is _NOT_GIVEN else field
+        self.got, self.expected, self.hint = got, expected, hint
+
+    def message(self) -> str:
+        if self.field is None:
+            return super().message()
+        expected = self.expected and f", expected {self.expected}"
+        return f"`{self.field}` is {_shown(self.got)}{expected}{self.hint and f': {self.hint}'}"
+
+
+def no_effect(field: str, why: str) -> UsageError:
+    """Return the error of a field that is set although it has no effect, e.g. why="with solver euler"."""
+    return UsageError(f"`{field}` has no effect {why}; remove it")
+
+
+def _shown(value: object) -> str:
+    """Return a value as it is printed in a message."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 class RunError(FluvialError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Look up objectives, samplers, rewards, recipes and models by name, a person's own included.
+"""Look up objectives, samplers, rewards, recipes and models by name, user-defined ones included.
 
 A name is one of three: built in (a key of the caller's table), declared by an installed package through an entry point
 (`[project.entry-points."fluvial.objectives"]`), or `module:attribute`.
@@ -32,7 +32,7 @@ def load(
     Raises:
         UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
     """
-    label, table = field or group.removesuffix("s"), table or {}
+    label, table = f"`{field or group.removesuffix('s')}`", table or {}
     if spec in table:
         return _checked(f"{label} {spec!r}", table[spec], check)
     if ":" in spec:

@@ -34,6 +34,7 @@ from fluvial.core.types import PerSample, Samples, Scalar
 Implementation = Literal["auto", "triton", "compiled", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ACCELERATORS: tuple[str, ...] = ("cuda", "xpu")  # torch calls ROCm cuda
+FUSED = {*ACCELERATORS, "simulated"}  # a simulated device computes nothing, and takes the kernels' shapes
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs the kernels on the CPU, slowly
 
@@ -59,7 +60,7 @@ def resolve(
     """
     check_choice(function, "implementation", implementation, IMPLEMENTATIONS)
     if implementation == "auto":
-        fused = samples[0].device.type in ACCELERATORS and _obstacle(samples, numbers) is None
+        fused = samples[0].device.type in FUSED and _obstacle(samples, numbers) is None
         return "triton" if fused else "reference"
     if implementation == "triton" and (reason := _obstacle(samples, numbers)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
@@ -111,8 +112,7 @@ def sde_step(
     x: Samples,
     v: Samples,
     *,
-    key: Key | None = None,
-    noise: Samples | None = None,
+    key: Key,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -124,26 +124,19 @@ def sde_step(
     All implementations draw the same Philox words. The fused kernel turns them into normals in float32, which differ from
     the reference's by a few units in the last place.
 
-    Rollouts take their recorded steps with it. Where the fused kernel runs, they give keys and the kernel draws. Elsewhere
-    they give noise, which they draw for many steps at once.
+    Rollouts take their recorded steps with it where the fused kernel or the compiled reference runs. Elsewhere they draw
+    the noise of many steps at once, with the same bits as the reference.
 
     Args:
-        key, noise: as in `core.step.sde_step`. The fused kernel takes a key only, so "auto" with noise is "reference".
+        key: as in `core.step.sde_step`.
         implementation: which implementation runs, see `resolve`.
 
     Raises:
-        TypeError, ValueError: as in `step_log_prob`, not exactly one of key and noise is given, or the key is not one that
-            `core.random` made for this batch.
+        TypeError, ValueError: as in `step_log_prob`, or the key is not one that `core.random` made for this batch.
     """
-    step.check_noise(key, noise)
-    name, samples = "sde_step", _given(x=x, v=v, noise=noise, v_uncond=v_uncond)
+    name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
     options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
-    if key is None:
-        if implementation == "triton":
-            raise ValueError(f"{name}: implementation is 'triton', which draws its noise: give a key instead of noise")
-        chosen = resolve(name, "reference" if implementation == "auto" else implementation, list(samples.values()))
-        return _run(step.sde_step, chosen, transition, x, v, noise=noise, **options)
     batch = v.shape[0]
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
     low, high = (
@@ -208,10 +201,17 @@ def policy_loss(
     numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     chosen = resolve(name, implementation, list(samples.values()), numbers)
     options: dict[str, Any] = {
-        "log_prob_old": log_prob_old, "advantage": advantage, "clip_low": clip_low, "clip_high": clip_high,
-        "v_ref": v_ref, "kl_coef": kl_coef,
-        "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction,
-    }  # fmt: skip
+        "log_prob_old": log_prob_old,
+        "advantage": advantage,
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "v_ref": v_ref,
+        "kl_coef": kl_coef,
+        "v_uncond": v_uncond,
+        "guidance": scale,
+        "form": form,
+        "reduction": reduction,
+    }
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import policy_loss as fused
 
@@ -317,7 +317,7 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | Non
     device = samples[0].device.type
     if not HAS_TRITON:
         return "triton is not installed"
-    if device not in ACCELERATORS and not (device == "cpu" and INTERPRETED):
+    if device not in FUSED and not (device == "cpu" and INTERPRETED):
         return f"the tensors are on {device}, expected {' or '.join(ACCELERATORS)} (or TRITON_INTERPRET=1)"
     if any(tensor.dtype == torch.float64 for tensor in (*samples, *numbers)):
         return "a tensor is float64, and the kernels compute in float32"

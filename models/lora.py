@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import ema
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import FieldError, check_fields
 from fluvial.models.lora_layer import Product, lighten
+
+# Linear layers of the joint attention of MM-DiTs, by diffusers' names.
+JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class LoraConfig:
         init: Distribution of A: default (Kaiming uniform, as in PEFT) or gaussian (standard deviation 1 / rank, as in the
             training scripts of diffusers and Flow-GRPO). B starts at 0.
         targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
-        weights: File or folder of an adapter to go on from, with the keys of diffusers, PEFT or kohya/ComfyUI. Rank, alpha
+        weights: File or folder of an adapter to continue from, with keys of diffusers, PEFT or kohya/ComfyUI. Rank, alpha
             and layers are read from it, and nothing is drawn. It is the reference policy, too.
         product: How a layer multiplies its input: factors (x W^T + s (x A^T) B^T, as PEFT does) or merged, which computes
             W + s B A in each forward pass. The two agree to rounding. merged is faster for layers narrower than about six
@@ -46,7 +49,7 @@ class LoraConfig:
         if self.targets == ():
             raise ValueError("lora.targets is empty, expected at least one name")
         if self.weights is not None and self.targets is not None:
-            raise ValueError("lora.targets is set, and lora.weights has layers of its own: leave it as it is")
+            raise FieldError("lora.targets", "has no effect with lora.weights, which has layers of its own; remove it")
 
 
 def add_lora(
@@ -84,9 +87,13 @@ def add_lora(
         torch.manual_seed(seed)
         for name in adapters:
             adapter = peft.LoraConfig(
-                r=config.rank, lora_alpha=config.alpha, target_modules=list(targets), lora_dropout=0.0, bias="none",
+                r=config.rank,
+                lora_alpha=config.alpha,
+                target_modules=list(targets),
+                lora_dropout=0.0,
+                bias="none",
                 init_lora_weights=True if config.init == "default" else "gaussian",
-            )  # fmt: skip
+            )
             peft.inject_adapter_in_model(adapter, module, adapter_name=name)
     for layer in lora_layers(module).values():
         layer.set_adapter("default")  # freezes the others

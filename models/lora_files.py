@@ -14,9 +14,7 @@ from fluvial.models.lora import adapter_parameters
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # of diffusers and of PEFT
 # What files put before the name of a layer, the longest first.
-PREFIXES = (
-    "base_model.model.", "lora_transformer_", "diffusion_model.", "lora_unet_", "transformer.", "unet.", "model."
-)  # fmt: skip
+PREFIXES = ("base_model.model.", "lora_transformer_", "diffusion_model.", "lora_unet_", "transformer.", "unet.", "model.")
 # Endings of the two factors and of the scale, as the three programs spell them.
 FACTORS = re.compile(
     r"[._](?:lora_(?P<a>A|down)|lora_(?P<b>B|up)|lora\.(?P<down>down)|lora\.(?P<up>up)|"

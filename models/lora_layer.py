@@ -16,7 +16,7 @@ Product = Literal["factors", "merged"]  # how an adapted layer multiplies its in
 
 
 def lighten(layer: Any, *, product: Product = "factors") -> None:
-    """Let an adapted layer compute as `adapted_linear` does where that applies, in place; elsewhere it is PEFT's as before.
+    """Make an adapted layer compute by `adapted_linear` where that applies, in place; elsewhere it is PEFT's as before.
 
     The layer keeps its parameters, their names and PEFT's interface.
 
@@ -63,7 +63,12 @@ def _is_bare(layer: Any, x: Tensor) -> bool:
         return False
     base = layer._modules["base_layer"]
     tensors = [tensor for tensor in (x, base.weight, base.bias) if tensor is not None]
-    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == x.dtype for tensor in tensors)
+    return all(_is_plain(tensor) and tensor.dtype == x.dtype for tensor in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is of no subclass; those of a simulated device stand for plain ones."""
+    return type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "FakeTensor"
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -96,7 +101,7 @@ def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tens
     weight, bias, a, b = base.weight, base.bias, down.weight, up.weight
     if type(dropout) is not nn.Identity or down.bias is not None or up.bias is not None or weight.requires_grad:
         return None
-    plain = all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == x.dtype for tensor in (x, weight, a, b))
+    plain = all(_is_plain(tensor) and tensor.dtype == x.dtype for tensor in (x, weight, a, b))
     if not plain or (bias is not None and (bias.requires_grad or bias.dtype != x.dtype)):
         return None
     return weight, bias, a, b, layer.scaling[name]

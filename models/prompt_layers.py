@@ -46,7 +46,7 @@ class PromptLayers:
 
     @contextmanager
     def prediction(self) -> Iterator[None]:
-        """Let the layers return their results of the first prediction; the next ones must make the same calls.
+        """Make the layers return their results of the first prediction; the next ones must make the same calls.
 
         Raises:
             ValueError: gradients are enabled, which a stored result would not have.

@@ -22,8 +22,8 @@ PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 class Schedule(NamedTuple):
     """A model's own schedule of T steps."""
 
-    # [T+1] float32 on the host. For a flow: noise levels sigma, falling to exactly 0. For a model of epsilon: cumulative
-    # signal powers alpha_bar, rising.
+    # [T+1] float32 on the host. For a flow: noise levels sigma, exactly 0 at the end. For an epsilon-prediction model:
+    # cumulative signal powers alpha_bar, rising.
     levels: Tensor
     timesteps: Tensor  # [T] timestep input of the network at the first T levels
 

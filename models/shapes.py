@@ -9,9 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
+from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.sd3 import SD3
+
 # Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
 CONDITIONING = ("encoder_hidden_states", "pooled_projections")
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+FRAMES = 81  # of a video
 
 
 class ModelShape(NamedTuple):
@@ -37,31 +42,32 @@ def _handwriting_inputs(samples: int, resolution: int) -> dict[str, Any]:
     return _inputs(samples, (1, 8, 32), text=(4, 14), pooled=40)
 
 
-def _sd3() -> nn.Module:
-    from diffusers import SD3Transformer2DModel
+def _published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
+    """Return a published model by the settings that come with fluvial, with what its adapter trains.
 
-    # stabilityai/stable-diffusion-3.5-medium, transformer/config.json; dual_attention_layers as in diffusers' source.
-    return SD3Transformer2DModel(
-        sample_size=128,
-        num_layers=24,
-        num_attention_heads=24,
-        caption_projection_dim=1536,
-        pos_embed_max_size=384,
-        dual_attention_layers=tuple(range(13)),
-        qk_norm="rms_norm",
-    )
+    Args:
+        name: name of the model on the Hub, without its owner.
+        inputs: inputs of its network.
+        resolution: default in pixels.
+    """
+    folder = CONFIGURATIONS / name
+    adapter: type[Pipeline] = built_in()[read_settings(folder / "model_index.json")["_class_name"]]
+
+    def build() -> nn.Module:
+        import diffusers
+
+        made: nn.Module = getattr(diffusers, adapter.network).from_config(
+            read_settings(folder / adapter.part / "config.json")
+        )
+        return made
+
+    lists = getattr(adapter, "block_lists", ("blocks",))
+    return ModelShape(build, lists, adapter.lora_targets, inputs, resolution)
 
 
 def _sd3_inputs(samples: int, resolution: int) -> dict[str, Any]:
     # 77 CLIP tokens and 256 T5 tokens, diffusers' default.
     return _inputs(samples, (16, resolution // 8, resolution // 8), text=(333, 4096), pooled=2048)
-
-
-def _flux() -> nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    # black-forest-labs/FLUX.1-dev, transformer/config.json: diffusers' defaults plus the guidance input.
-    return FluxTransformer2DModel(guidance_embeds=True)
 
 
 def _flux_inputs(samples: int, resolution: int) -> dict[str, Any]:
@@ -74,12 +80,6 @@ def _flux_inputs(samples: int, resolution: int) -> dict[str, Any]:
     }
 
 
-def _qwen() -> nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel()  # Qwen/Qwen-Image, transformer/config.json: diffusers' defaults
-
-
 def _qwen_inputs(samples: int, resolution: int) -> dict[str, Any]:
     side = resolution // 16
     # Up to 512 text tokens, diffusers' default.
@@ -87,6 +87,12 @@ def _qwen_inputs(samples: int, resolution: int) -> dict[str, Any]:
         **_inputs(samples, (side * side, 64), text=(512, 3584), pooled=None),
         "img_shapes": [[(1, side, side)]] * samples,
     }
+
+
+def _wan_inputs(samples: int, resolution: int) -> dict[str, Any]:
+    # 512 text tokens, diffusers' default; the VAE makes one latent of four frames.
+    side = resolution // 8
+    return _inputs(samples, (16, (FRAMES - 1) // 4 + 1, side, side), text=(512, 4096), pooled=None)
 
 
 def _inputs(samples: int, latent: tuple[int, ...], *, text: tuple[int, int], pooled: int | None) -> dict[str, Any]:
@@ -107,14 +113,15 @@ MODELS: dict[str, ModelShape] = {
     "handwriting": ModelShape(
         _handwriting,
         ("transformer_blocks",),
-        (*ATTENTION, "net.0.proj", "net.2", "linear"),
+        (*SD3.lora_targets, "net.0.proj", "net.2", "linear"),
         _handwriting_inputs,
         resolution=None,
         micro_batch=64,
     ),
-    "sd3.5-medium": ModelShape(_sd3, ("transformer_blocks",), ATTENTION, _sd3_inputs),
-    "flux.1-dev": ModelShape(_flux, ("transformer_blocks", "single_transformer_blocks"), ATTENTION, _flux_inputs),
-    "qwen-image": ModelShape(_qwen, ("transformer_blocks",), ATTENTION, _qwen_inputs),
+    "sd3.5-medium": _published("stable-diffusion-3.5-medium", _sd3_inputs),
+    "flux.1-dev": _published("FLUX.1-dev", _flux_inputs),
+    "qwen-image": _published("Qwen-Image", _qwen_inputs),
+    "wan2.1-14b": _published("Wan2.1-T2V-14B-Diffusers", _wan_inputs, resolution=640),
 }
 
 

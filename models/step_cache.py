@@ -50,7 +50,7 @@ class StepCache:
 
     @contextmanager
     def prediction(self, *, exact: bool) -> Iterator[None]:
-        """Let the passes of one prediction leave out blocks, unless it must be exact; the bits of that one stay.
+        """Make the passes of one prediction leave out blocks, unless it must be exact; the bits of that one stay.
 
         Raises:
             ValueError: gradients are enabled, which blocks that are left out would not have; or the last block returns other

@@ -5,8 +5,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import ledger
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
@@ -32,12 +34,33 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+BEFORE = pytest.StashKey[tuple[float, int]]()
+
 # The hook breaks torch.compile(fullgraph=True) and answers a wrong type before the library's own message does, so some files
 # run in a session without it (see sessions.py).
 if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     assert "fluvial.core" not in sys.modules, "the hook must be installed before fluvial.core is imported"
     # PEP 484's tower: an int is a valid float, as for mypy.
-    install_import_hook("fluvial.core", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+    install_import_hook(
+        ["fluvial.core", "fluvial.kernels.dispatch"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note what has been spent before a test."""
+    item.stash[BEFORE] = ledger.spent()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Report what a test has spent, with its set-up, for the ledger."""
+    if call.when == "teardown":
+        before, now = item.stash[BEFORE], ledger.spent()
+        long = float(item.get_closest_marker("long") is not None)
+        item.user_properties += zip(ledger.PROPERTIES, (now[0] - before[0], now[1] - before[1], long), strict=True)
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,111 +1,115 @@
-"""Runs the whole suite: `make test`. Some files need a process of another kind, so there are three pytest sessions.
+"""Runs the tests: `make test`, and `make test-all` with `--all`. There are three pytest sessions:
 
-    typed        everything, with run-time shape and type checks over fluvial.core
-    untyped      what the checks would break or answer first: torch.compile, and the library's own messages
+    typed        core and kernels, with run-time checks of shapes and types in both packages
+    untyped      the rest; of core and kernels what those checks would break (torch.compile) or answer first
     interpreter  the kernels in Triton's interpreter, which has to be chosen before they are imported
 
-All three always run. The exit code is 0 if all passed. The last lines name the ten slowest tests of all sessions.
+All three always run. The exit code is 0 if all passed. The last lines name the ten slowest tests, and the files that take
+more than tests/durations.csv says. With `--all` the tests marked `long` run, too, and everything but the second and third
+lines' files runs with checks. `--ledger` writes what was measured to tests/durations.csv.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "helpers"))
+import ledger  # noqa: E402
+
 SLOWEST = 10
 NOTHING_SELECTED = 5  # pytest's exit code
 UNTYPED = {"FLUVIAL_NO_TYPECHECK": "1"}
+CHECKED = ("tests/core", "tests/kernels")
+OTHERS = ("tests/bench", "tests/engines", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")))
+WITHOUT_CHECKS = (
+    "tests/core/test_compile.py",
+    "tests/core/test_checks.py",
+    "tests/kernels/test_dispatch.py",
+    "tests/bench/test_kernels.py",
+)
+INTERPRETED = ("tests/kernels/test_fused.py",)
 
 
 class Session(NamedTuple):
-    """A run of pytest: its environment, its files (none: all), and whether a skipped test means that nothing was tested."""
+    """A run of pytest: its environment, and its files and folders."""
 
     name: str
     environment: dict[str, str]
-    files: tuple[str, ...]
-    skips: bool
+    paths: tuple[str, ...]
 
 
-SESSIONS = (
-    Session("typed", {}, (), True),
-    Session(
-        "untyped",
-        UNTYPED,
-        (
-            "tests/core/test_compile.py",
-            "tests/core/test_checks.py",
-            "tests/kernels/test_dispatch.py",
-            "tests/bench/test_kernels.py",
-        ),
-        False,
-    ),
-    Session("interpreter", {**UNTYPED, "TRITON_INTERPRET": "1"}, ("tests/kernels/test_fused.py",), False),
-)
+def sessions(*, everything: bool) -> tuple[Session, ...]:
+    """Return the sessions of `make test`, or those of `make test-all`."""
+    return (
+        Session("typed", {}, (*CHECKED, *OTHERS) if everything else CHECKED),
+        Session("untyped", UNTYPED, WITHOUT_CHECKS if everything else (*OTHERS, *WITHOUT_CHECKS)),
+        Session("interpreter", {**UNTYPED, "TRITON_INTERPRET": "1"}, INTERPRETED),
+    )
 
 
-def chosen(session: Session, named: list[str]) -> list[str] | None:
-    """Return the files of a session among those that the caller named; None if none of them is its own."""
-    if not named:
-        return [*session.files]
-    if not session.files:
-        return named
-    own = [name for name in named if name.split("::")[0] in session.files]
-    return [
-        *own,
-        *(file for file in session.files if any(Path(file).is_relative_to(name) and file != name for name in named)),
-    ] or None
+def chosen(session: Session, named: list[str]) -> list[str]:
+    """Return the paths of a session, or what the caller named among them."""
+    paths = []
+    for name in named:
+        asked = Path(name.split("::")[0])
+        if any(asked.is_relative_to(path) for path in session.paths):
+            paths.append(name)
+        else:
+            paths += [path for path in session.paths if Path(path).is_relative_to(asked)]
+    return paths if named else [*session.paths]
 
 
 def run(session: Session, arguments: list[str], report: Path) -> list[str]:
     """Run a session, and return what is wrong with it."""
     named = [argument for argument in arguments if (ROOT / argument.split("::")[0]).exists()]
-    files = chosen(session, named)
-    if files is None:
+    paths = chosen(session, named)
+    if not paths:
         return []
-    print(f"\n{session.name}:", *files, flush=True)
+    print(f"\n{session.name}:", *paths, flush=True)
     options = [argument for argument in arguments if argument not in named]
-    command = [sys.executable, "-P", "-m", "pytest", *options, f"--junitxml={report}", *files]
+    command = [sys.executable, "-P", "-m", "pytest", *options, f"--junitxml={report}", *paths]
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": "1", **session.environment}).returncode
     if code == NOTHING_SELECTED:
         return []
     problems = [f"{session.name}: pytest ended with code {code}"] if code else []
-    skipped = [name for name, _, skip in cases(report) if skip] if report.exists() and not session.skips else []
+    ran = ledger.tests(session.name, report) if report.exists() and session.environment else []
+    skipped = [test.name for test in ran if test.skipped and test.file in (*WITHOUT_CHECKS, *INTERPRETED)]
     return [*problems, *(f"{session.name}: {name} was skipped" for name in skipped)]
-
-
-def cases(report: Path) -> list[tuple[str, float, bool]]:
-    """Return each test of a session: its name, seconds with its set-up, and whether it was skipped."""
-    found = ElementTree.parse(report).iter("testcase")
-    return [
-        (f"{case.get('classname')}::{case.get('name')}", float(case.get("time", 0)), case.find("skipped") is not None)
-        for case in found
-    ]
 
 
 def main(arguments: list[str]) -> int:
     """Run all sessions with pytest's arguments, and return the exit code."""
-    start, problems, tests = time.monotonic(), list[str](), list[tuple[str, float, bool]]()
+    start, problems, tests = time.monotonic(), list[str](), list[ledger.Test]()
+    measure, everything = ("--ledger" in arguments), ("--all" in arguments)
+    arguments = [argument for argument in arguments if argument not in ("--ledger", "--all")]
+    if everything:
+        arguments = ["-m", "not whole and not simulated", *arguments]
     with tempfile.TemporaryDirectory() as folder:
-        for session in SESSIONS:
+        for session in sessions(everything=everything):
             report = Path(folder, f"{session.name}.xml")
             problems += run(session, arguments, report)
             if report.exists():
-                tests += cases(report)
-    tests = [test for test in tests if not test[2]]
-    print(f"\nThe {SLOWEST} slowest of {len(tests)} tests:")
-    for name, seconds, _ in sorted(tests, key=lambda test: -test[1])[:SLOWEST]:
-        print(f"{seconds:7.1f} s  {name}")
+                tests += [test for test in ledger.tests(session.name, report) if not test.skipped]
     if not tests:
         problems.append("no test was selected")
-    for problem in problems:
-        print(problem)
-    print(f"{'FAILED' if problems else 'passed'} in {time.monotonic() - start:.0f} s")
-    return int(bool(problems))
+    if measure:
+        ledger.save(ledger.rows(tests))
+    wrong, slower = ledger.growth(ledger.rows(tests), ledger.load())
+    print(f"\nThe {SLOWEST} slowest of {len(tests)} tests, in seconds of CPU:")
+    for test in sorted(tests, key=lambda test: -test.seconds)[:SLOWEST]:
+        print(f"{test.seconds:7.1f}  {test.file}::{test.name}")
+    for line in [*slower, *problems, *wrong]:
+        print(line)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU"
+    print(f"{'FAILED' if problems or wrong else 'passed'} in {seconds}")
+    return int(bool(problems or wrong))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,32 @@ BANNED = {
     r"\b(?:is|are) given back\b": "is returned",
     # "nats a dimension", "two forward passes a step": a plural or a number before, so that "gives a step a name" is none.
     rf"\b(?:{UNITS}) an? (?:{OWNERS})\b(?! (?:of|that|which|has|is|in|with)\b)": "per ...",
+    # The same in a name with underscores, where \b matches nothing: "test_a_number_a_sample".
+    rf"_(?:{UNITS})_an?_(?:{OWNERS})(?=_|\b)": "per ...",
+    r"\ba person's own\b": "user-defined, custom; your own",
+    r"\bthe weights of now\b": "the current weights",
+    r"\bleave (?:it|them|these) as (?:it is|they are)\b": "X has no effect with Y; remove it",
+    r"(?-i:(?<!there )(?<!old )(?<!old` )\b(?:is|are) none\b)(?! of)": "is not one; lacks",
+    r"\bin the words of the wire\b": "builds requests",
+    r"\bhas no answer\b": "is undefined",
+    r"\bhave not what\b": "lack",
+    r"\bwhat it is to the (?:run|loss)\b": "role in the run",
+    r"\bmodels? of epsilon\b": "epsilon-prediction model",
+    r"\bgoes? on from\b": "continue from",
+    r"\btake[ns]? .{0,12}weights out\b": "export weights",
+    r"\bleave undone\b": "drop",
+    r"\bgive up too\b": "tell the other ranks that this one failed",
+    r"\bthe sureness\b": "confidence",
+    r"\basks the network for nothing\b": "loads nothing from the network",
+    r"\bsomething else has made\b": "externally generated",
+    r"\bData on its way\b": "input data",
     # "once an update, one a sample"; no count of something else that begins so.
     rf"\b(?:once|twice|one|(?:a|one|two) keys?|passes) an? (?:{OWNERS}|evaluation)\b": "per ...",
 }
 # Lines that say something else: {file: what the line holds}.
 ALLOWED: dict[str, tuple[str, ...]] = {
+    # Entries of versions that are out.
+    "CHANGELOG.md": ("goes on from", "A person's own"),
     # Python's csv.reader.
     "engines/data/tables.py": ("csv.reader",),
     # torch.distributed.checkpoint has storage readers.
@@ -73,6 +94,18 @@ def nouns() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}: {words.splitlines()[0]}"
 
 
+def openings() -> Iterator[str]:
+    """Yield the docstrings that begin with "Let", and the modules whose docstring begins with "What"."""
+    for path in files():
+        tree = ast.parse(path.read_text()) if path.suffix == ".py" else None
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = ast.get_docstring(node) or ""
+                if words.startswith("Let ") or (isinstance(node, ast.Module) and words.startswith("What ")):
+                    line = getattr(node, "lineno", 1)
+                    yield f"{path.relative_to(ROOT)}:{line}: {words.splitlines()[0]}"
+
+
 def returns_nothing(node: ast.FunctionDef) -> bool:
     """Return whether a function is one that only acts, whose docstring may say what it stands for."""
     return node.returns is None or ast.unparse(node.returns) == "None"
@@ -81,6 +114,12 @@ def returns_nothing(node: ast.FunctionDef) -> bool:
 def test_a_docstring_begins_with_a_verb() -> None:
     """Of functions that return something; a test's docstring says more of what its name claims."""
     found = [*nouns()]
+    assert not found, "\n".join(found)
+
+
+def test_a_docstring_names_the_thing() -> None:
+    """It does not begin with "Let", nor that of a module with "What"."""
+    found = [*openings()]
     assert not found, "\n".join(found)
 
 
@@ -96,6 +135,7 @@ def test_no_banned_word_is_in_use() -> None:
         "one picture", "Pictures", "films", "drawn anew", "the judges agree", "a reader of digits",
         "in nats a dimension", "a key a sample, two forwards a step", "five numbers a sample", "is refused in words",
         "the value is given back", "once an update", "a key a sample is taken", "one an evaluation",
+        "def test_a_number_a_sample_that_depends", "a person's own model", "the weights of now", "leave it as it is",
     ],
 )  # fmt: skip
 def test_the_patterns_find_what_they_are_for(text: str) -> None:
@@ -112,4 +152,4 @@ def test_the_patterns_leave_plain_english_alone(text: str) -> None:
 
 
 if __name__ == "__main__":  # the offenders, one per line
-    print(*offences(), sep="\n")
+    print(*offences(), *openings(), sep="\n")

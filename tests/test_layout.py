@@ -1,4 +1,4 @@
-"""The layout of the packages: layers whose imports never point up, no circles, small files in small folders."""
+"""The layout of the packages: floors whose imports never point up, no circles, small files in small folders."""
 
 import ast
 import tomllib
@@ -7,27 +7,46 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "models", "engines", "bench")
-MOST_FILES, MOST_LINES = 16, 400
-MORE_FILES = {"core": 20, "engines/objectives": 20, "engines/cli": 20}  # one file per formula, objective and command
-# Lowest first; a package imports from layers below its own, and from its own layer. Any other module is in the last.
-LAYERS = (
+MOST_FILES, MOST_LINES = 20, 600
+MORE_FILES = {"core": 21}  # one file per formula
+# Lowest first; a package imports from floors below its own. Any other module is on the last floor.
+FLOORS = (
     ("core",),
     ("kernels", "models"),
-    ("engines.errors", "engines.plugins", "engines.report", "engines.http"),
+    ("engines.errors", "engines.plugins", "engines.choices", "engines.streams", "engines.report", "engines.named_models"),
     ("engines.fsdp",),
-    ("engines.checkpoint", "engines.rollout", "engines.rewards", "engines.data", "engines.plan", "engines.wire"),
-    ("engines.evaluation",),
-    ("engines.objectives",),
+    ("engines.simulate",),
+    ("engines.checkpoint", "engines.data", "engines.wire", "engines.plan", "engines.rollout"),
+    ("engines.rewards", "engines.objectives", "engines.evaluation", "engines.export", "engines.sources"),
     ("engines.run",),
-    ("engines.sources",),
-    ("engines.train", "engines.export", "engines.serve", "engines.verl"),
-    ("engines", "engines.cli"),
+    ("engines.train",),
+    ("engines.serve", "engines.verl", "engines.dryrun"),
+    ("engines.cli", "engines"),
     ("bench",),
 )
+# The modules that may import the configuration of a run for a type, from below it: an objective says which configurations it
+# refuses, and the rules of the configuration itself are in a file beside it.
+RUN = "engines.train.config"
+NAMES_RUN = {
+    f"engines.objectives.{name}"
+    for name in (
+        "alignprop",
+        "crd",
+        "d3po",
+        "dgpo",
+        "distill",
+        "dpo",
+        "dppo",
+        "guard",
+        "losses",
+        "nft",
+        "protocol",
+        "raft",
+        "tempflow",
+    )
+} | {"engines.train.validate"}
 
 
 @cache
@@ -39,15 +58,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def layer(name: str) -> int:
-    """Return the layer of a module: that of the longest name in the table that it is, or lies in."""
+def package(name: str) -> tuple[str, int]:
+    """Return the package of the table that a module is, or lies in, and the number of its floor."""
     found = [
-        (len(package), number)
-        for number, packages in enumerate(LAYERS)
+        (package, number)
+        for number, packages in enumerate(FLOORS)
         for package in packages
         if name == package or name.startswith(f"{package}.")
     ]
-    return max(found)[1]
+    return max(found, key=lambda pair: len(pair[0])) if found else ("", len(FLOORS))
 
 
 def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
@@ -59,6 +78,7 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(outer)
         for inner in ast.walk(outer)
     }
+    typing = {inner for outer in ast.walk(tree) if is_typing(outer) for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if node in deferred and not lazy:
             continue
@@ -74,7 +94,7 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
                 target = imported.removeprefix("fluvial.")
                 while target not in modules():  # a name in a module
                     target = target.rpartition(".")[0]
-                if target != name:
+                if target != name and not (node in typing and target == RUN and name in NAMES_RUN):
                     yield target
 
 
@@ -83,13 +103,19 @@ def is_typing(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+def names_run(path: Path) -> bool:
+    """Return whether a file imports the configuration of a run for a type alone."""
+    typing = [inner for outer in ast.walk(ast.parse(path.read_text())) if is_typing(outer) for inner in ast.walk(outer)]
+    return any(isinstance(node, ast.ImportFrom) and node.module == f"fluvial.{RUN}" for node in typing)
+
+
 def upward() -> list[str]:
     """Return the imports that point up, lazy ones included."""
     return [
         f"{name} imports {target}"
         for name, path in modules().items()
         for target in imports(path, name, lazy=True)
-        if layer(target) > layer(name)
+        if package(target)[1] > package(name)[1]
     ]
 
 
@@ -98,24 +124,43 @@ def test_no_import_points_up() -> None:
     assert upward() == []
 
 
+def test_each_module_that_may_name_the_run_does() -> None:
+    """So that the exception stays as narrow as it is."""
+    assert {name for name in NAMES_RUN if not names_run(modules()[name])} == set()
+
+
 def test_kernels_and_models_do_not_import_each_other() -> None:
     """They are of one layer, and know nothing of each other."""
     pairs = [(name, target) for name, path in modules().items() for target in imports(path, name, lazy=True)]
     assert [pair for pair in pairs if {name.split(".")[0] for name in pair} == {"kernels", "models"}] == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Whether directly or through others; an import inside a function is made later, and may close one."""
-    graph = {name: set(imports(path, name, lazy=False)) for name, path in modules().items()}
-    # A package's __init__ gathers what its modules define; they may import each other, but not from it.
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return names that lead to each other in a circle, the first of them last again; empty if there are none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Whether directly or through others, inside a function or for a type."""
+    graph = {name: set(imports(path, name, lazy=True)) for name, path in modules().items()}
+    assert circle(graph) == []
+
+
+def test_packages_of_a_floor_do_not_import_each_other_in_a_circle() -> None:
+    """One may use another; then that one does not know it."""
+    graph: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        known = {package(target)[0] for target in imports(path, name, lazy=True)}
+        graph.setdefault(package(name)[0], set()).update(known - {package(name)[0]})
+    assert circle(graph) == []
 
 
 def test_folders_are_small() -> None:
-    """At most 16 modules in a folder, `__init__.py` and `__main__.py` not counted."""
+    """At most 20 modules in a folder, `__init__.py` and `__main__.py` not counted."""
     folders = {path.parent for path in modules().values()}
     counts = {str(folder.relative_to(ROOT)): len([*folder.glob("[!_]*.py")]) for folder in folders}
     assert {name: count for name, count in counts.items() if count > MORE_FILES.get(name, MOST_FILES)} == {}
@@ -136,7 +181,7 @@ def too_long() -> dict[str, int]:
 
 
 def test_files_are_short() -> None:
-    """At most 400 lines, the kernels aside."""
+    """At most 600 lines, the kernels aside."""
     assert too_long() == {}
 
 

@@ -1,4 +1,4 @@
-"""What the READMEs show holds: their Python runs, their commands parse, their links lead to files."""
+"""Examples of the READMEs hold: their Python runs, their commands parse, their links lead to files."""
 
 import doctest
 import json
@@ -54,14 +54,20 @@ def every_flag() -> set[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import field_names
+    from fluvial.engines.dryrun.command import DryRunConfig
     from fluvial.engines.plan.plan import PlanConfig
     from fluvial.engines.plan.simulate import AheadConfig
     from fluvial.engines.train import pretrain, recipes
 
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
-    configs += [pretrain.words_pretraining(), preferences.PreferencesConfig(Path("x")), PlanConfig(), AheadConfig()]
-    configs += [preferences.PipelinePreferencesConfig(Path("x"))]
-    configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig(), sample.PipelineSampleConfig()]
+    configs += [
+        DryRunConfig(),
+        pretrain.words_pretraining(),
+        preferences.PreferencesConfig(Path("x")),
+        PlanConfig(),
+        AheadConfig(),
+    ]
+    configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
@@ -107,11 +113,12 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives import report as objectives
     from fluvial.core import transitions
+    from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
-    from fluvial.engines.export import run as exports
+    from fluvial.engines.dryrun import command as dry_runs
     from fluvial.engines.plan import check, plan, simulate
-    from fluvial.engines.train import pretrain, recipes, trainer
+    from fluvial.engines.train import exports, pretrain, recipes
 
     reached: list[str] = []
 
@@ -123,14 +130,22 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     replaced: list[tuple[Any, str, Any]] = [
-        (trainer, "train", {}), (pretrain, "pretrain", None), (evaluation, "score", None), (preferences, "write", 3),
-        (serve_rewards, "serve_rewards", None), (serve, "serve_model", None),
-        (preferences, "write_of_pipeline", (3, 3)),
-        (sample, "sample", "x.png"), (sample, "sample_pipeline", "x.png"), (plan, "show", None), (plan, "show_table", None),
-        (check, "check", None), (simulate, "show", None), (exports, "export_run", ("x", False)),
+        (training, "train", {}),
+        (pretrain, "pretrain", None),
+        (evaluation, "score", None),
+        (preferences, "write", (3, 3)),
+        (serve_rewards, "serve_rewards", None),
+        (serve, "serve_model", None),
+        (sample, "sample", "x.png"),
+        (plan, "show", None),
+        (dry_runs, "run", None),
+        (plan, "show_table", None),
+        (check, "check", None),
+        (simulate, "show", None),
+        (exports, "export_run", ("x", False)),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
         (bench, "update", None),
-    ]  # fmt: skip
+    ]
     for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
@@ -189,6 +204,6 @@ def test_the_links_of_a_readme_lead_to_files(name: str) -> None:
 
 def test_a_wrong_flag_in_a_readme_would_be_found(stubbed: list[str]) -> None:
     """The commands are parsed, not merely read."""
-    assert cli.run(["train", "grpo", "--rollout.etaa", "1"]) == 2
-    assert cli.run(["train", "grpo", "--rollout.eta", "1"]) == 0
-    assert stubbed == ["fluvial.engines.train.trainer.train"]
+    assert cli.run(["train", "grpo", "--rollout.sampler.etaa", "1"]) == 2
+    assert cli.run(["train", "grpo", "--rollout.sampler.eta", "1"]) == 0
+    assert stubbed == ["fluvial.engines.train.train"]

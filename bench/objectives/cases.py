@@ -1,4 +1,4 @@
-"""What is compared: every recipe with every seed, over as many rollouts or as many seconds, and the rows that come of it."""
+"""Comparison: every recipe with every seed, over as many rollouts or as many seconds, and the rows that come of it."""
 
 import hashlib
 import json

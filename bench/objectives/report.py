@@ -15,13 +15,22 @@ from typing import Any
 
 import numpy as np
 
+from fluvial.bench import harness
 from fluvial.bench.objectives.cases import TEACHER, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError
 
 COLUMNS = (
-    "recipe", "before", "after, mean (least to most)", "seeds", "reward's recogniser", "seconds", "samples", "updates",
-    "drift", "diversity kept",
-)  # fmt: skip
+    "recipe",
+    "before",
+    "after, mean (least to most)",
+    "seeds",
+    "reward's recogniser",
+    "seconds",
+    "samples",
+    "updates",
+    "drift",
+    "diversity kept",
+)
 
 
 def run(config: ObjectivesConfig) -> None:
@@ -42,7 +51,7 @@ def run(config: ObjectivesConfig) -> None:
                     if isinstance(found, str):
                         failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
                         continue
-                    write(path, [*(point for point in read(path) if not _is_of(point, case)), *found])
+                    harness.write(path, [*(point for point in read(path) if not _is_of(point, case)), *found], Point)
                     end = found[-1]
                     print(
                         f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
@@ -79,17 +88,6 @@ def read(path: Path) -> list[Point]:
     kinds: dict[str, Any] = {field.name: field.type for field in fields(Point)}
     with path.open() as file:
         return [Point(**{name: kinds[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
-
-
-def write(path: Path, points: Sequence[Point]) -> None:
-    """Write a table of evaluations, so that an interruption leaves the one before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")
-    with whole.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(point) for point in points)
-    whole.replace(path)
 
 
 def at_time(points: Sequence[Point], cases: Sequence[Case]) -> list[Point]:

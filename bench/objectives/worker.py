@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,15 +34,28 @@ def points(case: Case) -> Iterator[Point]:
 
     def point(updates: int, found: dict[str, Any], evaluated: int) -> Point:
         return Point(
-            case.recipe, case.seed, case.limit, case.settings, updates, samples, round(seconds, 2), found["heldout"],
-            found["reward"], found["drift"], diversity, evaluated, ratio, harness.cpu(), metrics.versions()["torch"],
-            datetime.now(UTC).strftime("%Y-%m-%d"),
-        )  # fmt: skip
+            case.recipe,
+            case.seed,
+            case.limit,
+            case.settings,
+            updates,
+            samples,
+            round(seconds, 2),
+            found["heldout"],
+            found["reward"],
+            found["drift"],
+            diversity,
+            evaluated,
+            ratio,
+            harness.cpu(),
+            metrics.versions()["torch"],
+            harness.today(),
+        )
 
     with Trainer(config) as trainer:
         yield point(0, _base(trainer, case), config.final_samples)
         with trainer.engine.inference(average=True) as module:
-            trainer.probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
+            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
         for done in range(1, rollouts + 1):
             start = _clock(trainer)
             record = trainer.update()
@@ -53,7 +65,7 @@ def points(case: Case) -> Iterator[Point]:
                 ratio = max(first, 0.0 if ratio != ratio else ratio)
             if done == rollouts or (done % -(-rollouts // EVALUATIONS) == 0):
                 evaluated = config.final_samples if done == rollouts else config.eval_samples
-                yield point(record["update"], _evaluated(trainer, evaluated), evaluated)
+                yield point(record["update"], _evaluated(trainer, evaluated, probe), evaluated)
         if case.recipe == TEACHER and case.rollouts:
             trainer.export(case.folder / f"teacher-{case.seed}")
 
@@ -79,15 +91,15 @@ def _clock(trainer: Trainer) -> float:
     return time.process_time() if trainer.world.device.type == "cpu" else time.perf_counter()
 
 
-def _evaluated(trainer: Trainer, samples: int) -> dict[str, Any]:
-    found = trainer.evaluate(samples)
+def _evaluated(trainer: Trainer, samples: int, probe: Probe | None = None) -> dict[str, Any]:
+    found = trainer.evaluate(samples, probe=probe)
     return {**found.exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
 
 
 def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
     """Return the evaluation of the base model, which runs of the same model with the same evaluation share."""
     config = trainer.config
-    name = f"{config.model}-{config.evaluation_steps}-{config.evaluation_solver}-{config.evaluation_guidance.scale:g}"
+    name = f"{config.model}-{config.evaluation_steps}-{config.evaluation.solver}-{config.evaluation_guidance.scale:g}"
     path = case.folder / f"base-{name}-{config.final_samples}.json"
     if path.is_file():
         return dict(json.loads(path.read_text()))

@@ -33,9 +33,12 @@ class _Passes:
         tokens, pooled = (half.repeat(-(-pairs // self.work.samples), *[1] * (half.ndim - 1)) for half in self.halves)
         x = torch.ones(2 * pairs, *self.work.size.event)
         made: Tensor = self.module(
-            hidden_states=x, encoder_hidden_states=tokens[: len(x)], pooled_projections=pooled[: len(x)],
-            timestep=self.timestep.expand(len(x)), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=x,
+            encoder_hidden_states=tokens[: len(x)],
+            pooled_projections=pooled[: len(x)],
+            timestep=self.timestep.expand(len(x)),
+            return_dict=False,
+        )[0]
         return made
 
     def rollout(self) -> None:

@@ -69,7 +69,7 @@ class _BarePackages(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Let Python make the module."""
+        """Use Python's default module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run nothing."""

@@ -1,4 +1,4 @@
-"""What the comparison is asked for, the projects that it knows, and its rows."""
+"""Settings of the comparison, the projects that it knows, and its rows."""
 
 import importlib
 from collections.abc import Callable
@@ -112,10 +112,14 @@ class Case(NamedTuple):
     def of(self, config: PeersConfig, *, rank: int = 0, gradient: Literal["both", "conditional"] = "both") -> Work:
         """Return the work of a rank."""
         return Work(
-            SIZES[self.size], samples=config.samples, steps=config.steps,
+            SIZES[self.size],
+            samples=config.samples,
+            steps=config.steps,
             window=range(WINDOW_START, WINDOW_START + self.window) if self.window else None,
-            rank=rank, ranks=self.ranks, gradient=gradient,
-        )  # fmt: skip
+            rank=rank,
+            ranks=self.ranks,
+            gradient=gradient,
+        )
 
     def pairs(self, config: PeersConfig) -> tuple[int, ...]:
         """Return the numbers of pairs per pass, none above the number of pairs."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
 from fluvial.bench.peers.work import Sampled, Stored, Work
-from fluvial.models.handwriting.model import SHIFT
+from fluvial.models.pixel_model import SHIFT
 
 # Its files import them for video and audio data and for loggers.
 UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
@@ -51,31 +51,56 @@ class FlowFactory:
         optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         transformer, self.optimizer = accelerator.prepare(pipeline.transformer, optimizer)
         settings = clone.Settings(
-            per_device_batch_size=work.samples, num_batches_per_epoch=1, num_inner_epochs=1, seed=0, kl_beta=0.0,
-            guidance_scale=work.scale, num_inference_steps=work.steps, height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE, clip_range=(-work.clip, work.clip), adv_clip_range=(-1e9, 1e9),
-            max_grad_norm=work.max_grad_norm, latent_storage_dtype=None, offload_samples_to_cpu=False,
-        )  # fmt: skip
+            per_device_batch_size=work.samples,
+            num_batches_per_epoch=1,
+            num_inner_epochs=1,
+            seed=0,
+            kl_beta=0.0,
+            guidance_scale=work.scale,
+            num_inference_steps=work.steps,
+            height=event[-2] * VAE_SCALE,
+            width=event[-1] * VAE_SCALE,
+            clip_range=(-work.clip, work.clip),
+            adv_clip_range=(-1e9, 1e9),
+            max_grad_norm=work.max_grad_norm,
+            latent_storage_dtype=None,
+            offload_samples_to_cpu=False,
+        )
         adapter = clone.filled(
-            sd3.SD3_5Adapter, pipeline=pipeline, accelerator=accelerator, training_args=settings,
+            sd3.SD3_5Adapter,
+            pipeline=pipeline,
+            accelerator=accelerator,
+            training_args=settings,
             model_args=SimpleNamespace(target_components=["transformer"], finetune_type="lora"),
-            target_module_map={"transformer": list(work.lora.targets or ())}, _mode="train",
+            target_module_map={"transformer": list(work.lora.targets or ())},
+            _mode="train",
             _components={"transformer": transformer},
-        )  # fmt: skip
+        )
         self.trainer = clone.filled(
-            _quiet(trainers.GRPOTrainer), adapter=adapter, accelerator=accelerator, training_args=settings, epoch=0, step=0,
-            autocast=nullcontext, optimizer=self.optimizer, log_args=SimpleNamespace(verbose=False),
+            _quiet(trainers.GRPOTrainer),
+            adapter=adapter,
+            accelerator=accelerator,
+            training_args=settings,
+            epoch=0,
+            step=0,
+            autocast=nullcontext,
+            optimizer=self.optimizer,
+            log_args=SimpleNamespace(verbose=False),
             reward_buffer=SimpleNamespace(clear=lambda: None, add_samples=lambda samples: None),
-            dataloader=_Repeated(self._batch()), logged={},
-        )  # fmt: skip
+            dataloader=_Repeated(self._batch()),
+            logged={},
+        )
         self.pipeline = pipeline
 
     def _batch(self) -> dict[str, Any]:
         return {
-            "prompt": self.work.prompts, "prompt_embeds": self.cond.tokens, "pooled_prompt_embeds": self.cond.pooled,
-            "negative_prompt": [""] * self.work.samples, "negative_prompt_embeds": self.uncond.tokens,
+            "prompt": self.work.prompts,
+            "prompt_embeds": self.cond.tokens,
+            "pooled_prompt_embeds": self.cond.pooled,
+            "negative_prompt": [""] * self.work.samples,
+            "negative_prompt_embeds": self.uncond.tokens,
             "negative_pooled_prompt_embeds": self.uncond.pooled,
-        }  # fmt: skip
+        }
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its trainer samples."""
@@ -90,9 +115,15 @@ class FlowFactory:
             for place, step in enumerate(self.work.recorded):
                 t_next = timesteps[step + 1] if step + 1 < self.work.steps else torch.tensor(0)
                 output = self.trainer.adapter.forward(
-                    t=timesteps[step], t_next=t_next, latents=x[:, place], next_latents=x_next[:, place],
-                    guidance_scale=self.work.scale, noise_level=self.work.eta, return_kwargs=["log_prob"], **given,
-                )  # fmt: skip
+                    t=timesteps[step],
+                    t_next=t_next,
+                    latents=x[:, place],
+                    next_latents=x_next[:, place],
+                    guidance_scale=self.work.scale,
+                    noise_level=self.work.eta,
+                    return_kwargs=["log_prob"],
+                    **given,
+                )
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
 
@@ -106,12 +137,16 @@ class FlowFactory:
         places[steps[-1] + 1] = len(steps)
         samples = [
             self.sample_kind(
-                timesteps=self.pipeline.scheduler.timesteps, all_latents=latents[b], log_probs=stored.log_prob[b],
-                latent_index_map=places, log_prob_index_map=log_prob_places,
-                extra_kwargs={"advantage": stored.advantage[b]}, **{name: rows[b] for name, rows in batch.items()},
+                timesteps=self.pipeline.scheduler.timesteps,
+                all_latents=latents[b],
+                log_probs=stored.log_prob[b],
+                latent_index_map=places,
+                log_prob_index_map=log_prob_places,
+                extra_kwargs={"advantage": stored.advantage[b]},
+                **{name: rows[b] for name, rows in batch.items()},
             )
             for b in range(self.work.samples)
-        ]  # fmt: skip
+        ]
         self.trainer.optimize(samples)
         return float(self.trainer.logged["train/loss"])
 

@@ -44,11 +44,16 @@ class FlowGrpo:
         transformer, self.optimizer = self.accelerator.prepare(self.pipeline.transformer, optimizer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
-                cfg=True, beta=0.0, adv_clip_max=1e9, clip_range=work.clip, max_grad_norm=work.max_grad_norm, ema=False,
+                cfg=True,
+                beta=0.0,
+                adv_clip_max=1e9,
+                clip_range=work.clip,
+                max_grad_norm=work.max_grad_norm,
+                ema=False,
                 num_inner_epochs=1,
             ),
             sample=SimpleNamespace(guidance_scale=work.scale, noise_level=work.eta, num_batches_per_epoch=1, sde_type="sde"),
-        )  # fmt: skip
+        )
         self.cond, self.uncond = work.cond, work.uncond
         steps = work.recorded
         self.timesteps = self.pipeline.scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
@@ -57,13 +62,22 @@ class FlowGrpo:
             self.window = {"sde_window_size": len(steps), "sde_window_range": (steps.start, steps.stop)}
         self.logged: dict[str, Any] = {}
         scope: dict[str, Any] = {
-            "torch": torch, "defaultdict": defaultdict, "tqdm": _no_bar, "autocast": contextlib.nullcontext,
+            "torch": torch,
+            "defaultdict": defaultdict,
+            "tqdm": _no_bar,
+            "autocast": contextlib.nullcontext,
             "wandb": SimpleNamespace(log=lambda info, step: self.logged.update(info)),
-            "accelerator": self.accelerator, "transformer": transformer, "optimizer": self.optimizer,
-            "pipeline": self.pipeline, "config": self.config, "sde_step_with_logprob": patch.sde_step_with_logprob,
-            "num_train_timesteps": len(work.recorded), "train_neg_prompt_embeds": self.uncond.tokens,
-            "train_neg_pooled_prompt_embeds": self.uncond.pooled, "total_batch_size": work.samples,
-        }  # fmt: skip
+            "accelerator": self.accelerator,
+            "transformer": transformer,
+            "optimizer": self.optimizer,
+            "pipeline": self.pipeline,
+            "config": self.config,
+            "sde_step_with_logprob": patch.sde_step_with_logprob,
+            "num_train_timesteps": len(work.recorded),
+            "train_neg_prompt_embeds": self.uncond.tokens,
+            "train_neg_pooled_prompt_embeds": self.uncond.pooled,
+            "total_batch_size": work.samples,
+        }
         script = folder / "scripts" / f"train_sd3{fast}.py"
         self.compute_log_prob = clone.function(script, "compute_log_prob", scope)
         self.train = clone.loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
@@ -72,12 +86,20 @@ class FlowGrpo:
         """Return the latents and log-probabilities that its pipeline collects."""
         steps, event = self.work.steps, self.work.size.event
         _, latents, log_probs, *_ = self.sample(
-            self.pipeline, prompt_embeds=self.cond.tokens, pooled_prompt_embeds=self.cond.pooled,
-            negative_prompt_embeds=self.uncond.tokens, negative_pooled_prompt_embeds=self.uncond.pooled,
-            num_inference_steps=steps, sigmas=torch.linspace(1, 1 / steps, steps).tolist(),
-            guidance_scale=self.work.scale, noise_level=self.work.eta, output_type="pt",
-            height=event[-2] * VAE_SCALE, width=event[-1] * VAE_SCALE, **self.window,
-        )  # fmt: skip
+            self.pipeline,
+            prompt_embeds=self.cond.tokens,
+            pooled_prompt_embeds=self.cond.pooled,
+            negative_prompt_embeds=self.uncond.tokens,
+            negative_pooled_prompt_embeds=self.uncond.pooled,
+            num_inference_steps=steps,
+            sigmas=torch.linspace(1, 1 / steps, steps).tolist(),
+            guidance_scale=self.work.scale,
+            noise_level=self.work.eta,
+            output_type="pt",
+            height=event[-2] * VAE_SCALE,
+            width=event[-1] * VAE_SCALE,
+            **self.window,
+        )
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
@@ -94,10 +116,14 @@ class FlowGrpo:
     def update(self, stored: Stored) -> float:
         """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
-            "latents": stored.x, "next_latents": stored.x_next, "timesteps": self.timesteps, "log_probs": stored.log_prob,
+            "latents": stored.x,
+            "next_latents": stored.x_next,
+            "timesteps": self.timesteps,
+            "log_probs": stored.log_prob,
             "advantages": stored.advantage[:, None].expand(-1, len(self.work.recorded)),
-            "prompt_embeds": self.cond.tokens, "pooled_prompt_embeds": self.cond.pooled,
-        }  # fmt: skip
+            "prompt_embeds": self.cond.tokens,
+            "pooled_prompt_embeds": self.cond.pooled,
+        }
         self.train(samples, 0, 0)
         return float(self.logged["loss"].detach()) if self.accelerator.is_main_process else math.nan
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -50,7 +49,7 @@ class Compared(NamedTuple):
 
 
 def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> Compared:
-    """Let each side score the other's rollout and make its first update on fluvial's, and return what differs."""
+    """Make each side score the other's rollout and make its first update on fluvial's, and return what differs."""
     made = ours.rollout()
     x, x_next = made.x[:, :-1].contiguous(), made.x[:, 1:].contiguous()
     log_prob = _apart(made.log_prob, peer.log_prob(x, x_next))
@@ -153,9 +152,7 @@ def without_passes(*modules: Any) -> Iterator[None]:
             module.forward = forward
 
 
-def measure(
-    name: str, project: Project, folder: Path, case: Case, config: PeersConfig, world: World
-) -> Iterator[PeerRow]:  # fmt: skip
+def measure(name: str, project: Project, folder: Path, case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
     """Yield the rows of a case as they are known; every rank must take part.
 
     Raises:
@@ -191,8 +188,9 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
     updates = {("update", pairs): partial(own.passes, pairs) for pairs in case.pairs(config)}
     phases: list[tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]] = [
-        ({("rollout", config.samples): own.rollout}, other.rollout), (updates, partial(other.passes, work.samples))
-    ]  # fmt: skip
+        ({("rollout", config.samples): own.rollout}, other.rollout),
+        (updates, partial(other.passes, work.samples)),
+    ]
     told = Facts(TRANSFORMER, "peft", case, Agreement(log_prob, 0.0, 0.0), (0, 0))
     yield from _rows(phases, told, config, world)
 
@@ -231,25 +229,53 @@ def _largest(number: int, world: World) -> int:
 
 
 def row(
-    facts: Facts, what: str, pairs: int, seconds: tuple[list[float], list[float]], peaks: tuple[int, int],
-    rests: tuple[list[float], list[float]], config: PeersConfig,
-) -> PeerRow:  # fmt: skip
+    facts: Facts,
+    what: str,
+    pairs: int,
+    seconds: tuple[list[float], list[float]],
+    peaks: tuple[int, int],
+    rests: tuple[list[float], list[float]],
+    config: PeersConfig,
+) -> PeerRow:
     """Return the row of one comparison."""
     own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
-    p20, p50, p80 = (own / other).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+    p20, p50, p80 = harness.spread(own / other)
     versions = {package: metadata.version(package) for package in ("diffusers", "peft", "accelerate")}
     case, agreement = facts.case, facts.agreement
     rest, other_rest = (min(times) for times in rests)  # short, so that the least is the undisturbed one
     return PeerRow(
-        peer=facts.peer, commit=facts.commit, fluvial=clone.commit(ROOT), size=case.size, ranks=case.ranks, what=what,
-        samples=config.samples, steps=config.steps, window=case.window, pairs=pairs, peer_pairs=config.samples,
-        runs=len(own), p20=p20, p50=p50, p80=p80, seconds=float(own.median()), peer_seconds=float(other.median()),
-        rest_seconds=rest, peer_rest_seconds=other_rest,
-        held_bytes=facts.held[0], peer_held_bytes=facts.held[1], peak_bytes=peaks[0], peer_peak_bytes=peaks[1],
-        log_prob_distance=agreement.log_prob, gradient_distance=agreement.gradient, device=harness.cpu(),
-        threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version(),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"), **versions,
-    )  # fmt: skip
+        peer=facts.peer,
+        commit=facts.commit,
+        fluvial=clone.commit(ROOT),
+        size=case.size,
+        ranks=case.ranks,
+        what=what,
+        samples=config.samples,
+        steps=config.steps,
+        window=case.window,
+        pairs=pairs,
+        peer_pairs=config.samples,
+        runs=len(own),
+        p20=p20,
+        p50=p50,
+        p80=p80,
+        seconds=float(own.median()),
+        peer_seconds=float(other.median()),
+        rest_seconds=rest,
+        peer_rest_seconds=other_rest,
+        held_bytes=facts.held[0],
+        peer_held_bytes=facts.held[1],
+        peak_bytes=peaks[0],
+        peer_peak_bytes=peaks[1],
+        log_prob_distance=agreement.log_prob,
+        gradient_distance=agreement.gradient,
+        device=harness.cpu(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        date=harness.today(),
+        **versions,
+    )
 
 
 def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], world: World) -> Iterator[PeerRow]:

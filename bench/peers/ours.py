@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
-from fluvial.engines.rollout.items import Share, flatten
+from fluvial.engines.rollout.items import Share, recorded_steps
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train import learner
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
@@ -47,7 +49,11 @@ class Ours:
             objective=Clipped(clip_low=work.clip, clip_high=work.clip),
             optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
             rollout=RolloutConfig(
-                prompts=1, group=work.ranks * work.samples, steps=work.steps, eta=work.eta, guidance=self.guidance
+                prompts=1,
+                group=work.ranks * work.samples,
+                steps=work.steps,
+                sampler=Stochastic(eta=work.eta),
+                guidance=self.guidance,
             ),
         )
         job = Job(work.model, work.prompts, _no_reward, heldout=work.prompts, shape=work.size.event)
@@ -56,17 +62,17 @@ class Ours:
         with torch.no_grad():
             for name, parameter in self._adapter().items():
                 _write(parameter, values[name])
-        self.sampler, self.schedule = self.parts.learner.sampler, self.parts.schedule
+        self.sampler, self.schedule = self.parts.rollouts.schedules.of(job.shape)[1], self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
-        self.rollouts = 0
+        self.rollouts, self.learners = 0, dict[int, learner.Learner]()
 
     def _adapter(self) -> dict[str, Any]:
         return dict(adapter_parameters(self.parts.engine.module, "default"))
 
     def trajectory(self) -> Trajectory:
         """Return the next rollout."""
-        requests = Requests(self.work.prompts, self.work.ids, key(self.rollouts))
+        requests = Requests(as_prompts(self.work.prompts), self.work.ids, key(self.rollouts))
         self.rollouts += 1
         with self.parts.policies.behaviour(self.parts.engine) as module:
             chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
@@ -79,7 +85,11 @@ class Ours:
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
-        cond, levels, rows = self.guidance.encode(self.parts.job.model, self.work.prompts), self.schedule.levels, []
+        cond, levels, rows = (
+            self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts)),
+            self.schedule.levels,
+            [],
+        )
         with self.parts.engine.inference() as module:
             for place, step in enumerate(self.work.recorded):
                 level, level_next, timestep = (
@@ -91,15 +101,16 @@ class Ours:
 
     def items(self, stored: Stored) -> learner.Work:
         """Return a stored rollout as the learner takes it."""
-        trajectory = Trajectory(
-            x=stored.x, x_next=stored.x_next, steps=torch.tensor(self.work.recorded), log_prob=stored.log_prob,
-            velocity=None, final=stored.x_next[:, -1], debug=None,
-        )  # fmt: skip
-        flat = flatten(trajectory, self.schedule, stored.advantage, torch.ones(self.work.samples))
-        cond = self.guidance.encode(self.parts.job.model, self.work.prompts)
+        steps = torch.tensor(self.work.recorded).expand(len(stored.x), -1)
+        trajectory = Trajectory(stored.x, stored.x_next, steps, stored.log_prob, None, stored.x_next[:, -1], None)
+        levels = self.schedule.levels
+        transitions = self.sampler(levels[:-1], levels[1:])
+        flat = recorded_steps(trajectory, self.schedule, transitions, stored.advantage, torch.ones(self.work.samples))
+        cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         batch = self.work.ranks * self.work.samples
-        adds = torch.ones(batch, len(self.work.recorded))
-        return learner.Work(flat, cond, adds, adds.numel(), Share(self.work.ids.start, self.work.samples, batch))
+        computed = torch.ones(batch, len(self.work.recorded))
+        share = Share(self.work.ids.start, self.work.samples, batch)
+        return learner.Work(flat, cond, computed, computed.numel(), share, as_prompts(self.work.prompts), self.schedule)
 
     def update(self, items: learner.Work, *, pairs: int) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.
@@ -108,9 +119,13 @@ class Ours:
             items: the rollout.
             pairs: (sample, step) pairs per forward and backward pass.
         """
-        if pairs != self.parts.learner.config.update_micro_batch:
-            self.parts.learner.config = replace(self.parts.learner.config, update_micro_batch=pairs)
-        return self.parts.learner.update(items, key(0)).updates[0]
+        parts = self.parts
+        if pairs not in self.learners:
+            config = replace(parts.config, update_micro_batch=pairs)
+            self.learners[pairs] = learner.Learner(
+                config, parts.job, parts.engine, parts.policies, parts.rollouts.texts, parts.rewards
+            )
+        return self.learners[pairs].update(items, key(0)).updates[0]
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

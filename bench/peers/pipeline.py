@@ -33,9 +33,16 @@ def build_pipeline(work: Work) -> Any:
     from diffusers import StableDiffusion3Pipeline
 
     pipeline = StableDiffusion3Pipeline(
-        transformer=work.model.build(), scheduler=work.scheduler(), vae=FreeVae(), text_encoder=None, tokenizer=None,
-        text_encoder_2=None, tokenizer_2=None, text_encoder_3=None, tokenizer_3=None,
-    )  # fmt: skip
+        transformer=work.model.build(),
+        scheduler=work.scheduler(),
+        vae=FreeVae(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
     pipeline.set_progress_bar_config(disable=True)
     pipeline.transformer.requires_grad_(False)
     config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=list(work.lora.targets or ()))

@@ -7,9 +7,6 @@ FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Fact
 
 import csv
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -17,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone, table
 from fluvial.bench.peers.config import PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import ROOT, rows_of
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import init_world
 
 TYPES: dict[Any, type] = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
@@ -121,32 +116,28 @@ def _in_processes(together: Sequence[Case], config: PeersConfig, ranks: int) -> 
         told = Path(folder) / "told.json"
         absolute = {"clones": str(config.clones.resolve()), "out": str(config.out.resolve())}
         told.write_text(json.dumps({"config": {**asdict(config), **absolute}, "cases": together}))
-        launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "fluvial.bench.peers.measure", str(told)],
-            # torchrun does not hand -P to the processes that it starts.
-            env={**os.environ, "OMP_NUM_THREADS": str(config.threads), "PYTHONSAFEPATH": "1"},
-        )
-    if done.returncode:
-        raise RunError(f"peers: {ranks} processes ended with exit code {done.returncode}; their messages are above")
+        harness.in_processes("peers", "peers.measure", [str(told)], ranks=ranks, threads=config.threads)
 
 
 def show(rows: Sequence[PeerRow]) -> None:
     """Print rows as a table."""
-    shown = Table(
-        title="CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster", title_justify="left"
-    )
-    names = (
-        "peer", "size", "ranks", "window", "what", "pairs per pass", "theirs", "p20", "p50", "p80", "MB", "theirs, MB",
-        "log-probs apart", "gradients apart",
-    )  # fmt: skip
-    for name in names:
-        shown.add_column(name)
-    for row in rows:
-        shown.add_row(
-            row.peer, row.size, str(row.ranks), str(row.window or "all"), row.what, str(row.pairs), str(row.peer_pairs),
-            *(f"{ratio:.2f}" for ratio in (row.p20, row.p50, row.p80)),
-            *(f"{size / 1e6:.1f}" for size in (row.held_bytes + row.peak_bytes, row.peer_held_bytes + row.peer_peak_bytes)),
-            f"{row.log_prob_distance:.1g}", f"{row.gradient_distance:.1g}",
-        )  # fmt: skip
-    Console(width=max(Console().width, 160)).print(shown, highlight=False)
+    lines = [
+        {
+            "peer": row.peer,
+            "size": row.size,
+            "ranks": str(row.ranks),
+            "window": str(row.window or "all"),
+            "what": row.what,
+            "pairs per pass": str(row.pairs),
+            "theirs": str(row.peer_pairs),
+            **{name: f"{getattr(row, name):.2f}" for name in ("p20", "p50", "p80")},
+            "MB": f"{(row.held_bytes + row.peak_bytes) / 1e6:.1f}",
+            "theirs, MB": f"{(row.peer_held_bytes + row.peer_peak_bytes) / 1e6:.1f}",
+            "log-probs apart": f"{row.log_prob_distance:.1g}",
+            "gradients apart": f"{row.gradient_distance:.1g}",
+        }
+        for row in rows
+    ]
+    columns = list(lines[0]) if lines else []
+    title = "CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster"
+    harness.show_table(title, columns, [list(line.values()) for line in lines], left=columns, width=160)

@@ -42,15 +42,23 @@ class UniRL:
         self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         event = work.size.event
         self.params = sampling.DiffusionSamplingParams(
-            num_inference_steps=work.steps, guidance_scale=work.scale, height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE, eta=work.eta, sde_indices=list(work.recorded), seed=0,
-        )  # fmt: skip
+            num_inference_steps=work.steps,
+            guidance_scale=work.scale,
+            height=event[-2] * VAE_SCALE,
+            width=event[-1] * VAE_SCALE,
+            eta=work.eta,
+            sde_indices=list(work.recorded),
+            seed=0,
+        )
         self.stage = diffusion.SD3DiffusionStage(
             model=SimpleNamespace(transformer=self.module, device=torch.device("cpu")),
-            step=diffusion.SD3DiffusionStep(), strategy=kernels.FlowSDEStrategy(),
-            autocast_precision="fp32", trajectory_precision="fp32",
-            vae_scale_factor=VAE_SCALE, latent_channels=event[0],
-        )  # fmt: skip
+            step=diffusion.SD3DiffusionStep(),
+            strategy=kernels.FlowSDEStrategy(),
+            autocast_precision="fp32",
+            trajectory_precision="fp32",
+            vae_scale_factor=VAE_SCALE,
+            latent_channels=event[0],
+        )
         self.sigmas: Tensor = work.scheduler().sigmas
         self.typed = conditions.SD3Conditions(
             text=text.TextEmbedCondition(embeds=work.cond.tokens, pooled=work.cond.pooled),
@@ -61,9 +69,14 @@ class UniRL:
         )
         holder = backend.FSDPBackend.__new__(backend.FSDPBackend)
         vars(holder).update(
-            model=self.module, optimizer=self.optimizer, scheduler=None, ema=None, _optimizer_step_count=0,
-            _defer_grad_sync=False, _grad_sync_enabled=True,
-        )  # fmt: skip
+            model=self.module,
+            optimizer=self.optimizer,
+            scheduler=None,
+            ema=None,
+            _optimizer_step_count=0,
+            _defer_grad_sync=False,
+            _grad_sync_enabled=True,
+        )
         self.stack = stack.TrainStack(
             fsdp_backend=holder, algorithm=algorithm, micro_batch_size=work.samples, max_grad_norm=work.max_grad_norm
         )
@@ -71,9 +84,12 @@ class UniRL:
     def _segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
         steps = self.work.recorded
         return self.latent.make_image_segment(
-            latents=torch.cat([x, x_next[:, -1:]], dim=1), sigmas=self.sigmas,
-            indices=torch.arange(steps.start, steps.stop + 1), sde_logp=log_prob, sde_indices=torch.tensor(steps),
-        )  # fmt: skip
+            latents=torch.cat([x, x_next[:, -1:]], dim=1),
+            sigmas=self.sigmas,
+            indices=torch.arange(steps.start, steps.stop + 1),
+            sde_logp=log_prob,
+            sde_indices=torch.tensor(steps),
+        )
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its stage samples."""
@@ -92,9 +108,11 @@ class UniRL:
     def update(self, stored: Stored) -> float:
         """Take one optimizer step by its training loop."""
         track = self.types.RolloutTrack(
-            sample_ids=self.work.prompts, conditions=self.typed.to_dict(), advantages=stored.advantage,
+            sample_ids=self.work.prompts,
+            conditions=self.typed.to_dict(),
+            advantages=stored.advantage,
             segment=self._segment(stored.x, stored.x_next, stored.log_prob),
-        )  # fmt: skip
+        )
         slices = self.stack._optimizer_step_slices(self.work.samples)
         return float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss)
 

@@ -18,16 +18,22 @@ from torch import Tensor
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import build_pipeline, first_moments
 from fluvial.bench.peers.work import Sampled, Stored, Work
-from fluvial.models.handwriting.model import SHIFT
+from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
 UNUSED = ("verl", "tensordict", "omegaconf", "ray", "hydra", "vllm", "vllm_omni")
 # Packages of its own whose `__init__` imports all models, and modules that only other algorithms need.
 BARE = (
-    "verl_omni", "verl_omni.pipelines", "verl_omni.pipelines.sd3_flow_grpo", "verl_omni.trainer",
-    "verl_omni.trainer.diffusion", "verl_omni.workers", "verl_omni.workers.engine", "verl_omni.workers.engine.fsdp",
+    "verl_omni",
+    "verl_omni.pipelines",
+    "verl_omni.pipelines.sd3_flow_grpo",
+    "verl_omni.trainer",
+    "verl_omni.trainer.diffusion",
+    "verl_omni.workers",
+    "verl_omni.workers.engine",
+    "verl_omni.workers.engine.fsdp",
     "verl_omni.workers.utils",
-)  # fmt: skip
+)
 REPLACED = ("verl_omni.workers.config", "verl_omni.utils", "verl_omni.trainer.omni")
 
 
@@ -120,21 +126,32 @@ class VerlOmni:
         scheduler = schedulers.FlowMatchSDEDiscreteScheduler(shift=SHIFT)
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / work.steps, work.steps).tolist())
         model_config = SimpleNamespace(
-            architecture="StableDiffusion3Pipeline", algorithm="flow_grpo", external_lib=None,
+            architecture="StableDiffusion3Pipeline",
+            algorithm="flow_grpo",
+            external_lib=None,
             pipeline=SimpleNamespace(guidance_scale=work.scale),
             algo=SimpleNamespace(noise_level=work.eta, sde_type="sde"),
-        )  # fmt: skip
+        )
         self.engine = clone.filled(
-            engines.PPODiffusersFSDPEngine, module=self.module, optimizer=self.optimizer, scheduler=scheduler,
-            model_config=model_config, engine_config=SimpleNamespace(fsdp_size=1),
-            optimizer_config=SimpleNamespace(clip_grad=work.max_grad_norm), ulysses_device_mesh=None,
-            ulysses_sequence_parallel_size=1, use_ulysses_sp=False,
-        )  # fmt: skip
+            engines.PPODiffusersFSDPEngine,
+            module=self.module,
+            optimizer=self.optimizer,
+            scheduler=scheduler,
+            model_config=model_config,
+            engine_config=SimpleNamespace(fsdp_size=1),
+            optimizer_config=SimpleNamespace(clip_grad=work.max_grad_norm),
+            ulysses_device_mesh=None,
+            ulysses_sequence_parallel_size=1,
+            use_ulysses_sp=False,
+        )
         actor = SimpleNamespace(
-            global_batch_info={}, loss_scale_factor=None, use_kl_loss=False, use_distill_loss=False,
+            global_batch_info={},
+            loss_scale_factor=None,
+            use_kl_loss=False,
+            use_distill_loss=False,
             diffusion_loss=clone.Settings(loss_mode="flow_grpo", clip_ratio=work.clip, adv_clip_max=1e9),
             rollout_correction=SimpleNamespace(bypass_mode=False),
-        )  # fmt: skip
+        )
         self.loss = partial(losses.diffusion_loss, actor)
         steps = work.recorded
         self.timesteps = scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
@@ -143,10 +160,15 @@ class VerlOmni:
         cond, uncond = self.work.cond, self.work.uncond
         mask = torch.ones(cond.tokens.shape[:2], dtype=torch.bool)
         batch = Batch(
-            all_latents=torch.cat([x, x_next[:, -1:]], dim=1), all_timesteps=self.timesteps, prompt_embeds=cond.tokens,
-            prompt_embeds_mask=mask, pooled_prompt_embeds=cond.pooled, negative_prompt_embeds=uncond.tokens,
-            negative_prompt_embeds_mask=mask, negative_pooled_prompt_embeds=uncond.pooled,
-        )  # fmt: skip
+            all_latents=torch.cat([x, x_next[:, -1:]], dim=1),
+            all_timesteps=self.timesteps,
+            prompt_embeds=cond.tokens,
+            prompt_embeds_mask=mask,
+            pooled_prompt_embeds=cond.pooled,
+            negative_prompt_embeds=uncond.tokens,
+            negative_prompt_embeds_mask=mask,
+            negative_pooled_prompt_embeds=uncond.pooled,
+        )
         padded: Batch = self.padding.embeds_padding_2_no_padding(batch)
         return padded
 

@@ -21,7 +21,7 @@ from fluvial.models.pipelines.sd3 import SD3
 # Streams of the drawn inputs, folded into `ROOT`.
 ROOT = key(13)
 TOKENS, POOLED, LORA, ADVANTAGE, SHIFT = range(5)
-LORA_CONFIG = LoraConfig(targets=tuple(f"attn.{name}" for name in SD3.lora_targets))
+LORA_CONFIG = LoraConfig(targets=SD3.lora_targets)
 
 
 class Sampled(NamedTuple):

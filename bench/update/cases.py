@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop, Stored
 from fluvial.core.checks import check_number
-from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Record, Trajectory, rollout
-from fluvial.core.transitions import flow_sde
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.core.rollout import Trajectory, scan
+from fluvial.core.table import plan
+from fluvial.core.transitions import Transition, flow_sde
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout import items
-from fluvial.engines.rollout.items import Items
-from fluvial.kernels import policy_loss, step_log_prob
+from fluvial.engines.rollout.items import RecordedSteps
+from fluvial.kernels import policy_loss, sde_step
 from fluvial.models import Cond, LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting import Handwriting
@@ -81,9 +82,16 @@ SD35 = {
     "qk_norm": "rms_norm",
 }
 TINY = {
-    **CONFIG, "sample_size": 4, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 4,
-    "caption_projection_dim": 8, "joint_attention_dim": 6, "pooled_projection_dim": 5, "pos_embed_max_size": 4,
-}  # fmt: skip
+    **CONFIG,
+    "sample_size": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "caption_projection_dim": 8,
+    "joint_attention_dim": 6,
+    "pooled_projection_dim": 5,
+    "pos_embed_max_size": 4,
+}
 SIZES = {
     "tiny": Size(TINY, (1, 4, 4), 2),  # for tests
     "small": Size(CONFIG, (1, 8, 32), 4),  # the handwriting model: 0.6 million parameters
@@ -162,7 +170,7 @@ class Case:
 class Rollout(NamedTuple):
     """A rank's stored samples, in the form of the engine and in that of the published loop."""
 
-    flat: Items
+    flat: RecordedSteps
     cond: Cond  # `Guided` with guidance
     stored: Stored
     sigmas: Tensor  # [T + 1]
@@ -179,13 +187,15 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
     def draw(stream: int, *shape: int) -> Tensor:
         return normal(fold_in(root, stream), (case.samples, *shape), device=device)
 
+    # The kernel's own log-prob, so that the first ratio is 1 on a GPU, too.
+    def fused(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        return sde_step(transition, x, v, key=key)
+
     widths = size.settings["joint_attention_dim"], size.settings["pooled_projection_dim"]
     given, negative = (CodeCond(draw(stream, size.tokens, widths[0]), draw(stream + 1, widths[1])) for stream in (0, 2))
     scale = torch.full((case.samples,), SCALE, device=device)
     cond: Cond = Guided(given, negative, scale) if case.guidance else given
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
-    # The function of the update, so that the first ratio is 1 on a GPU, too.
-    record = Record(steps=range(case.steps), log_prob=lambda *args, **options: step_log_prob(*args, **options)[0])
     chunks = []
     with engine.inference() as module:
         for first in range(0, case.samples, case.micro_batch):
@@ -195,16 +205,23 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
                 return guided_velocity(MODEL, module, x, sigma, part, timestep=timesteps[step].expand(len(x))).float()
 
             x = draw(4, *size.event)[first : first + case.micro_batch]
-            chunks.append(rollout(velocity, x, sigmas, transition=sampler, key=fold_in(root, 5 + first), record=record))
+            table = plan(schedule.levels, sampler, batch=len(x), record=range(case.steps), device=device)
+            chunks.append(scan(velocity, x, table, fold_in(root, 5 + first), draw=fused))
     trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
     stored = Stored(
-        x=trajectory.x, x_next=trajectory.x_next, timesteps=timesteps.expand(case.samples, -1),
-        log_prob=trajectory.log_prob, advantage=advantage,
-        cond=given, uncond=negative if case.guidance else None, scale=SCALE,
-    )  # fmt: skip
-    flat = items.flatten(trajectory, schedule, advantage, torch.ones_like(advantage))
-    flat = flat._replace(transition=sampler(flat.level, items.given(flat.level_next)))
+        x=trajectory.x,
+        x_next=trajectory.x_next,
+        timesteps=timesteps.expand(case.samples, -1),
+        log_prob=trajectory.log_prob,
+        advantage=advantage,
+        cond=given,
+        uncond=negative if case.guidance else None,
+        scale=SCALE,
+    )
+    flat = items.recorded_steps(
+        trajectory, schedule, sampler(sigmas[:-1], sigmas[1:]), advantage, torch.ones_like(advantage)
+    )
     return Rollout(flat, cond, stored, sigmas, timesteps)
 
 
@@ -236,20 +253,27 @@ def update_engine(
 ) -> UpdateInfo:
     """Take the engine's optimizer step on a rollout."""
 
-    def loss(batch: Items) -> Any:
-        assert batch.transition is not None
-        assert batch.x_next is not None
-        assert batch.log_prob_old is not None
+    def loss(batch: RecordedSteps) -> Any:
         v = guided_velocity(
-            MODEL, engine.module, batch.x, batch.level, optree.tree_map(lambda table: table[batch.sample], rollout.cond),
-            timestep=batch.timestep, forwards=forwards, gradient=gradient,
-        )  # fmt: skip
+            MODEL,
+            engine.module,
+            batch.x,
+            batch.level,
+            optree.tree_map(lambda table: table[batch.sample], rollout.cond),
+            timestep=batch.timestep,
+            forwards=forwards,
+            gradient=gradient,
+        )
         return policy_loss(
-            batch.transition, batch.x, v, batch.x_next, log_prob_old=batch.log_prob_old,
-            advantage=batch.target_weight, clip_low=CLIP, clip_high=CLIP,
-        )  # fmt: skip
+            batch.transition,
+            batch.x,
+            v,
+            batch.x_next,
+            log_prob_old=batch.log_prob_old,
+            advantage=batch.target_weight,
+            clip_low=CLIP,
+            clip_high=CLIP,
+        )
 
     flat, held = rollout.flat, len(rollout.flat.level)
-    return engine.update(
-        flat, loss, flat.weight, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held
-    )  # fmt: skip
+    return engine.update(flat, loss, flat.weight, count=held * engine.world.size, micro_batch=micro_batch, pad_to=held)

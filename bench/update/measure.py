@@ -150,13 +150,19 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
     sides, rollout, _ = build_sides(case, world)
     return [
         CountRow(
-            provider, _shape(name, case), _mode(case, world), case.steps, world.size,
-            len(MODEL.blocks(side.trained.module)) + 1, side.passes, *counted(side.update, side.trained, rollout),
+            provider,
+            _shape(name, case),
+            _mode(case, world),
+            case.steps,
+            world.size,
+            len(MODEL.blocks(side.trained.module)) + 1,
+            side.passes,
+            *counted(side.update, side.trained, rollout),
             torch.__version__,
         )
         for provider, side in sides.items()
         if provider in compared or not compared
-    ]  # fmt: skip
+    ]
 
 
 def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Row], Compared]:
@@ -169,13 +175,19 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
     rows = [
         replace(
             harness.row(
-                "update", times, provider=provider, mode=_mode(case, world), shape=_shape(name, case),
-                amount=case.samples * world.size, unit="samples", dtype=EngineConfig().compute_dtype(world.device),
+                "update",
+                times,
+                provider=provider,
+                mode=_mode(case, world),
+                shape=_shape(name, case),
+                amount=case.samples * world.size,
+                unit="samples",
+                dtype=EngineConfig().compute_dtype(world.device),
             ),
             peak_bytes=peaks.get(provider, 0),
         )
         for provider, times in seconds.items()
-    ]  # fmt: skip
+    ]
 
     def speedup(provider: str, baseline: str = "baseline") -> float:
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))

@@ -5,17 +5,11 @@ python -P -m fluvial.bench update --ranks 1 2 --steps 2 4 10 --json       every 
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
@@ -23,7 +17,6 @@ from fluvial.bench.update.cases import (
     UpdateConfig,
 )
 from fluvial.bench.update.measure import COMPARED, Compared, CountRow, Measured
-from fluvial.engines.errors import RunError
 
 
 def run(config: UpdateConfig) -> dict[str, Any]:
@@ -96,14 +89,7 @@ def _in_processes(config: UpdateConfig, ranks: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         told, out = Path(folder) / "config.json", Path(folder) / "measured.json"
         told.write_text(json.dumps({name: value for name, value in asdict(config).items() if name != "out"}))
-        launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "fluvial.bench.update.measure", str(told), str(out)],
-            # torchrun does not hand -P to the processes that it starts.
-            env={**os.environ, "OMP_NUM_THREADS": str(config.threads), "PYTHONSAFEPATH": "1"},
-        )
-        if done.returncode:
-            raise RunError(f"update: {ranks} process(es) ended with exit code {done.returncode}; their messages are above")
+        harness.in_processes("update", "update.measure", [str(told), str(out)], ranks=ranks, threads=config.threads)
         read = json.loads(out.read_text())
     return Measured(
         [Row(**row) for row in read["rows"]],
@@ -114,9 +100,6 @@ def _in_processes(config: UpdateConfig, ranks: int) -> Measured:
 
 def _show_counts(rows: Sequence[CountRow]) -> None:
     columns = [field.name for field in fields(CountRow) if field.name != "torch"]
-    table = Table(title="counts of an update on one rank", title_justify="left")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("provider", "shape", "mode") else "right")
-    for row in rows:
-        table.add_row(*(str(getattr(row, name)) for name in columns))
-    Console(width=max(Console().width, 180)).print(table, highlight=False)
+    lines = [[str(getattr(row, name)) for name in columns] for row in rows]
+    shown = [name.replace("_", " ") for name in columns]
+    harness.show_table("counts of an update on one rank", shown, lines, left=("provider", "shape", "mode"), width=180)

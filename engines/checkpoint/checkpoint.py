@@ -136,7 +136,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         manifest = _verified(path, share=slice(world.rank, None, world.size))
         saved = manifest["fingerprint"]
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
-            changes = ", ".join(f"{name} {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
+            changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
             advice = "resume with the settings that it was saved with, or start a run in another folder"
             raise RunError(f"checkpoint {path} is of another run: {changes}; {advice}")
     store, name = locate(path)
@@ -310,9 +310,15 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _save(
-    store: CheckpointStore, state: dict[str, Tensor], manifest: dict[str, Any], world: World, *, keep: int,
-    spare: int | None, copy_ahead: bool,
-) -> str:  # fmt: skip
+    store: CheckpointStore,
+    state: dict[str, Tensor],
+    manifest: dict[str, Any],
+    world: World,
+    *,
+    keep: int,
+    spare: int | None,
+    copy_ahead: bool,
+) -> str:
     """Write a checkpoint, and return its path or URL."""
     name = f"{manifest['update']:06d}"
     failed = _failed(store, name)

@@ -1,21 +1,20 @@
-"""What `fluvial eval` evaluates: a model, the export of a run or a checkpoint; and the base that it is compared with."""
+"""Subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
+from fluvial.engines.cli.eval_config import EvalConfig
 from fluvial.engines.cli.parse import one_size
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
-from fluvial.engines.export.run import policy_of
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.module import ShardedModule
@@ -23,18 +22,17 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.registry import without_weight
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.exports import policy_of
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
-from fluvial.engines.train.jobs.pipeline import is_adapter, read_prompts_of
-from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, is_run, with_base
-from fluvial.engines.train.record import recorded
-
-if TYPE_CHECKING:
-    from fluvial.engines.cli.eval import EvalConfig
+from fluvial.engines.train.jobs.pipeline import read_prompts_of
+from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
+from fluvial.models.device import default_device
 
 START = "start"
 HELDOUT = "held-out prompts"
+Network = Callable[[], AbstractContextManager[nn.Module]]  # opens a network for forward passes
 
 
 class Subject(NamedTuple):
@@ -42,7 +40,7 @@ class Subject(NamedTuple):
 
     title: str
     job: Job  # with the prompts, evaluators and size of the evaluation
-    network: Callable[[], AbstractContextManager[nn.Module]]  # opens it for forward passes
+    network: Network
 
 
 class Subjects(NamedTuple):
@@ -54,19 +52,12 @@ class Subjects(NamedTuple):
     prompts: str  # which prompts those are, for the table's title
 
 
-@dataclass(frozen=True)
-class Source:
-    """A run as its record tells it.
-
-    Args:
-        config: settings of the run.
-        folder: folder of the run.
-        checkpoint: checkpoint to evaluate; None is the export.
-    """
+class Source(NamedTuple):
+    """A run as its record tells it."""
 
     config: TrainConfig
     folder: Path
-    checkpoint: str | None
+    checkpoint: str | None  # the one to evaluate; None is the export
 
 
 def source_of(name: str) -> Source | None:
@@ -77,7 +68,7 @@ def source_of(name: str) -> Source | None:
     """
     path = Path(name)
     if is_run(name):
-        config = _record(path)
+        config = configuration(path)
         if (path / WEIGHTS).is_dir():
             return Source(config, path, None)
         saved = checkpoint.listed(config.checkpoint_folder)
@@ -89,27 +80,35 @@ def source_of(name: str) -> Source | None:
     run = path.absolute().parent.parent
     if not (run / RECORD).is_file():
         raise UsageError(f"{name} is a checkpoint, and {run} holds no run: evaluate it where its run is")
-    return Source(_record(run), run, name)
+    return Source(configuration(run), run, name)
 
 
-def settings_of_run(name: str, config: "EvalConfig") -> "EvalConfig | None":
-    """Return the settings of a run's own evaluations; None if the name is not that of a run or checkpoint."""
+def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
+    """Return the settings of a run's own evaluations; those given if the name is not that of a run or checkpoint."""
     source = source_of(name)
     if source is None:
-        return None
-    of, own = source.config, source.config.evaluation
-    chosen = of.micro_batch if isinstance(of.micro_batch, int) else config.micro_batch
+        return config
+    run, own = source.config, source.config.evaluation
+    guidance, pipeline = run.evaluation_guidance, run.pipeline
+    if own.height or own.width or pipeline.sizes:
+        size = pipeline.size
+        pipeline = replace(pipeline, sizes=(), height=own.height or size.height, width=own.width or size.width)
     return replace(
-        config, seeds=own.seeds, samples=None if own.seeds else of.final_samples, steps=of.evaluation_steps,
-        guidance=of.evaluation_guidance.scale, negative=of.evaluation_guidance.negative, solver=own.solver,
-        average=own.average, micro_batch=chosen, compute=of.engine.compute,
-        pipeline=replace(
-            of.pipeline, sizes=(), height=own.height or of.pipeline.size.height, width=own.width or of.pipeline.size.width
-        ),
-    )  # fmt: skip
+        config,
+        seeds=own.seeds,
+        samples=None if own.seeds else run.final_samples,
+        steps=run.evaluation_steps,
+        guidance=guidance.scale,
+        negative=guidance.negative,
+        solver=own.solver,
+        average=own.average,
+        micro_batch=run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch,
+        compute=run.engine.compute,
+        pipeline=pipeline,
+    )
 
 
-def opened(name: str, config: "EvalConfig", world: World, stack: ExitStack) -> Subjects:
+def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Subjects:
     """Return the networks of an evaluation.
 
     Args:
@@ -123,19 +122,19 @@ def opened(name: str, config: "EvalConfig", world: World, stack: ExitStack) -> S
     """
     with world.agreed():
         one_size(config.pipeline)
-        source = source_of(name) if name not in BUILT_IN else None
+        source = source_of(name)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
         if source is not None:
             given = source.config.rollout.guidance
             guidance = replace(given, scale=config.guidance, negative=config.negative, update="guided")
-        asked = _asked(model, config, source)
+        asked = _asked(config, source)
         if source is not None and (config.weights is not None or config.lora is not None):
-            raise UsageError(f"weights or lora is set, and {name} has its own: leave them out, or name the model {model}")
+            raise UsageError(f"`weights` and `lora` have no effect with {name}, a run with its own; remove them")
         if config.base == START and source is None and config.weights is None and config.lora is None:
             raise UsageError(
-                "base is start, and there is nothing to compare with it: weights is None and lora is None, expected one of "
-                "them, or the name of a run or a checkpoint"
+                "`base` is start, and there is nothing to compare with it: `weights` is None and `lora` is None, "
+                "expected one of them, or the name of a run or a checkpoint"
             )
     known = bool(config.prompts or asked.prompts)
     if source is not None and source.checkpoint is not None:
@@ -155,34 +154,38 @@ def opened(name: str, config: "EvalConfig", world: World, stack: ExitStack) -> S
     return Subjects(ours, base, guidance, "prompts" if known else HELDOUT)
 
 
-def _asked(model: str, config: "EvalConfig", source: Source | None) -> EvaluationConfig:
+def _asked(config: EvalConfig, source: Source | None) -> EvaluationConfig:
     """Return what is evaluated as a run's settings have it: what was typed, else what the run's record says."""
     own = EvaluationConfig() if source is None else source.config.evaluation
-    rewards = config.rewards or own.rewards
-    if not rewards and source is not None and model not in BUILT_IN and source.config.scores_samples:
-        rewards = tuple(map(without_weight, source.config.rewards)) or ("jpeg",)
     return EvaluationConfig(
-        prompts=config.prompts or own.prompts, rewards=rewards, seeds=config.seeds, steps=config.steps,
-        guidance=config.guidance, solver=config.solver, average=config.average,
-    )  # fmt: skip
+        prompts=config.prompts or own.prompts,
+        rewards=config.rewards or own.rewards,
+        seeds=config.seeds,
+        steps=config.steps,
+        guidance=config.guidance,
+        solver=config.solver,
+        average=config.average,
+    )
 
 
 def _of_weights(
-    name: str, source: Source | None, config: "EvalConfig", asked: EvaluationConfig, world: World
+    name: str, source: Source | None, config: EvalConfig, asked: EvaluationConfig, world: World
 ) -> tuple[Subject, Subject]:
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
-    engine = EngineConfig(compute=config.compute, compile=False)  # an evaluation is short
     if source is None:
-        model, weights, first, lora, first_lora = name, config.weights, None, config.lora, None
-        title = str(config.lora or config.weights or ("the shipped base" if name in BUILT_IN else name))
+        start = _job(name, None, config)
+        weights, lora, first_lora = config.weights, config.lora, None
+        title, engine = str(lora or weights or name), _engine(config)
     else:
         run = source.config
-        model, weights, first, lora, first_lora = run.model, source.folder / WEIGHTS, run.weights, None, run.lora.weights
-        title, engine = name, replace(_uncompiled(run, config), replicas="auto", context_parallel=1)
-    start = _job(model, first, config)
-    start = replace(start, heldout=_heldout(start, model, source, asked))
+        start = _job(run.model, run.weights, config)
+        weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
+        title, engine = name, _engine_of_run(run, config)
+        if not asked.rewards and not start.evaluators and run.scores_samples:
+            asked = replace(asked, rewards=tuple(map(without_weight, run.rewards)) or ("jpeg",))
+    start = replace(start, heldout=_heldout(start, name, source, asked))
     start = evaluated(start, asked, config.pipeline)
-    ours = start if weights is None else _with_weights(start, model, weights)
+    ours = with_base(start, weights)
     return (
         Subject(title, ours, _network(ours, lora, engine, world)),
         Subject(START, start, _network(start, first_lora, engine, world)),
@@ -190,7 +193,7 @@ def _of_weights(
 
 
 def _of_checkpoint(
-    name: str, source: Source, config: "EvalConfig", asked: EvaluationConfig, world: World, stack: ExitStack
+    name: str, source: Source, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
 ) -> tuple[Subject, Subject]:
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
     from fluvial.engines.train.trainer import Trainer
@@ -201,13 +204,9 @@ def _of_checkpoint(
         asked = replace(asked, height=size.height, width=size.width)
     with world.agreed():
         if config.negative != own:
-            raise UsageError(f"negative is {config.negative!r}, and the run of {name} has {own!r}: leave it as it is")
-        run = replace(
-            run, evaluation=asked, engine=replace(_uncompiled(run, config), replicas="auto", context_parallel=1),
-            pipeline=replace(
-                config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width
-            ),
-        )  # fmt: skip
+            raise UsageError("negative", config.negative, repr(own), f"that is the negative prompt of the run of {name}")
+        pipeline = replace(config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width)
+        run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
 
@@ -223,23 +222,25 @@ def _of_checkpoint(
     )
 
 
-def _of_base(base: str, model: str, job: Job, config: "EvalConfig", world: World) -> Subject:
+def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:
     """Return the base of a run, of one of its checkpoints, or of a folder of weights.
 
     Raises:
         UsageError: there is no such folder, or it is of another model.
     """
     source, folder = source_of(base), Path(base)
-    engine = EngineConfig(compute=config.compute, compile=False)
+    engine = _engine(config)
     if source is not None:
         other, folder = source.config.model, source.folder / WEIGHTS
         if not _is_same(other, model):
-            raise UsageError(f"base is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model")
+            raise UsageError(
+                f"`base` is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model"
+            )
     elif not folder.is_dir():
-        raise UsageError(f"base is {base}, expected start, the folder of a run, a checkpoint or a folder of weights")
+        raise UsageError("base", base, "start, the folder of a run, a checkpoint or a folder of weights")
     if source is not None and source.checkpoint is not None:
         return Subject(base, job, _saved(source.checkpoint, job, config, engine, world))
-    with_these = _with_weights(job, model, folder)
+    with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
 
 
@@ -249,9 +250,7 @@ def _is_same(model: str, other: str) -> bool:
     return model == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
-def _saved(
-    place: str, job: Job, config: "EvalConfig", engine: EngineConfig, world: World
-) -> Callable[[], AbstractContextManager[nn.Module]]:
+def _saved(place: str, job: Job, config: EvalConfig, engine: EngineConfig, world: World) -> Network:
     """Return the function that opens the policy of a checkpoint, sharded over the ranks."""
 
     @contextmanager
@@ -263,57 +262,51 @@ def _saved(
     return network
 
 
-def _job(model: str, weights: Path | None, config: "EvalConfig") -> Job:
-    """Return the job of a model without prompts of its own, with other weights if a folder is given."""
-    if model in BUILT_IN:
-        return jobs.named(model, weights=weights)
-    from fluvial.models.rewards.jpeg import jpeg_compressibility
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
+    """Return the job of a model, with other weights if a folder is given."""
     guidance = Guidance(config.guidance, config.negative)
-    compute = EngineConfig(compute=config.compute).compute_dtype(device)
-    job = jobs.opened(model, config.pipeline, steps=config.steps, guidance=guidance, compute=compute)
-    own: Any = job.model
-    job = replace(job, rewards={"jpeg": jpeg_compressibility}, load=None if is_adapter(model) else own.with_weights)
-    return with_base(job, weights)
+    compute = _engine(config).compute_dtype(default_device())
+    return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 
-def _with_weights(job: Job, model: str, weights: Path) -> Job:
-    """Return a job with other weights; those of a pipeline are checked to be of its network first."""
-    return job.with_weights(weights) if model in BUILT_IN else with_base(job, weights)
-
-
-def _heldout(job: Job, model: str, source: Source | None, asked: EvaluationConfig) -> tuple[str, ...]:
-    """Return the held-out prompts of a run or of a built-in model; none where prompts are asked for.
+def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
+    """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for.
 
     Raises:
         UsageError: there are none.
     """
-    if asked.prompts or model in BUILT_IN:
+    if asked.prompts or job.heldout:
         return job.heldout
     if source is None:
-        raise UsageError(f"{model} needs prompts to evaluate on: set prompts to a file, as for training")
-    of = source.config
+        raise UsageError(f"{name} needs prompts to evaluate on: set `prompts` to a file, as for training")
+    run = source.config
     return read_prompts_of(
-        of.pipeline, prompts=of.prompts, preferences=of.objective.traits.preferences, data=of.data,
+        run.pipeline,
+        prompts=run.prompts,
+        preferences=run.objective.traits.preferences,
+        data=run.data,
         check=job.model.check_prompt,
-    ).heldout  # fmt: skip
+    ).heldout
 
 
-def _uncompiled(run: TrainConfig, config: "EvalConfig") -> EngineConfig:
+def _engine(config: EvalConfig) -> EngineConfig:
+    """Return the engine of a short evaluation."""
+    return EngineConfig(compute=config.compute, compile=False)
+
+
+def _engine_of_run(run: TrainConfig, config: EvalConfig) -> EngineConfig:
     """Return the engine of a run, without the compilation that a run chooses by itself and warms up for."""
-    return replace(run.engine, compute=config.compute, compile=run.engine.compile is True)
+    uncompiled = run.engine.compile is True
+    return replace(run.engine, compute=config.compute, compile=uncompiled, replicas="auto", context_parallel=1)
 
 
 def _check_rewards(job: Job) -> None:
     """Raise UsageError if there is no evaluator."""
     if not job.evaluators:
-        raise UsageError("rewards is empty, expected at least one evaluator, such as jpeg or mymodule:score")
+        raise UsageError("`rewards` is empty, expected at least one evaluator, such as jpeg or mymodule:score")
 
 
-def _network(
-    job: Job, lora: Path | None, engine: EngineConfig, world: World
-) -> Callable[[], AbstractContextManager[nn.Module]]:
+def _network(job: Job, lora: Path | None, engine: EngineConfig, world: World) -> Network:
     """Return the function that opens a job's network, sharded over the ranks, with an adapter if one is given."""
 
     @contextmanager
@@ -322,22 +315,10 @@ def _network(
             weights = job.model.weights
             module = jobs.build(job, empty=weights is not None)
             if lora is not None:
-                add_adapter(module, job, lora, field="--lora")
+                add_adapter(module, job, lora, field="lora")
             module.requires_grad_(False)
         sharded = ShardedModule(module, job.model.blocks(module), world, engine, weights=weights)
         with sharded.inference() as found:
             yield found
 
     return network
-
-
-def _record(folder: Path) -> TrainConfig:
-    """Return the settings of the run in a folder.
-
-    Raises:
-        UsageError: its record is of another version, or damaged.
-    """
-    try:
-        return replace(recorded(json.loads((folder / RECORD).read_text())), out=folder, resume=False, resume_from=None)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"{folder / RECORD} is not the record of a run of this version: {error}") from error

@@ -41,9 +41,9 @@ def run(args: list[str]) -> None:
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"
         raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
-    config = parsed(ExportConfig, ExportConfig, f"fluvial export {args[0]}", args[1:])
-    from fluvial.engines.export.run import export_run
+    config = parsed(ExportConfig(), f"fluvial export {args[0]}", args[1:])
     from fluvial.engines.fsdp.world import init_world
+    from fluvial.engines.train.exports import export_run
 
     with flags_in_errors(config), init_world() as world:
         out, before = export_run(

@@ -1,30 +1,51 @@
-"""List what a command can be given a name of, without importing torch: `--help` must answer at once."""
+"""Names that a command accepts, found without importing torch, so that `--help` answers at once."""
 
 import ast
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import NamedTuple
 
 RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
-BUILT_IN = {
-    "handwriting": "a small SD3 transformer that writes 4-digit codes (predicts a velocity)",
-    "handwriting-unet": "a small UNet that writes them (predicts epsilon)",
-    "words": "a small SD3 transformer that draws words of 3 to 6 letters (predicts a velocity)",
+
+
+class Defaults(NamedTuple):
+    """Settings of drawing with a model where nothing is typed.
+
+    Args:
+        prompts: prompts that `sample` draws.
+        samples: number of samples of an evaluation; None takes every prompt once.
+        steps: number of steps of the sampling schedule.
+        micro_batch: number of samples per forward pass.
+    """
+
+    prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
+    samples: int | None = None
+    steps: int = 20
+    micro_batch: int = 4
+
+
+DEFAULTS = {
+    "handwriting": Defaults(("0427", "1999", "3141", "8650"), 400, 10, 64),
+    "handwriting-unet": Defaults(("0427", "1999", "3141", "8650"), 400, 10, 64),
+    "words": Defaults(("apple", "house", "river", "stone"), 400, 10, 64),
 }
+
+
+def defaults(model: str) -> Defaults:
+    """Return the settings of drawing with a model; a model that is not listed is taken for a large pipeline."""
+    return DEFAULTS.get(model, Defaults())
+
+
+def may_be_model(name: str) -> bool:
+    """Return whether a name is that of a folder, or may be an id on the Hub or `module:name`."""
+    return "/" in name or ":" in name or Path(name).is_dir()
 
 
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's docstring, by name, read from the source."""
     tree = ast.parse(RECIPES.read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    summaries = {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
-    (table,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "RECIPES"
-    ]
-    assert isinstance(table, ast.Dict)
-    rows = zip(table.keys, table.values, strict=True)
-    return {ast.literal_eval(name): summaries[row.id] for name, row in rows if name and isinstance(row, ast.Name)}
+    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
 
 
 def installed(group: str) -> dict[str, str]:

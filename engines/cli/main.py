@@ -1,10 +1,13 @@
 """Dispatch the command line to a command's own file, and end with an exit code that says how it went."""
 
+import contextlib
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
@@ -31,11 +34,12 @@ USAGE = """usage: fluvial COMMAND NAME [--field value ...]
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwriting-unet (a UNet that predicts epsilon) or
 words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
-plan takes handwriting, sd3.5-medium, flux.1-dev and qwen-image. fluvial COMMAND NAME --help lists the fields.
+plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image and wan2.1-14b. fluvial COMMAND NAME --help lists the fields.
 train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
+UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more
 COMMANDS = (
     "train",
     "runs",
@@ -64,18 +68,19 @@ def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
     if not _holds_sources(os.getcwd()):
-        sys.path.append(os.getcwd())  # for a person's own modules; last, so that nothing there hides a package
+        sys.path.append(os.getcwd())  # for user-defined modules; last, so that nothing there hides a package
     code = run(args, command)
     # Everything is written, and the process group is gone. Left to itself the interpreter sometimes aborts here, over a
     # thread of gloo's that is still running (torch 2.13: about one exit in ten of several processes under load), so that a
     # finished run looks like a failed one.
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:
-    """Run a command line and return its exit code. Errors that a person can mend are printed in one line."""
+    """Run a command line and return its exit code. Errors that the user can correct are printed in one line."""
     try:
         return (command or _command)(args)
     except HelpPrintedError:
@@ -87,12 +92,24 @@ def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> i
         if os.environ.get("RANK", "0") == "0":
             _complain(error)
         return 2
+    except BrokenPipeError as error:
+        if _is_read(sys.stdout):
+            _complain(error)
+            return 1
+        return UNREAD
     except (FluvialError, OSError) as error:  # OSError: a full or a lost disk, wherever it was noticed
         _complain(error)
         return 1
     except KeyboardInterrupt:
         print("fluvial: stopped at once; everything saved so far is unchanged", file=sys.stderr)
         return 130
+
+
+def _is_read(stream: TextIO) -> bool:
+    """Return whether somebody still reads a stream; nobody does after `fluvial ... | head`."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _complain(error: Exception) -> None:

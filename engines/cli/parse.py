@@ -1,19 +1,21 @@
-"""Parse a command's flags into its dataclass, and turn what the library says of fields into what was typed: flags."""
+"""Parse a command's flags into its dataclass, and print the fields of the library's errors as flags."""
 
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import inspect
-import io
 import itertools
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
+from fluvial.engines.choices import is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
 from fluvial.engines.errors import FluvialError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from tyro._errors import ParseErrorEvent
 
 Config = TypeVar("Config")
 # Words for flags: most runs have one reward, `lora` is a group of fields, and `async` is a word of Python's.
@@ -23,60 +25,199 @@ ALIASES = {
     "--lora": "--lora.weights",
     "--async.ahead": "--asynchronous.ahead",
 }
+EXPECTED = {"INT": "a whole number", "FLOAT": "a number"}  # tyro's names of types
+
+
+KIND = "kind"  # field of a choice's form
 
 
 class HelpPrintedError(Exception):
     """Ends a command whose help was asked for and has been printed."""
 
 
-def parsed(
-    kind: type[Config], default: Callable[[], Config], program: str, args: Sequence[str], *, about: str | None = None
-) -> Config:
+def parsed(base: Config, program: str, args: Sequence[str], *, about: str | None = None) -> Config:
     """Return the configuration that the arguments ask for.
 
     Args:
-        kind: dataclass whose fields become flags.
-        default: function that returns the values of the flags that are not typed.
+        base: dataclass whose fields become flags; it holds the values of those that are not typed.
         program: what was typed before the flags, e.g. "fluvial train grpo".
         args: the flags and their values.
-        about: first paragraph of the help; by default the docstring of `default`, or of `kind`.
+        about: first paragraph of the help; by default the docstring of the dataclass.
 
     Raises:
-        UsageError: a flag or a value is wrong. The message is one line, without the box that tyro draws.
+        UsageError: a flag or a value is wrong.
         HelpPrintedError: help was asked for and has been printed.
     """
     import tyro
+    from tyro._errors import on_parse_error
 
-    base, boxed = default(), io.StringIO()
-    narrow = _narrowed(kind, base)
     names = field_names(base)
     words = [word if word[2:] in names else _alias(word, names) for word in args]
     try:
-        with contextlib.redirect_stderr(boxed):
-            found = tyro.cli(
-                narrow, prog=program, description=_summary(about or default.__doc__ or kind.__doc__ or ""), default=base,
-                args=words, config=(tyro.conf.AvoidSubcommands,),
-            )  # fmt: skip
-    except SystemExit as done:
-        if not done.code:
-            raise HelpPrintedError from None
-        message = with_flags(_unboxed(boxed.getvalue()), field_names(base))
-        raise UsageError(f"{message} ({program} --help)") from None
-    return kind(**{field.name: getattr(found, field.name) for field in dataclasses.fields(kind)})  # type: ignore[arg-type]
+        with flags_in_errors(base):
+            form = form_of(base, lambda name: next(iter(typed(words, _flag(name))[-1:]), None))
+        with _flags(form.names), on_parse_error(lambda event: _fail(event, words, form)):
+            filled: Any = tyro.cli(
+                form.type,
+                prog=program,
+                description=_summary(about or type(base).__doc__ or ""),
+                args=words,
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+            config: Config = form.filled(filled)
+            return config
+    except SystemExit:
+        raise HelpPrintedError from None
+    except UsageError as error:
+        raise UsageError(f"{error} ({program} --help)") from error
 
 
-def _narrowed(kind: type, base: Any) -> type:
-    """Return a subclass whose fields that hold a dataclass are declared as that dataclass, so that flags come from it.
+class Form(NamedTuple):
+    """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
 
-    `TrainConfig.objective` may be any objective, a person's own too. The one of the recipe has flags.
+    A field that holds a dataclass is declared as that dataclass: `TrainConfig.objective` may be any objective, also a
+    user's, and the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
+    that kind.
+
+    Args:
+        type: the dataclass.
+        names: names of its flags, e.g. "rollout.window.size".
+        build: returns the configuration of the fields' values.
+        inner: forms of the fields that hold dataclasses.
+        union: type of the field, if it is a choice.
+        kind: its kind.
     """
-    held = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(kind)}
-    narrow = {name: found for name, found in held.items() if dataclasses.is_dataclass(found)}
-    made = type(kind.__name__, (kind,), {"__annotations__": narrow, "__doc__": kind.__doc__, "__module__": kind.__module__})
-    for field in dataclasses.fields(kind):
-        if field.name in narrow:
-            setattr(made, field.name, dataclasses.field(default_factory=_constant(getattr(base, field.name))))
-    return dataclasses.dataclass(frozen=True)(made)
+
+    type: type
+    names: list[str]
+    build: Callable[..., Any]
+    inner: dict[str, "Form"]
+    union: Any
+    kind: str
+
+    def filled(self, values: Any) -> Any:
+        """Return the configuration that a filled-in form describes; its checks run."""
+        found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
+        return self.build(**found | {name: form.filled(found[name]) for name, form in self.inner.items()})
+
+    def other_kinds(self, name: str) -> str | None:
+        """Return a hint for a flag that a choice has with another kind; None for any other flag."""
+        first, _, rest = name.partition(".")
+        if first in self.inner and rest:
+            return self.inner[first].other_kinds(rest)
+        having = [kind for kind in kinds(self.union) if first in _names(variant_of(self.union, kind, "")[0])]
+        return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
+
+
+def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> Form:
+    """Return the form of a configuration.
+
+    A choice of the kind that is typed keeps its values if it is of that variant already; else it has the variant's defaults,
+    and flags without a default are required.
+
+    Args:
+        config: dataclass with the values of the flags that are not typed.
+        typed_kind: returns the kind that was typed of the choice of a name, e.g. "rollout.window".
+        name: name of the field that holds it.
+        union: type of that field, if it is a choice.
+    """
+    variant: Any = type(config)
+    build: Callable[..., Any] = variant
+    kind = ""
+    if union is not None:
+        kind = typed_kind(name) or config.kind
+        variant, build = variant_of(union, kind, name)
+        if kind == config.kind and is_open(variant):  # its function may have no name
+            first = dataclasses.fields(variant)[0].name
+            build = partial(variant, **{first: getattr(config, first)})
+    hints, inner, names = get_type_hints(variant, include_extras=True), dict[str, Form](), list[str]()
+    fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
+    for field in dataclasses.fields(variant) if union is None else settings(variant):
+        value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
+        held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
+        if variants(declared) or dataclasses.is_dataclass(value):
+            form = form_of(value, typed_kind, held, declared if variants(declared) else None)
+            inner[field.name] = form
+            names += form.names
+            fields.append((field.name, form.type, dataclasses.field(default_factory=form.type)))
+        else:
+            names.append(held)
+            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
+    made = dataclasses.make_dataclass(variant.__name__, fields)
+    made.__doc__ = variant.__doc__
+    return Form(made, [name, *names] if union is not None else names, build, inner, union, kind)
+
+
+def _kind_flag(union: Any) -> Any:
+    """Return the type of the flag of a choice's kind."""
+    import tyro
+
+    known, custom = kinds(union), any(map(is_open, variants(union)))
+    metavar = f"{{{','.join([*known, 'module:name'] if custom else known)}}}"
+    about = "; ".join(
+        f"{'any other' if is_open(variant) else kinds_of(variant)[0]}: {_first_line(variant)}"
+        for variant in reversed(variants(union))
+    )
+    return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
+
+
+def _names(variant: type) -> list[str]:
+    return [field.name for field in settings(variant)]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, or tyro's mark of a required one."""
+    import tyro
+
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
+def _first_line(variant: type) -> str:
+    return inspect.cleandoc(variant.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoReturn:
+    """Raise UsageError for what tyro rejects."""
+    from tyro import _errors
+
+    if isinstance(event, _errors.UnrecognizedArgs):
+        unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
+        if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
+            raise UsageError(f"unknown flag {unknown}: {hint}")
+        raise UsageError(f"unknown flag {unknown}{_meant(unknown, [_flag(name) for name in form.names])}")
+    if isinstance(event, _errors.MissingArgs):
+        missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
+        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which have no default")
+    argument: Any = getattr(event, "argument", None)
+    if argument is None:
+        raise UsageError(getattr(event, "message", type(event).__name__))
+    flag, metavar = argument.lowered.name_or_flags[0], argument.lowered.metavar or "a value"
+    accepted = " or ".join(EXPECTED.get(part, part.strip("{}").replace(",", " or ")) for part in metavar.split("|"))
+    got = list(itertools.takewhile(lambda word: not word.startswith("--"), _after(words, flag)))
+    raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
+
+
+def _after(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words after a flag's last occurrence."""
+    split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
+    split = [part.replace("_", "-") if part.startswith("--") else part for part in split]
+    return split[len(split) - split[::-1].index(flag) :] if flag in split else []
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """Return the end of a message with the known word that is nearest to one that is not known."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _summary(docstring: str) -> str:
@@ -91,53 +232,53 @@ def _alias(word: str, names: Sequence[str]) -> str:
     return meant + equals + value if meant[2:].replace("-", "_") in names else word
 
 
-def _constant(value: Any) -> Callable[[], Any]:
-    return lambda: value
+@contextlib.contextmanager
+def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Print the fields of `config` that an error names as flags: `rollout.eta` as `--rollout.eta`.
+
+    Args:
+        config: configuration of the command.
+        also: fields by other names that the library has for them.
+    """
+    with _flags(field_names(config), also or {}):
+        yield
 
 
 @contextlib.contextmanager
-def flags_in_errors(config: Any) -> Iterator[None]:
-    """Turn the fields of `config` that an error names into flags: the library says `rollout.eta`, a person typed
-    `--rollout.eta`."""
+def _flags(names: Sequence[str], others: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Print those of the fields that an error names as flags, see `flags_in_errors`."""
+    others = others or {}
+
+    def worded(field: str) -> str:
+        name = others.get(field, field)
+        return _flag(name) if name in names else field
+
     try:
         yield
     except FluvialError as error:
-        said = with_flags(str(error), field_names(config))
+        said = error.worded(worded)
         if said == str(error):
             raise
         raise type(error)(said) from error
-    except ValueError as error:  # a config that a command builds from another
-        raise UsageError(with_flags(str(error), field_names(config))) from error
+    except ValueError as error:  # a value of a configuration
+        from fluvial.core.checks import FieldError  # imports torch
+
+        if isinstance(error, FieldError):
+            raise UsageError(f"{worded(error.field)} {error.problem}") from error
+        raise UsageError(str(error)) from error
 
 
 def field_names(config: Any) -> list[str]:
-    """Return the names of all fields of a dataclass, e.g. "seed" and "rollout.eta", without those that hold a dataclass."""
+    """Return the names of all flags of a dataclass, e.g. "seed" and "rollout.window.size"."""
     names = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            names += [f"{field.name}.{inner}" for inner in field_names(value)]
-        else:
+        if not dataclasses.is_dataclass(value) or is_variant(type(value)):
             names.append(field.name)
+        if dataclasses.is_dataclass(value):
+            inner = field_names(value)[is_open(type(value)) :]
+            names += [f"{field.name}.{name}" for name in inner]
     return names
-
-
-def with_flags(message: str, names: Sequence[str]) -> str:
-    """Return a message with the fields that it names written as flags.
-
-    A name with a dot or an underscore stands for itself anywhere. One that is an English word, such as `updates`, is taken
-    for a field only in phrases like "updates is 0", "rewards 'x' has" and "set prompts to".
-    """
-    for name in sorted(names, key=len, reverse=True):
-        flag = "--" + name.replace("_", "-")
-        exact = re.escape(name)
-        if "." in name or "_" in name:
-            message = re.sub(rf"(?<![\w./:-]){exact}(?![\w:/-]|\.\w)", flag, message)
-        else:
-            message = re.sub(
-                rf"(^|[:;.,] |\band |\bwhile |\bset ){exact}(?= is\b| are\b| '| to\b| \S+ there\b)", rf"\1{flag}", message
-            )
-    return message
 
 
 def typed(args: Sequence[str], flag: str) -> list[str]:
@@ -154,42 +295,30 @@ def console() -> "Console":
     return Console()
 
 
-def at_least_one(**numbers: int) -> None:
-    """Raise UsageError for a field below 1."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise UsageError(f"{name} is {number}, expected at least 1")
+def at_least_one(config: Any, *names: str) -> None:
+    """Raise UsageError for a field below 1; None passes."""
+    for name in names:
+        number = getattr(config, name)
+        if number is not None and number < 1:
+            raise UsageError(name, number, "at least 1")
+
+
+def check_server_packages(command: str) -> None:
+    """Raise UsageError if a package of the HTTP servers is missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("msgspec", "starlette", "uvicorn")):
+        raise UsageError(f"{command} needs starlette, uvicorn and msgspec: pip install 'fluvial[serve]'")
+
+
+def check_seed(seed: int) -> None:
+    """Raise UsageError for a seed that a key cannot be made of."""
+    if not 0 <= seed < 2**63:
+        raise UsageError("seed", seed, "0 <= seed < 2^63")
 
 
 def one_size(pipeline: Any) -> None:
     """Raise UsageError for several sizes, which only training takes."""
     if len(pipeline.sizes) > 1:
-        raise UsageError("pipeline.sizes holds several, and images are drawn here at one size: name one")
-
-
-def _unboxed(box: str) -> str:
-    """Return what the box of an error says, in one line: its first section, and the flag that tyro would suggest."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    boxed = [line.strip("│ \t") for line in plain.splitlines() if line.startswith("│")]
-    # On a terminal without line drawing there is a title between two rules instead.
-    lines = boxed or re.split(r"-{3,}\s", plain, maxsplit=1)[-1].splitlines()
-    sections = [" ".join(section.split()) for section in re.split(r"[─-]{3,}", "\n".join(lines))]
-    message = re.sub(r"^Error parsing [\w.]+: (?=[a-z_.]+:? )", "", sections[0])
-    if wrong := re.fullmatch(
-        r"Error parsing (--[\w.-]+): (?:invalid literal for int|could not convert string to float).*?('.*')", message
-    ):
-        kind = "a whole number" if "int()" in message else "a number"
-        message = f"{wrong[1]} is {wrong[2]}, expected {kind}"
-    union = r"Error parsing (--[\w.-]+): no type matching (\S+) could be instantiated from \[('.*?')\]"
-    if wrong := re.match(union, message):
-        words = {"INT": "a whole number", "FLOAT": "a number"}
-        accepted = " or ".join(words.get(part, part.strip("{}").replace(",", " or ")) for part in wrong[2].split("|"))
-        message = f"{wrong[1]} is {wrong[3]}, expected {accepted}"
-    if message.startswith("Unrecognized options: "):
-        unknown = [word.strip(",") for word in message.split()[2:]]
-        message = f"unknown flag {next((word for word in unknown if word.startswith('-')), unknown[0])}"
-    suggested = re.search(r"--[\w.-]+", sections[1]) if len(sections) > 2 and "you meant" in sections[1] else None
-    return f"{message}; did you mean {suggested[0]}?" if suggested else message
+        raise UsageError("pipeline.sizes", pipeline.sizes, "one size: only training takes several")
 
 
 def named(
@@ -210,8 +339,7 @@ def named(
     if args and (args[0] in known or (fits is not None and fits(args[0]))):
         return args[0]
     got = repr(args[0]) if args else "nothing"
-    near = difflib.get_close_matches(args[0], known, n=1) if args else []
-    guess = f"; did you mean {near[0]}?" if near else ""
+    guess = _meant(args[0], known) if args else ""
     raise UsageError(
         f"{command} needs the name of {what}, got {got}, expected one of {', '.join(known)}{guess} "
         f"(fluvial {command} --help)"

@@ -16,7 +16,7 @@ def run(args: list[str]) -> None:
     if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
         from fluvial.engines.plan import simulate
 
-        ahead = parsed(simulate.AheadConfig, simulate.AheadConfig, "fluvial plan", args)
+        ahead = parsed(simulate.AheadConfig(), "fluvial plan", args)
         with flags_in_errors(ahead):
             simulate.show(simulate.checked(ahead), console=console())
         return
@@ -24,11 +24,15 @@ def run(args: list[str]) -> None:
     from fluvial.engines.plan.plan import MODELS, PlanConfig, show, show_table
 
     name = named("plan", args, tuple(MODELS), "a model")
-    config = parsed(PlanConfig, PlanConfig, f"fluvial plan {name}", args[1:])
+    config = parsed(PlanConfig(), f"fluvial plan {name}", args[1:])
     with flags_in_errors(config):
         if config.check:
             from fluvial.engines.plan.check import check
 
             check(name, config, console=console())
+        elif config.trace:
+            from fluvial.engines.plan.trace import show as show_trace
+
+            show_trace(name, config, console=console())
         else:
             (show_table if config.table else show)(name, config, console=console())

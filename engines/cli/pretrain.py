@@ -1,8 +1,10 @@
 """`fluvial pretrain MODEL`: train a built-in model's base weights."""
 
-from fluvial.engines.cli.listing import BUILT_IN
+from pkgutil import resolve_name
+
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
 
 
 def run(args: list[str]) -> None:
@@ -11,18 +13,11 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: the arguments are wrong.
     """
-    name = named("pretrain", args, tuple(BUILT_IN), "a model")
-    from fluvial.engines.train.pretrain import (
-        PretrainConfig,
-        handwriting_pretraining,
-        handwriting_unet_pretraining,
-        pretrain,
-        words_pretraining,
-    )
+    name = named("pretrain", args, tuple(MODELS), "a model")
+    from fluvial.engines.train.pretrain import pretrain
 
-    recipes = dict(zip(BUILT_IN, (handwriting_pretraining, handwriting_unet_pretraining, words_pretraining), strict=True))
-    recipe = recipes[name]
-    config = parsed(PretrainConfig, recipe, f"fluvial pretrain {name}", args[1:])
+    recipe = resolve_name(MODELS[name].pretraining)
+    config = parsed(recipe(), f"fluvial pretrain {name}", args[1:], about=recipe.__doc__)
     if config.model != name:
         raise UsageError(f"--model is {config.model}, and the command names {name}: use fluvial pretrain {config.model}")
     with flags_in_errors(config):

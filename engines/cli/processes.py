@@ -20,7 +20,7 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
         args: a command and its arguments.
 
     Raises:
-        UsageError: the number is none, the flag is given twice, or this process is one of several already.
+        UsageError: it is not a number, the flag is given twice, or this process is one of several already.
     """
     if not args or args[0] not in COMMANDS or not any(arg.partition("=")[0] == FLAG for arg in args):
         return 1, list(args)

@@ -1,7 +1,6 @@
 """`fluvial rewards`: list the reward models, or describe one and its options."""
 
 import inspect
-import textwrap
 
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
@@ -73,9 +72,10 @@ def _describe(name: str) -> None:
 
     model = REWARD_MODELS[name]
     print(f"{name}: {model.formula}  ({model.source}){_to_install(name)}\n")
-    print(textwrap.dedent(inspect.getdoc(model.make) or ""))
+    for described in (model.make, *(base for base in getattr(model.make, "__bases__", ()) if base is not object)):
+        print(f"{inspect.getdoc(described)}\n")
     options = [
         f"{option.name}={option.default}" for option in inspect.signature(model.make).parameters.values()
     ]  # every option has a default
     if options:
-        print(f"\nOptions and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")
+        print(f"Options and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

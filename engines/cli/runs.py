@@ -1,18 +1,16 @@
-"""`fluvial runs [NAME]`: the field's published runs, what each was trained with, and what fluvial does differently."""
+"""`fluvial runs [NAME]`: the field's published runs, each side by side with what fluvial runs."""
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.train.published.fields import FIELDS
-from fluvial.engines.train.published.runs import PublishedRun, find, published_runs
+from fluvial.engines.train.published.runs import PublishedRun, Source, find, published_runs
 
 USAGE = """usage: fluvial runs [NAME]
 
-Without a name, list the published runs. With one, print every setting with its source, what is unusual about the run, and
-what fluvial does differently. fluvial train NAME trains it.
+Without a name, list the published runs. With one, print its configuration side by side: each setting as published and as
+fluvial runs it, where it was read, and why the two differ. fluvial train NAME trains it.
 """
+WIDTHS = (28, 36, 24)  # least widths of the columns setting, published and ours
 
 
 def run(args: Sequence[str]) -> None:
@@ -37,53 +35,43 @@ def listed() -> str:
     width = max(map(len, runs))
     lines = [f"{'name':<{width}}  {'algorithm':<28} {'paper':<10} GPUs  headline"]
     for name, found in runs.items():
-        gpus = "-" if found.gpus is None else str(found.gpus)
         headline = found.headline.get("result", "")
-        lines.append(f"{name:<{width}}  {found.algorithm:<28} {found.paper or '-':<10} {gpus:>4}  {headline}".rstrip())
+        lines.append(
+            f"{name:<{width}}  {found.algorithm:<28} {found.paper or '-':<10} {found.gpus or '-':>4}  {headline}".rstrip()
+        )
     lines += ["", f"{len(runs)} runs. fluvial runs NAME prints one, fluvial train NAME trains it."]
     return "\n".join(lines)
 
 
 def described(found: PublishedRun) -> str:
-    """Return every setting of a run, its source, what is unusual, and what fluvial does differently."""
-    source = found.source
+    """Return a run's sources, its settings side by side, and what is unusual about it."""
+    from fluvial.engines.train.published.resolve import side_by_side
+
+    sources = {source: number for number, source in enumerate(found.sources, start=1)}
     lines = [
         f"{found.name}: {found.algorithm} on {found.model}",
         f"  paper     {'arXiv ' + found.paper if found.paper else '-'}",
-        f"  source    {source['repo']} {source['path']} at {source['commit']}",
-        *([f"            {source['note']}"] if "note" in source else []),
         f"  GPUs      {found.gpus or 'not stated'}",
+        *(f"  headline  {key}: {value}" for key, value in found.headline.items()),
+        *(f"  source {number}  {_place(source)}" for source, number in sources.items()),
+        *([f"  fluvial cannot train it: {found.algorithm} needs {found.needs}"] if found.needs else []),
+        "",
+        _columns(("setting", "published", "ours"), "source  why"),
     ]
-    if found.headline:
-        lines.append(f"  headline  {', '.join(f'{key} {value}' for key, value in found.headline.items())}")
-    lines += ["", "settings"]
-    for name, field in FIELDS.items():
-        if name in found.settings:
-            unit = f" {field.unit}" if field.unit and field.unit != "bool" else ""
-            lines.append(f"  {name:<26} {_text(found.settings[name])}{unit}  ({field.meaning})")
-    missing = [name for name in FIELDS if name not in found.settings]
-    lines.append(f"  not stated by the source: {', '.join(missing)}")
+    for row in side_by_side(found):
+        ours = "the same" if row.ours == row.published and len(row.ours) > WIDTHS[2] else row.ours
+        number = sources.get(row.source, "-") if row.source else "-"
+        lines.append(_columns((row.setting, row.published, ours), f"{number:<7} {row.why}"))
     if found.unusual:
         lines += ["", "unusual", *(f"  - {line}" for line in found.unusual)]
-    return "\n".join([*lines, "", *_differences(found)])
+    return "\n".join(lines)
 
 
-def _differences(found: PublishedRun) -> list[str]:
-    """Return what fluvial does differently, a line each."""
-    from fluvial.engines.train.published.resolve import resolve
-
-    try:
-        deviations = resolve(found).deviations
-    except UsageError as error:
-        return ["what fluvial does differently", f"  {error}"]
-    if not deviations:
-        return ["fluvial runs it as published"]
-    lines = ["what fluvial does differently"]
-    for deviation in deviations:
-        ours = "" if deviation.ours is None else f"{_text(deviation.ours)} instead of "
-        lines.append(f"  [{deviation.kind}] {deviation.field}: {ours}{_text(deviation.published)}: {deviation.why}")
-    return lines
+def _place(source: Source) -> str:
+    note = f" ({source.note})" if source.note else ""
+    return f"{source.repo} {source.path} at {source.commit}{note}"
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _columns(cells: tuple[str, str, str], rest: str) -> str:
+    texts = (f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+    return f"{'  '.join(texts)}  {rest}".rstrip()

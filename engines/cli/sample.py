@@ -1,5 +1,6 @@
-"""`fluvial sample MODEL`: draw images of prompts into one PNG, by a built-in model or by a pipeline."""
+"""`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,66 +8,43 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import key
-from fluvial.engines.cli.listing import BUILT_IN
-from fluvial.engines.cli.parse import at_least_one, console, flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.listing import defaults, may_be_model
+from fluvial.engines.cli.parse import at_least_one, check_seed, console, flags_in_errors, named, one_size, parsed
+from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.report import images
 from fluvial.engines.rewards.runner import score
-from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.weights import add_adapter
-from fluvial.models import DiffusionModel
+from fluvial.models.device import default_device
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Draw images of prompts with a built-in model.
-
-    Args:
-        prompts: Prompts to draw, 4-digit codes.
-        out: PNG file to write.
-        weights: Folder of the weights, such as the `weights` of a run folder. By default the shipped base weights.
-        each: Number of images per prompt.
-        steps: Number of steps of the sampling schedule.
-        seed: Seed of the noise.
-        micro_batch: Number of samples per forward pass.
-    """
-
-    prompts: tuple[str, ...] = ("0427", "1999", "3141", "8650")
-    out: Path = Path("sample.png")
-    weights: Path | None = None
-    each: int = 4
-    steps: int = 10
-    seed: int = 0
-    micro_batch: int = 64
-
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-        if not self.prompts:
-            raise UsageError("prompts is empty, expected at least one, such as 0427 1999")
-
-
-@dataclass(frozen=True)
-class PipelineSampleConfig:
-    """Draw images of prompts with a pipeline from a folder or the Hub, and with an adapter once more from the same noise.
+    """Draw images of prompts with a model, and with an adapter once more from the same noise.
 
     Args:
         prompts: Prompts to draw.
         out: PNG file to write. Of a video it shows the first, the middle and the last frame.
+        weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
         lora: File or folder of an adapter, with the keys of diffusers, PEFT or kohya/ComfyUI, such as the `lora` of a run
-            folder. Without one only the pipeline itself draws.
+            folder. Without one only the model itself draws.
         each: Number of images per prompt.
         steps: Number of steps of the sampling schedule.
         seed: Seed of the noise, the same with and without the adapter.
         micro_batch: Number of samples per forward pass.
         guidance: Classifier-free guidance of every step.
-        pipeline: Size of the images, and how the pipeline is opened.
+        pipeline: Size of the images, and how a pipeline is opened.
     """
 
-    prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
+    prompts: tuple[str, ...] = defaults("").prompts
     out: Path = Path("sample.png")
+    weights: Path | None = None
     lora: Path | None = None
     each: int = 4
     steps: int = 20
@@ -76,9 +54,10 @@ class PipelineSampleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        at_least_one(self, "each", "steps", "micro_batch")
+        check_seed(self.seed)
         if not self.prompts:
-            raise UsageError("prompts is empty, expected at least one, such as 'a red fox' 'two cats'")
+            raise UsageError("`prompts` is empty, expected at least one, such as 'a red fox' 'two cats'")
 
 
 def run(args: list[str]) -> None:
@@ -87,101 +66,58 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: the arguments are wrong.
     """
-    name = named("sample", args, tuple(BUILT_IN), "a model", fits=_may_be_pipeline)
-    program = f"fluvial sample {name}"
-    if name in BUILT_IN:
-        config = parsed(SampleConfig, SampleConfig, program, args[1:])
-        with flags_in_errors(config):
-            out = sample(name, config)
-    else:
-        asked = parsed(PipelineSampleConfig, PipelineSampleConfig, program, args[1:])
-        with flags_in_errors(asked):
-            out = sample_pipeline(name, asked)
+    name = named("sample", args, tuple(MODELS), "a model", fits=may_be_model)
+    own = defaults(name)
+    base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
+    config = parsed(base, f"fluvial sample {name}", args[1:])
+    with flags_in_errors(config):
+        out = sample(name, config)
     console().print(f"image: {out}", highlight=False, soft_wrap=True)
 
 
-def _may_be_pipeline(name: str) -> bool:
-    """Return whether a name is that of a folder, may be that of a model on the Hub, or is a person's own module:name."""
-    return "/" in name or ":" in name or Path(name).is_dir()
-
-
 def sample(name: str, config: SampleConfig) -> Path:
-    """Draw with a built-in model, captioned by a recogniser that training never sees, and return the path of the image.
+    """Draw with a model, without and with an adapter, and return the path of the image.
 
     Raises:
-        UsageError: a prompt does not fit the model, its weights cannot be loaded, or the image cannot be written.
+        UsageError: there is no such model, a prompt is not one of it, the adapter cannot be loaded, or the image cannot be
+            written.
     """
-    _check_out(config.out)
-    job = jobs.named(name, weights=config.weights)
-    prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
-    module = jobs.build(job).to(_device()).eval()
-    _check(job.model, config.prompts)
-    drawn = _draw(job.model, module, prompts, job.shape, config.steps, config.seed, config.micro_batch, NO_GUIDANCE)
-    _save(
-        [images.sheet_of(drawn, prompts, score(job.evaluators["heldout"], drawn, prompts), columns=config.each)], config.out
-    )
-    return config.out
-
-
-def sample_pipeline(name: str, config: PipelineSampleConfig) -> Path:
-    """Draw with a pipeline, without and with an adapter, and return the path of the image.
-
-    Raises:
-        UsageError: as `sample`, or the adapter cannot be loaded.
-    """
-    _check_out(config.out)
+    if config.out.suffix.lower() not in images.Image.registered_extensions():
+        raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)
-    job = jobs.opened(name, config.pipeline, steps=config.steps, guidance=config.guidance)
-    _check(job.model, config.prompts)
-    prompts = [prompt for prompt in config.prompts for _ in range(config.each)]
-    module = jobs.build(job).to(_device()).eval()
-    numbers = (job.shape, config.steps, config.seed, config.micro_batch, config.guidance)
-    sheets = [images.sheet_of(_draw(job.model, module, prompts, *numbers), prompts, title=name, columns=config.each)]
+    job = jobs.to_sample(name, config.pipeline, steps=config.steps, guidance=config.guidance, weights=config.weights)
+    for prompt in config.prompts:
+        try:
+            job.model.check_prompt(prompt)
+        except ValueError as error:
+            raise UsageError(f"`prompts`: {error}") from error
+    module = jobs.build(job).to(default_device()).eval()
+    sheets = [_sheet(job, module, config, name)]
     if config.lora is not None:
-        add_adapter(module, job, config.lora, field="--lora")
-        module.to(_device())
-        after = _draw(job.model, module, prompts, *numbers)
-        sheets.append(images.sheet_of(after, prompts, title=f"with {config.lora}", columns=config.each))
-    _save(sheets, config.out)
+        add_adapter(module, job, config.lora, field="lora")
+        sheets.append(_sheet(job, module.to(default_device()), config, f"with {config.lora}"))
+    try:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        images.stacked(sheets).save(config.out)
+    except (OSError, ValueError) as error:  # ValueError: a format that Pillow cannot write
+        raise UsageError("out", config.out, hint=f"it cannot be written, {error}") from error
     return config.out
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _sheet(job: Job, module: nn.Module, config: SampleConfig, title: str) -> images.Image.Image:
+    """Return samples of each prompt side by side, with their scores where the model comes with an evaluator."""
+    prompts = as_prompts(prompt for prompt in config.prompts for _ in range(config.each))
+    drawn = _draw(job, module, prompts, config)
+    scores = score(job.evaluators["heldout"], drawn, prompts) if "heldout" in job.evaluators else None
+    return images.sheet_of(drawn, texts(prompts), scores, title=title, columns=config.each)
 
 
-def _check_out(out: Path) -> None:
-    if out.suffix.lower() not in images.Image.registered_extensions():
-        raise UsageError(f"--out {out} cannot be written: {out.suffix or 'no ending'} is not an image format, expected .png")
-
-
-def _check_numbers(config: SampleConfig | PipelineSampleConfig) -> None:
-    at_least_one(each=config.each, steps=config.steps, micro_batch=config.micro_batch)
-    if not 0 <= config.seed < 2**63:
-        raise UsageError(f"seed is {config.seed}, expected 0 <= seed < 2^63")
-
-
-def _check(model: DiffusionModel, prompts: tuple[str, ...]) -> None:
-    for prompt in prompts:
-        try:
-            model.check_prompt(prompt)
-        except ValueError as error:
-            raise UsageError(f"--prompts: {error}") from error
-
-
-def _draw(
-    model: DiffusionModel, module: nn.Module, prompts: list[str], shape: tuple[int, ...], steps: int, seed: int,
-    micro_batch: int, guidance: Guidance,
-) -> Tensor:  # fmt: skip
-    tokens = TextLengths(model).of(guidance.texts(model, prompts))
-    sampling = Sampling(shape, on_device(model.schedule(steps, shape), _device()), guidance, text_tokens=tokens)
-    chunks = generate(model, module, Requests(prompts, range(len(prompts)), key(seed)), sampling, micro_batch=micro_batch)
+def _draw(job: Job, module: nn.Module, prompts: Sequence[Prompt], config: SampleConfig) -> Tensor:
+    """Return one image per prompt, `[n, C, H, W]`."""
+    model = job.model
+    schedule = on_device(model.schedule(config.steps, job.shape), default_device())
+    tokens = TextLengths(model).of(config.guidance.texts(model, prompts))
+    sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
+    requests = Requests(prompts, range(len(prompts)), key(config.seed))
+    chunks = generate(model, module, requests, sampling, micro_batch=config.micro_batch)
     return torch.cat([chunk.images.cpu() for chunk in chunks])
-
-
-def _save(sheets: list[images.Image.Image], out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        images.stacked(sheets).save(out)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no image format
-        raise UsageError(f"--out {out} cannot be written: {error}") from error

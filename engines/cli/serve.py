@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.cli.listing import BUILT_IN
-from fluvial.engines.cli.parse import at_least_one, flags_in_errors, named, one_size, parsed
-from fluvial.engines.errors import UsageError
+from fluvial.engines.cli.listing import may_be_model
+from fluvial.engines.cli.parse import at_least_one, check_server_packages, flags_in_errors, named, one_size, parsed
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 
@@ -64,11 +64,8 @@ class ServeConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        at_least_one(
-            steps=self.steps, micro_batch=self.micro_batch, most_waiting=self.most_waiting, most_steps=self.most_steps,
-            most_outputs=self.most_outputs, most_megapixels=self.most_megapixels, most_mb=self.most_mb,
-            most_response_mb=self.most_response_mb,
-        )  # fmt: skip
+        limits = [name for name in ServeConfig.__dataclass_fields__ if name.startswith("most_")]
+        at_least_one(self, "steps", "micro_batch", *limits)
         check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), deadline=(0.01, 1e6))
 
 
@@ -79,9 +76,9 @@ def run(args: list[str]) -> None:
         UsageError: the arguments are wrong, the model cannot be loaded, or a package is missing.
     """
     if args and args[0] in ("-h", "--help"):
-        parsed(ServeConfig, ServeConfig, "fluvial serve MODEL", args[:1])
-    name = named("serve", args, tuple(BUILT_IN), "a model", fits=_may_be_model)
-    config = parsed(ServeConfig, ServeConfig, f"fluvial serve {name}", args[1:])
+        parsed(ServeConfig(), "fluvial serve MODEL", args[:1])
+    name = named("serve", args, tuple(MODELS), "a model", fits=may_be_model)
+    config = parsed(ServeConfig(), f"fluvial serve {name}", args[1:])
     with flags_in_errors(config):
         serve_model(name, config)
 
@@ -92,19 +89,14 @@ def serve_model(name: str, config: ServeConfig) -> None:
     Raises:
         UsageError: as `run`.
     """
-    try:
-        import msgpack  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError("serve needs starlette, uvicorn and msgpack: pip install 'fluvial[serve]'") from error
+    check_server_packages("serve")
     from fluvial.engines.fsdp.determinism import deterministic
     from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
-    from fluvial.engines.serve.rollout.batching import RolloutBatcher
     from fluvial.engines.serve.rollout.opening import opened
     from fluvial.engines.serve.rollout.orders import ServeLimits
+    from fluvial.engines.serve.rollout.sampling import batcher
     from fluvial.engines.serve.rollout.service import RolloutService, application
-    from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
+    from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
     from fluvial.engines.wire.request import RequestLimits
 
     key, admin = key_of(config.host), admin_key()
@@ -112,27 +104,26 @@ def serve_model(name: str, config: ServeConfig) -> None:
     check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     with deterministic(config.deterministic):
         policy = opened(
-            name, weights=config.weights, steps=config.steps, guidance=config.guidance, pipeline=config.pipeline,
-            dtype=config.dtype, roots=config.weights_root,
-        )  # fmt: skip
-        batcher = RolloutBatcher(
+            name,
+            weights=config.weights,
+            steps=config.steps,
+            guidance=config.guidance,
+            pipeline=config.pipeline,
+            dtype=config.dtype,
+            roots=config.weights_root,
+        )
+        batches = batcher(
             policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
         )
         limits = ServeLimits(
-            RequestLimits(
-                pixels=config.most_megapixels * 1_000_000, steps=config.most_steps, outputs=config.most_outputs
-            ),
-            body=config.most_mb * 1_000_000, response=config.most_response_mb * 1_000_000,
-        )  # fmt: skip
-        service = RolloutService(policy, batcher, limits=limits, deadline=config.deadline)
-        control = table(WeightRoutes(policy.weights, policy.between))
+            RequestLimits(pixels=config.most_megapixels * 1_000_000, steps=config.most_steps, outputs=config.most_outputs),
+            body=config.most_mb * 1_000_000,
+            response=config.most_response_mb * 1_000_000,
+        )
+        service = RolloutService(policy, batches, limits=limits, deadline=config.deadline)
+        control = control_routes(WeightRoutes(policy.weights, policy.between))
 
         def ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
         serve(application(service, key=key, admin=admin, control=control), host=config.host, port=config.port, ready=ready)
-
-
-def _may_be_model(name: str) -> bool:
-    """Return whether a name is that of a folder, may be that of a model on the Hub, or is a person's own module:name."""
-    return "/" in name or ":" in name or Path(name).is_dir()

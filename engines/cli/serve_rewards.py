@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fluvial.engines.cli.parse import at_least_one, flags_in_errors, parsed
+from fluvial.engines.cli.parse import at_least_one, check_server_packages, flags_in_errors, parsed
 from fluvial.engines.errors import UsageError
 
 
@@ -32,13 +32,11 @@ class ServeRewardsConfig:
     most_waiting: int = 1024
 
     def __post_init__(self) -> None:
-        at_least_one(
-            batch=self.batch, most_mb=self.most_mb, most_megapixels=self.most_megapixels, most_waiting=self.most_waiting
-        )
+        at_least_one(self, "batch", "most_mb", "most_megapixels", "most_waiting")
         if not 0 <= self.port <= 65535:
-            raise UsageError(f"port is {self.port}, expected a number in [0, 65535]")
+            raise UsageError("port", self.port, "a number in [0, 65535]")
         if not 0 <= self.linger_ms <= 10_000:
-            raise UsageError(f"linger_ms is {self.linger_ms:g}, expected a number in [0, 10000]")
+            raise UsageError("linger_ms", self.linger_ms, "a number in [0, 10000]")
 
 
 def run(args: list[str]) -> None:
@@ -49,7 +47,7 @@ def run(args: list[str]) -> None:
     """
     count = next((number for number, word in enumerate(args) if word.startswith("-")), len(args))
     names, flags = args[:count], args[count:]
-    config = parsed(ServeRewardsConfig, ServeRewardsConfig, "fluvial serve-rewards", flags, about=ServeRewardsConfig.__doc__)
+    config = parsed(ServeRewardsConfig(), "fluvial serve-rewards", flags)
     if not names:
         raise UsageError("serve-rewards needs the names of rewards, e.g. fluvial serve-rewards pickscore ocr --port 8000")
     with flags_in_errors(config):
@@ -58,11 +56,7 @@ def run(args: list[str]) -> None:
 
 def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     """Load the rewards and serve them."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError("serve-rewards needs starlette and uvicorn: pip install 'fluvial[serve]'") from error
+    check_server_packages("serve-rewards")
     from fluvial.engines.rewards.registry import select
     from fluvial.engines.serve.asgi import key_of, serve
     from fluvial.engines.serve.formats import Limits

@@ -1,12 +1,12 @@
-"""`fluvial train RECIPE`: post-train a model by a built-in recipe, an installed one, or a person's own `module:name`."""
+"""`fluvial train RECIPE`: post-train a model by a built-in recipe, an installed one, or a user-defined `module:name`."""
 
 import inspect
 import json
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fluvial.engines.cli import listing
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
@@ -14,6 +14,8 @@ from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
     from fluvial.engines.train.config import TrainConfig
+
+DRY_RUN = "--dry-run"
 
 
 def run(args: list[str]) -> None:
@@ -26,8 +28,11 @@ def run(args: list[str]) -> None:
     if args and args[0] in ("-h", "--help"):
         print(recipes_help(), end="")
         return
+    if DRY_RUN in args:
+        _dry_run(args)
+        return
     config = configured("train", args)
-    from fluvial.engines.train.trainer import train  # imports diffusers, which help need not wait for
+    from fluvial.engines.train import train
 
     with flags_in_errors(config):
         try:
@@ -35,6 +40,28 @@ def run(args: list[str]) -> None:
         except LostProcessError as error:
             advice = f"earlier checkpoints are unchanged, go on with --resume --out {config.out}"
             raise LostProcessError(f"{error}; {advice}") from error
+
+
+def _dry_run(args: list[str]) -> None:
+    """Simulate a training run, and print what it would do.
+
+    Raises:
+        RunError: it does not fit, or an error ended it.
+    """
+    from fluvial.engines.dryrun import command
+
+    flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
+    own, others, words = list[str](), list[str](), iter(args)
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name.replace("_", "-") in flags:
+            own += [word] if has_value else [word, next(words, "")]
+        elif word != DRY_RUN:
+            others.append(word)
+    asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
+    config = configured("train", others)
+    with flags_in_errors(config):
+        command.run(asked, config, console=console())
 
 
 def configured(command: str, args: list[str]) -> "TrainConfig":
@@ -55,7 +82,6 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
         known = [*listing.recipes(), *listing.installed("recipes")]
         name = named("train", args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
-    from fluvial.engines.train.config import TrainConfig
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     default = _built(name, recipe, flags)
@@ -63,7 +89,7 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
     if resumes and not {"-h", "--help"} & set(flags):
         default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
     about = inspect.getdoc(recipe) or f"The recipe {name}."
-    return parsed(TrainConfig, lambda: default, f"fluvial {command} {name}", flags, about=about)
+    return parsed(default, f"fluvial {command} {name}", flags, about=about)
 
 
 def _from_file(path: Path) -> Callable[[], "TrainConfig"]:
@@ -96,7 +122,8 @@ def recipes_help() -> str:
         "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
         "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",
-        "lists all fields.",
+        "lists all fields. With --dry-run --as-gpus 64 it says what the run would do on 64 GPUs, without one: whether it",
+        "fits, what holds the memory, bytes on the wire, host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -128,7 +155,7 @@ def _published(name: str) -> Callable[[], "TrainConfig"]:
         return config
 
     recipe.__doc__ = (
-        f"{run.algorithm} on {run.model}, as {run.source['repo']} publishes it; {len(deviations)} settings differ "
+        f"{run.algorithm} on {run.model}, as {run.sources[-1].repo} publishes it; {len(deviations)} settings differ "
         f"(fluvial runs {name})."
     )
     return recipe
@@ -137,7 +164,7 @@ def _published(name: str) -> Callable[[], "TrainConfig"]:
 def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
     """Return the run that a recipe describes, for the model that is typed.
 
-    A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a person's own recipe
+    A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a user-defined recipe
     says its own.
 
     Raises:
@@ -159,19 +186,14 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     return config if ":" in name or recipe.__name__ == "<lambda>" else replace(config, out=Path("runs") / name)
 
 
-def _recorded(out: Path) -> Any:
+def _recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder.
 
     Raises:
         UsageError: there is none.
     """
-    from fluvial.engines.train.record import recorded
+    from fluvial.engines.train.jobs.weights import RECORD, configuration
 
-    try:
-        record = json.loads((out / "config.json").read_text())
-        return replace(recorded(record), out=out, resume=False, resume_from=None)
-    except FileNotFoundError:
-        message = f"{out} holds no run to resume: start one without --resume, or name its folder with --out"
-        raise UsageError(message) from None
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"{out / 'config.json'} is not the record of a run of this version: {error}") from error
+    if not (out / RECORD).exists():
+        raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
+    return configuration(out)

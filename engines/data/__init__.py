@@ -1,1 +1,1 @@
-"""Data on its way in: prompts, and preferences between two images."""
+"""Input data: prompts, and preferences between two images."""

@@ -1,27 +1,20 @@
 """Aspect-ratio buckets: prompts with the size of their samples, in batches of one size."""
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.engines.data.order import PromptOrder
-from fluvial.engines.data.records import Prompt, as_prompt
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.streams import Stream
 
 
-def sized(prompt: str, size: Size | None) -> Prompt:
-    """Return a prompt whose samples have a size."""
-    other = copy.copy(as_prompt(prompt))
-    other.size = size
-    return other
-
-
-def with_recorded_sizes(prompts: Sequence[str], sizes: Sequence[Size]) -> tuple[Prompt, ...]:
+def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> tuple[Prompt, ...]:
     """Return prompts with the size that the columns `size`, or `width` and `height`, of their records are nearest to.
 
     A prompt without these columns keeps none; the size of its samples is drawn.
@@ -30,7 +23,7 @@ def with_recorded_sizes(prompts: Sequence[str], sizes: Sequence[Size]) -> tuple[
         UsageError: a column holds no size, or none of `sizes` is near it; the message names the prompt.
     """
     found = []
-    for prompt in map(as_prompt, prompts):
+    for prompt in prompts:
         columns = prompt.metadata
         try:
             if "size" in columns:
@@ -40,9 +33,9 @@ def with_recorded_sizes(prompts: Sequence[str], sizes: Sequence[Size]) -> tuple[
             else:
                 found.append(prompt)
                 continue
-            found.append(sized(prompt, nearest_size(asked, sizes)))
+            found.append(replace(prompt, size=nearest_size(asked, sizes)))
         except ValueError as error:
-            raise UsageError(f"prompt {str(prompt)[:40]!r}: {error}") from error
+            raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
     return tuple(found)
 
 
@@ -59,14 +52,14 @@ class BatchOrder:
         weights: weight of each source by name; 1 where there is none.
     """
 
-    def __init__(self, prompts: Sequence[str], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        found, weights = [as_prompt(prompt) for prompt in prompts], weights or {}
+    def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
+        weights = weights or {}
         totals: defaultdict[str, float] = defaultdict(float)  # weight of the prompts of each source
-        for prompt in found:
+        for prompt in prompts:
             totals[prompt.source] += prompt.weight
         self.members: dict[Size | None, list[int]] = {}
         mass: defaultdict[Size | None, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for place, prompt in enumerate(found):
+        for place, prompt in enumerate(prompts):
             self.members.setdefault(prompt.size, []).append(place)
             mass[prompt.size][prompt.source] += weights.get(prompt.source, 1.0) * prompt.weight / totals[prompt.source]
         total = sum(sum(parts.values()) for parts in mass.values())
@@ -76,7 +69,7 @@ class BatchOrder:
         else:
             self.orders = {
                 size: PromptOrder(
-                    [found[place] for place in places], fold_in(fold_in(key, Stream.SIZES), number), mass[size]
+                    [prompts[place] for place in places], fold_in(fold_in(key, Stream.SIZES), number), mass[size]
                 )
                 for number, (size, places) in enumerate(self.members.items())
             }
@@ -100,23 +93,23 @@ class BatchOrder:
         return size, self._taken[size] - 1
 
 
-def drawn_batch(prompts: Sequence[str], key: Key, count: int) -> list[int]:
+def drawn_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
     """Return the indices of prompts that are drawn with replacement; all have the size of the first."""
     draws = uniform(key, (count,))
     places: list[int] = (draws * len(prompts)).long().tolist()
-    sizes = [as_prompt(prompt).size for prompt in prompts]
+    sizes = [prompt.size for prompt in prompts]
     if len(set(sizes)) > 1:
         same = [place for place, size in enumerate(sizes) if size == sizes[places[0]]]
         places = [places[0], *(same[place] for place in (draws[1:] * len(same)).long().tolist())]
     return places
 
 
-def distinct_batch(prompts: Sequence[str], key: Key, count: int) -> list[int]:
+def distinct_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
     """Return the indices of prompts that are drawn without replacement, all of them before one comes again.
 
     All have the size of one that is drawn.
     """
-    sizes = [as_prompt(prompt).size for prompt in prompts]
+    sizes = [prompt.size for prompt in prompts]
     size = sizes[int(uniform(key, (1,)) * len(sizes))]
     members = [place for place, other in enumerate(sizes) if other == size]
     rounds = -(-count // len(members))
@@ -124,7 +117,7 @@ def distinct_batch(prompts: Sequence[str], key: Key, count: int) -> list[int]:
     return [members[i] for i in orders.flatten()[:count].tolist()]
 
 
-def size_of_batch(prompts: Sequence[str], key: Key, sizes: Sequence[Size]) -> Size:
+def size_of_batch(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
     """Return the size of a batch: that of its prompts, else one that is drawn, each as likely."""
-    given = as_prompt(prompts[0]).size
+    given = prompts[0].size
     return sizes[int(uniform(key, (1,)) * len(sizes))] if given is None else given

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fluvial.core.random import Key, uniform
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 
 
@@ -20,16 +20,14 @@ class Captions:
         UsageError: no caption has two images of one size.
     """
 
-    def __init__(self, prompts: Sequence[str]) -> None:
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
         found: dict[tuple[str, object], list[int]] = {}
-        for place, prompt in enumerate(map(as_prompt, prompts)):
-            found.setdefault((str(prompt), prompt.size), []).append(place)
-        self.members = [
-            places for places in found.values() if len(places) > 1 or as_prompt(prompts[places[0]]).image is None
-        ]
+        for place, prompt in enumerate(prompts):
+            found.setdefault((prompt.text, prompt.size), []).append(place)
+        self.members = [places for places in found.values() if len(places) > 1 or prompts[places[0]].image is None]
         if not self.members:
             raise UsageError(
-                "objective.compare is caption, and no caption of data has two images: add images, or set objective.compare "
+                "`objective.compare` is caption, and no caption of data has two images: add images, or set it "
                 "to data, which compares images of different captions"
             )
         self.firsts = [prompts[places[0]] for places in self.members]

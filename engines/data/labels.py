@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt
 
 Split = dict[str, dict[str, dict[str, float]]]
 
 
-def split(scores: Tensor, prompts: Sequence[str], names: Sequence[str]) -> Split:
+def split(scores: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Split:
     """Return the mean scores of each source and of each tag, with the number of samples.
 
     The result is {"sources": {source: {name: mean, ..., "samples": n}}, "tags": {tag: ...}}. A single source is the whole,
@@ -21,9 +21,8 @@ def split(scores: Tensor, prompts: Sequence[str], names: Sequence[str]) -> Split
         prompts: prompt of each sample, `[B]`.
         names: name of each score, `[K]`.
     """
-    records = [as_prompt(prompt) for prompt in prompts]
     found: Split = {}
-    for kind, labels in (("sources", [each.source for each in records]), ("tags", [each.tag for each in records])):
+    for kind, labels in (("sources", [each.source for each in prompts]), ("tags", [each.tag for each in prompts])):
         parts: dict[str, list[int]] = {}
         for place, label in enumerate(labels):
             if label is not None:

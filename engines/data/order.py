@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fluvial.core.random import Key, fold_in, key, uniform
-from fluvial.engines.data.records import as_prompt
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.streams import Stream
 
 # Folded into a run's key: no run has as many updates, whose numbers are folded in elsewhere.
 ORDER = 2**62
@@ -28,20 +28,19 @@ class PromptOrder:
     behind its share, so that after any number of prompts each source is within one prompt of it.
 
     Args:
-        prompts: all prompts; a `Prompt` names its source and its weight.
+        prompts: all prompts, each with its source and its weight.
         key: key of the order.
         weights: weight of each source by name; 1 where there is none.
     """
 
-    def __init__(self, prompts: Sequence[str], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        found = [as_prompt(prompt) for prompt in prompts]
-        names = list(dict.fromkeys(prompt.source for prompt in found))
+    def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
+        names = list(dict.fromkeys(prompt.source for prompt in prompts))
         total = sum((weights or {}).get(name, 1.0) for name in names)
         self.shares = [(weights or {}).get(name, 1.0) / total for name in names]
         self.epochs = [
             _Epochs(
-                [i for i, prompt in enumerate(found) if prompt.source == name],
-                [prompt.weight for prompt in found if prompt.source == name],
+                [i for i, prompt in enumerate(prompts) if prompt.source == name],
+                [prompt.weight for prompt in prompts if prompt.source == name],
                 fold_in(key, number),
             )
             for number, name in enumerate(names)

@@ -7,6 +7,7 @@ labels) or of HPD (several images and their ranks).
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -14,10 +15,9 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.buckets import sized
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
-from fluvial.engines.data.records import image_in
+from fluvial.engines.data.records import Prompt, image_in
 from fluvial.engines.data.tables import STATE, Row, rows
 from fluvial.engines.errors import UsageError
 
@@ -27,7 +27,7 @@ PREFERENCES = "preferences.jsonl"
 class Preference(NamedTuple):
     """Two clean samples of a prompt, `[*event]` each: the preferred one and the rejected one."""
 
-    prompt: str
+    prompt: Prompt
     win: Tensor
     lose: Tensor
 
@@ -36,7 +36,7 @@ class PreferenceRecord(NamedTuple):
     """A preference in a file: two images of a prompt."""
 
     where: str  # file and line, for messages
-    prompt: str
+    prompt: Prompt
     win: Path | bytes  # file of the preferred image, or its bytes
     lose: Path | bytes
 
@@ -75,9 +75,9 @@ class EncodedPreferences(Sequence[Preference]):
         return Preference(record.prompt, self.cache.sample(record.win, size), self.cache.sample(record.lose, size))
 
     @property
-    def prompts(self) -> list[str]:
+    def prompts(self) -> list[Prompt]:
         """Prompt of each preference, with the size of its images."""
-        return [sized(record.prompt, self.cache.sizes[record.win]) for record in self.records]
+        return [replace(record.prompt, size=self.cache.sizes[record.win]) for record in self.records]
 
 
 def claim_preferences(folder: Path) -> None:
@@ -159,7 +159,7 @@ def read_preferences(
     return tuple(found)
 
 
-def preferred_prompts(folder: Path, *, check: Callable[[str], None], heldout: Sequence[str] = ()) -> tuple[str, ...]:
+def preferred_prompts(folder: Path, *, check: Callable[[str], None], heldout: Sequence[str] = ()) -> tuple[Prompt, ...]:
     """Return the prompts of a folder of preferences, each once, in their order.
 
     Args:
@@ -207,7 +207,7 @@ def preference_records(
         if prompt in apart:
             raise UsageError(f"{row.where}: {prompt!r} is held out for evaluation, never trained on")
         if prompt not in left_out:
-            found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
+            found += [PreferenceRecord(row.where, Prompt(prompt), win, lose) for win, lose in _pairs(row, folder)]
     if not found:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
     return tuple(found)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fluvial.engines.data.records import Prompt, as_prompt, prompt_of
+from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.tables import is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
@@ -36,12 +36,12 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
             number = 0.0
         if not 0 < number < float("inf"):
             raise UsageError(
-                f"{field} is {word!r}, whose weight {weight!r} is not a number above 0: give one, e.g. {name}=2"
+                f"`{field}` is {word!r}, whose weight {weight!r} is not a number above 0: give one, e.g. {name}=2"
             )
         found.append((Path(name), number))
     paths, stems = Counter(path for path, _ in found), Counter(path.stem for path, _ in found)
     if repeated := [path for path, number in paths.items() if number > 1]:
-        raise UsageError(f"{field} names {repeated[0]} twice: name each file once")
+        raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
     return tuple(Source(path.stem if stems[path.stem] == 1 else str(path), path, weight) for path, weight in found)
 
 
@@ -56,7 +56,7 @@ def read_prompts(
     Args:
         path: the file.
         check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: prompts of the evaluation, which must not be in the file.
+        heldout: texts of the prompts of the evaluation, which must not be in the file.
         source: name of the file in metrics; by default its name without the ending.
 
     Raises:
@@ -83,13 +83,13 @@ def checked(
     """
     found, apart = [], frozenset(heldout)
     for where, prompt in located:
-        for text in (prompt, *(() if prompt.negative is None else (prompt.negative,))):
+        for text in (prompt.text, *(() if prompt.negative is None else (prompt.negative,))):
             try:
                 check(text)
             except ValueError as error:
                 raise UsageError(f"{where}: {error}") from error
-        if prompt in apart:
-            raise UsageError(f"{where}: {str(prompt)!r} is held out for evaluation, never trained on")
+        if prompt.text in apart:
+            raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
         found.append(prompt)
     return tuple(found)
 
@@ -130,13 +130,13 @@ def read_heldout(
     """
     files = sources(words, field=field)
     if weighted := [each.path for each in files if each.weight != 1]:
-        raise UsageError(f"{field} gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
+        raise UsageError(f"`{field}` gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
     names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
     parts = (read_prompts(each.path, check=check, source=name) for each, name in zip(files, names, strict=True))
     return tuple(prompt for part in parts for prompt in part)
 
 
-def split_off(prompts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_off(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
     """Return (prompts to train on, held-out prompts): of each source every tenth is held out.
 
     With so few prompts that none would be left to train on, the held-out ones are trained on too.
@@ -144,17 +144,16 @@ def split_off(prompts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     numbers: Counter[str] = Counter()
     heldout = []
     for prompt in prompts:
-        source = as_prompt(prompt).source
-        if numbers[source] % 10 == 0:
+        if numbers[prompt.source] % 10 == 0:
             heldout.append(prompt)
-        numbers[source] += 1
-    apart = frozenset(heldout)
-    return tuple(prompt for prompt in prompts if prompt not in apart) or tuple(prompts), tuple(heldout)
+        numbers[prompt.source] += 1
+    apart = {prompt.text for prompt in heldout}
+    return tuple(prompt for prompt in prompts if prompt.text not in apart) or tuple(prompts), tuple(heldout)
 
 
-def weights_by_source(prompts: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each source that prompts come from, in the order of their first prompts; 1 if none is given."""
-    return {source: weights.get(source, 1.0) for source in dict.fromkeys(as_prompt(prompt).source for prompt in prompts)}
+    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in prompts)}
 
 
 def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:

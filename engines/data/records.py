@@ -1,7 +1,8 @@
 """Prompt records: a prompt, and what its record says besides."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ MOST_WEIGHT = 1000.0
 OWN = ("prompt", "negative_prompt", "weight")
 
 
-class Prompt(str):
-    """A prompt with the rest of its record; in all else it is its text.
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with the rest of its record.
 
         Prompt("three cats", tag="counting", metadata={"count": 3})
 
@@ -27,56 +29,46 @@ class Prompt(str):
         tag: kind of prompt, by which metrics are split.
         source: name of the file that the prompt comes from, by which metrics are split.
         metadata: further columns of the record, which a reward with an argument `metadata` receives.
+        size: size of its samples, in a run of several sizes; None where it is drawn.
+
+    Raises:
+        ValueError: the weight is not in (0, 1000].
     """
 
-    negative: str | None
-    image: Path | bytes | None
-    weight: float
-    tag: str | None
-    source: str
-    metadata: Mapping[str, Any]
-    size: Size | None  # of its samples, in a run of several sizes; None where it is drawn
+    text: str
+    negative: str | None = None
+    image: Path | bytes | None = None
+    weight: float = 1.0
+    tag: str | None = None
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    size: Size | None = None
 
-    def __new__(
-        cls,
-        text: str,
-        *,
-        negative: str | None = None,
-        image: Path | bytes | None = None,
-        weight: float = 1.0,
-        tag: str | None = None,
-        source: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> "Prompt":
-        """Return the text as a prompt.
-
-        Raises:
-            ValueError: the weight is not in (0, 1000].
-        """
-        if not 0 < weight <= MOST_WEIGHT:
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= MOST_WEIGHT:
             raise ValueError(
-                f"prompt {text!r} has the weight {weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
+                f"prompt {self.text!r} has the weight {self.weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
             )
-        prompt = super().__new__(cls, text)
-        prompt.negative, prompt.image, prompt.weight = negative, image, float(weight)
-        prompt.tag, prompt.source, prompt.metadata, prompt.size = tag, source, dict(metadata or {}), None
-        return prompt
 
 
-def as_prompt(text: str) -> Prompt:
-    """Return a prompt; plain text has no record."""
-    return text if isinstance(text, Prompt) else Prompt(text)
+def as_prompts(prompts: Iterable[str | Prompt]) -> tuple[Prompt, ...]:
+    """Return prompts as records; plain text has no further columns."""
+    return tuple(Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
 
 
-def negatives(prompts: Sequence[str], otherwise: str) -> list[str]:
+def texts(prompts: Iterable[Prompt]) -> list[str]:
+    """Return the text of each prompt."""
+    return [prompt.text for prompt in prompts]
+
+
+def negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
     """Return the negative prompt of each prompt: that of its record, else the given one."""
-    found = (as_prompt(prompt).negative for prompt in prompts)
-    return [otherwise if negative is None else negative for negative in found]
+    return [otherwise if prompt.negative is None else prompt.negative for prompt in prompts]
 
 
-def metadata_of(prompts: Sequence[str]) -> list[dict[str, Any]]:
+def metadata_of(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
     """Return a copy of the metadata of each prompt; empty for plain text."""
-    return [dict(as_prompt(prompt).metadata) for prompt in prompts]
+    return [dict(prompt.metadata) for prompt in prompts]
 
 
 def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = ("prompt",)) -> Prompt:
@@ -103,7 +95,7 @@ def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = (
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
     metadata = {name: value for name, value in found.items() if name not in (*OWN, column, "image")}
-    image = None if "image" not in found else image_of(row, "image", folder)
+    image = None if "image" not in found else image_in(found["image"], f"{row.where}, column image", folder)
     if isinstance(image, Path):
         metadata["image"] = str(image)
     return Prompt(
@@ -125,22 +117,17 @@ def text_of(row: Row, column: str) -> str:
     return value
 
 
-def image_of(row: Row, column: str, folder: Path) -> Path | bytes:
-    """Return the image in a column: the path of a file, or the bytes of one.
+def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
+    """Return the image that a column names or holds: the path of a file, or the bytes of one.
 
     Args:
-        row: the record.
-        column: column that holds a path, the bytes of an image file, or both as Hugging Face's `datasets` stores them.
+        value: path, bytes of an image file, or both as Hugging Face's `datasets` stores them.
+        where: place of the column, which begins each message.
         folder: folder that a path starts from.
 
     Raises:
         UsageError: the column holds something else, or there is no such file.
     """
-    return image_in(row.columns[column], f"{row.where}, column {column}", folder)
-
-
-def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
-    """Return the image that a value names or holds, see `image_of`; `where` begins the message."""
     if isinstance(value, Mapping) and {"bytes", "path"} >= set(value) and value:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):

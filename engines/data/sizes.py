@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from fluvial.engines.errors import UsageError
+
 LEAST_KEPT = Fraction(2, 3)  # part of an image that must be left when it is cut to a size
 
 
@@ -71,6 +73,6 @@ def shapes_of(words: Sequence[str], shape: Callable[[int, int], tuple[int, ...]]
     for size in map(parse_size, words):
         made = tuple(shape(size.height, size.width))
         if known := [other for other, its in found.items() if its == made]:
-            raise ValueError(f"pipeline.sizes has {known[0]} and {size}, whose samples have one shape: leave one out")
+            raise UsageError(f"`pipeline.sizes` has {known[0]} and {size}, whose samples have one shape: leave one out")
         found[size] = made
     return found

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fluvial.core.checks import check_fields
+from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.solvers import SolverChoice
 
 
@@ -41,9 +42,9 @@ class EvaluationConfig:
         size, count = (1, 2**20), (1, 2**31)
         check_fields(self, steps=count, seeds=count, guidance=(0, 1e6), height=size, width=size)
         if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
-            raise ValueError(
-                f"evaluation.rewards holds {weighted[0]!r}, and evaluators have no weights, because each is reported alone: "
-                "use its name alone"
+            raise UsageError(
+                f"`evaluation.rewards` holds {weighted[0]!r}, and evaluators have no weights, because each is reported "
+                "alone: use its name alone"
             )
 
     def whole(self, prompts: int, samples: int) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.labels import Split, split
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.invalid import check_scores
 from fluvial.engines.rewards.protocol import Reward
@@ -15,8 +16,8 @@ from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rewards.scores import together
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.rollout.solvers import Solver
-from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.streams import Stream
 from fluvial.models import DiffusionModel, Schedule
 from fluvial.models.images import shown_frames
 
@@ -30,7 +31,7 @@ class Task(Protocol):
     @property
     def model(self) -> DiffusionModel: ...
     @property
-    def heldout(self) -> Sequence[str]: ...
+    def heldout(self) -> Sequence[Prompt]: ...
     @property
     def evaluators(self) -> Mapping[str, Reward]: ...
     @property
@@ -50,7 +51,7 @@ class Scores(NamedTuple):
 
     evaluators: tuple[str, ...]
     names: Sequence[str]  # [N]
-    prompts: Sequence[str]  # [N]
+    prompts: Sequence[Prompt]  # [N]
     values: Tensor  # [N, K], float32 on the host
 
 
@@ -60,7 +61,7 @@ class Evaluation(NamedTuple):
     score: dict[str, float]  # mean score by evaluator
     exact: dict[str, float]  # fraction of samples with the score 1 by evaluator
     samples: int
-    prompts: Sequence[str]  # of the images
+    prompts: Sequence[Prompt]  # of the images
     images: Tensor  # [n, C, H, W] in [0, 1], the first of all ranks
     images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
     scores: Scores

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import Row, as_records, write_rows, write_scores
@@ -38,11 +39,11 @@ class EvaluationFolder:
         self.out, self.world = out, world
         with world.agreed():
             if (out / TABLE).exists():
-                raise UsageError(f"out is {out}, which already holds an evaluation: set it to another folder")
+                raise UsageError(f"`out` is {out}, which already holds an evaluation: set it to another folder")
             try:
                 (out / IMAGES).mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UsageError(f"out is {out}, which cannot be made: {error.strerror}") from error
+                raise UsageError(f"`out` is {out}, which cannot be made: {error.strerror}") from error
 
     def keep(self, folder: str) -> Callable[[Sequence[str], Tensor], None]:
         """Return the function that writes images to a subfolder, see `evaluate`."""
@@ -109,4 +110,4 @@ def contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> I
 def _captions(evaluation: Evaluation) -> list[str]:
     """Return prompts that fit above their images."""
     most = max(max(evaluation.images.shape[-1], 256) // 10 - 7, 8)
-    return [prompt if len(prompt) <= most else prompt[: most - 3] + "..." for prompt in map(str, evaluation.prompts)]
+    return [prompt if len(prompt) <= most else prompt[: most - 3] + "..." for prompt in texts(evaluation.prompts)]

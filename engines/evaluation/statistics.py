@@ -47,9 +47,13 @@ def win_rate(scores: ArrayLike, base: ArrayLike) -> float:
 
 
 def bootstrap_interval(
-    values: ArrayLike, clusters: Sequence[object] | None = None, *, level: float = 0.95, resamples: int = RESAMPLES,
+    values: ArrayLike,
+    clusters: Sequence[object] | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Interval:  # fmt: skip
+) -> Interval:
     """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993, chapter 13).
 
     Each of `resamples` times, as many clusters are drawn with replacement as there are, and the mean of all their values is

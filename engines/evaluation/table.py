@@ -10,7 +10,7 @@ import rich.table
 import torch
 
 from fluvial.engines.data.labels import split
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation import statistics
 from fluvial.engines.evaluation.evaluate import Scores
@@ -76,8 +76,8 @@ def same_samples(scores: Scores, other: Scores) -> bool:
 
     Each may have left out a few samples that it had no score for.
     """
-    known = dict(zip(other.names, map(str, other.prompts), strict=True))
-    shared = [(known[name], str(prompt)) for name, prompt in zip(scores.names, scores.prompts, strict=True) if name in known]
+    known = dict(zip(other.names, texts(other.prompts), strict=True))
+    shared = [(known[name], prompt.text) for name, prompt in zip(scores.names, scores.prompts, strict=True) if name in known]
     return (
         tuple(scores.evaluators) == tuple(other.evaluators)
         and 2 * len(shared) > max(len(scores.names), len(other.names))
@@ -90,19 +90,21 @@ def _only(scores: Scores, names: Sequence[str]) -> Scores:
     wanted = set(names)
     rows = [row for row, name in enumerate(scores.names) if name in wanted]
     return Scores(
-        scores.evaluators, [scores.names[row] for row in rows], [scores.prompts[row] for row in rows],
+        scores.evaluators,
+        [scores.names[row] for row in rows],
+        [scores.prompts[row] for row in rows],
         scores.values[torch.tensor(rows, dtype=torch.int64)],
-    )  # fmt: skip
+    )
 
 
 def overall(scores: Scores) -> dict[str, float]:
     """Return the mean over tags of each evaluator that passes or fails samples; empty if no prompt has a tag."""
-    tags = [as_prompt(prompt).tag for prompt in scores.prompts]
+    tags = [prompt.tag for prompt in scores.prompts]
     if not any(tag is not None for tag in tags):
         return {}
     columns = {name: scores.values[:, place] for place, name in enumerate(scores.evaluators)}
     return {
-        name: statistics.pass_rates(column, tags, scores.prompts).overall
+        name: statistics.pass_rates(column, tags, texts(scores.prompts)).overall
         for name, column in columns.items()
         if statistics.is_pass_fail(column)
     }
@@ -110,7 +112,7 @@ def overall(scores: Scores) -> dict[str, float]:
 
 def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[Row]:
     """Yield the rows of one evaluator."""
-    name, prompts = scores.evaluators[place], [as_prompt(prompt) for prompt in scores.prompts]
+    name, prompts = scores.evaluators[place], scores.prompts
     sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
     parts: list[tuple[Part, str, list[int]]] = [("all", "", list(range(len(prompts))))]
     found = split(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
@@ -128,11 +130,14 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[R
         }
         if base is not None:
             theirs = base.values[torch.tensor(numbers)]
-            compared = statistics.compare(values[:, place], theirs[:, place], [str(prompts[number]) for number in numbers])
+            compared = statistics.compare(values[:, place], theirs[:, place], [prompts[number].text for number in numbers])
             row |= {
-                "base_mean": theirs.mean(0)[place].item(), "win_rate": compared.win_rate,
-                "difference": compared.difference, "low": compared.interval.low, "high": compared.interval.high,
-            }  # fmt: skip
+                "base_mean": theirs.mean(0)[place].item(),
+                "win_rate": compared.win_rate,
+                "difference": compared.difference,
+                "low": compared.interval.low,
+                "high": compared.interval.high,
+            }
         yield Row(name, part, label, len(numbers), **row)
     yield from _pass_rates(scores, base, place, tags)
 
@@ -142,7 +147,7 @@ def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[
     columns = [each.values[:, place] for each in (scores, base) if each is not None]
     if not any(tag is not None for tag in tags) or not all(map(statistics.is_pass_fail, columns)):
         return
-    ours, *theirs = (statistics.pass_rates(column, tags, scores.prompts) for column in columns)
+    ours, *theirs = (statistics.pass_rates(column, tags, texts(scores.prompts)) for column in columns)
     parts: tuple[Part, ...] = ("tags", "prompts")
     for part, field in zip(parts, ("overall", "prompts"), strict=True):
         mean = float(getattr(ours, field))
@@ -213,12 +218,12 @@ def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["sample", "prompt", "source", "tag", *names])
-        for name, prompt, line in zip(scores.names, map(as_prompt, scores.prompts), values.tolist(), strict=True):
-            writer.writerow([name, str(prompt), prompt.source, "" if prompt.tag is None else prompt.tag, *line])
+        for name, prompt, line in zip(scores.names, scores.prompts, values.tolist(), strict=True):
+            writer.writerow([name, prompt.text, prompt.source, "" if prompt.tag is None else prompt.tag, *line])
 
 
 def read_scores(path: Path) -> Scores:
-    """Return the scores of a file that `write_scores` wrote without a base; prompts are text.
+    """Return the scores of a file that `write_scores` wrote without a base; of prompts only the text.
 
     Raises:
         UsageError: the file is no such file.
@@ -229,8 +234,10 @@ def read_scores(path: Path) -> Scores:
             names, lines = list(table.fieldnames or ())[4:], list(table)
         values = torch.tensor([[float(line[name]) for name in names] for line in lines], dtype=torch.float32)
         return Scores(
-            tuple(names), [line["sample"] for line in lines], [line["prompt"] for line in lines],
+            tuple(names),
+            [line["sample"] for line in lines],
+            [Prompt(line["prompt"]) for line in lines],
             values.reshape(len(lines), len(names)),
-        )  # fmt: skip
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} does not hold the scores of an evaluation: {error}") from error

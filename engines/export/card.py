@@ -10,15 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
-from fluvial.engines.report import plots
+from fluvial.engines.report import charts
+from fluvial.engines.report.records import read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.
 PRIVATE = {
-    "out", "model", "prompts", "data", "data_cache", "data_errors", "weights", "checkpoints", "resume", "resume_from",
-    "engine", "collective_timeout", "keep_checkpoints", "checkpoint_every", "checkpoint_async", "eval_every",
-    "eval_samples", "final_samples", "export_dtype", "export_every", "export_as", "tracker",
-}  # fmt: skip
+    "out",
+    "model",
+    "prompts",
+    "data",
+    "data_cache",
+    "data_errors",
+    "weights",
+    "checkpoints",
+    "resume",
+    "resume_from",
+    "engine",
+    "collective_timeout",
+    "keep_checkpoints",
+    "checkpoint_every",
+    "checkpoint_async",
+    "eval_every",
+    "eval_samples",
+    "final_samples",
+    "export_dtype",
+    "export_every",
+    "export_as",
+    "tracker",
+}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
 
@@ -86,11 +106,12 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    records = [] if run is None else _records(run, card.update)
+    held = () if run is None else read_records(run / "metrics.jsonl")
+    records = [record for record in held if record["update"] <= card.update]
     curves = _curves(records)
     if any(len(points) > 1 for points in curves.values()):
-        plots.curves(out / CURVE, {title: {"mean": points} for title, points in curves.items() if points}, xlabel="updates")
-    summary = {} if run is None else _json(run / "summary.json")
+        charts.curves(out / CURVE, {title: {"mean": points} for title, points in curves.items() if points}, xlabel="updates")
+    summary = (None if run is None else read_json(run / "summary.json")) or {}
     final = bool(summary) and summary.get("updates") == card.update
     images = None if run is None else run / "samples" / ("before-after.png" if final else f"update-{card.update:04d}.png")
     if images is not None and images.is_file():
@@ -208,9 +229,12 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
                     lines.append(f"| {label}, `{name}` | {_number(before)} | {_number(after)} |")
         lines.append("")
     counted = {
-        "eval_samples": "samples of the last evaluation", "train_samples": "samples trained on",
-        "train_seconds": "seconds of training", "ranks": "processes", "seed": "seed",
-    }  # fmt: skip
+        "eval_samples": "samples of the last evaluation",
+        "train_samples": "samples trained on",
+        "train_seconds": "seconds of training",
+        "ranks": "processes",
+        "seed": "seed",
+    }
     rows = [f"| {label} | {_number(summary[name])} |" for name, label in counted.items() if summary.get(name) is not None]
     if rows:
         lines += ["| run | |", "|---|---|", *rows, ""]
@@ -225,28 +249,6 @@ def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]
     if found:
         return {"reward while training": found}
     return {"loss while training": [(r["update"], r["loss"]) for r in records if r.get("loss") is not None]}
-
-
-def _records(run: Path, update: int) -> list[dict[str, Any]]:
-    """Return the records of a run up to an update; a last line that is being written is left out."""
-    path, found = run / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if isinstance(record, dict) and isinstance(record.get("update"), int) and record["update"] <= update:
-            found.append(record)
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty where there is none."""
-    try:
-        held = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return held if isinstance(held, dict) else {}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.export.formats import writing
+from fluvial.engines.fsdp.export import writing
 from fluvial.engines.fsdp.files import sync
 from fluvial.engines.fsdp.world import World
 
@@ -36,7 +36,7 @@ def is_exported(out: Path, record: dict[str, Any]) -> bool:
         held, whole = None, False
     if held != record or not whole:
         other = "another export" if held is not None else "files of something else"
-        raise UsageError(f"out is {out}, which holds {other}: name another folder, or remove it")
+        raise UsageError(f"`out` is {out}, which holds {other}: name another folder, or remove it")
     return True
 
 
@@ -54,12 +54,12 @@ def drafted(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
     """
     draft = out.with_name(f".{out.name}.partial")
     try:
-        with writing(out, world):
+        with writing(out, world, "export"):
             if world.is_main:
                 shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
                 draft.mkdir(parents=True)
         yield draft
-        with writing(out, world):
+        with writing(out, world, "export"):
             if world.is_main:
                 files = sorted(path for path in draft.rglob("*") if path.is_file())
                 sizes = {path.relative_to(draft).as_posix(): path.stat().st_size for path in files}

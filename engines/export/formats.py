@@ -1,18 +1,15 @@
 """Formats of an export: an adapter, merged weights, a whole pipeline, and the original layout that ComfyUI reads."""
 
-import errno
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import export as fsdp
 from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
@@ -38,7 +35,7 @@ def check_format(kind: Format, model: DiffusionModel, *, adapted: bool, merge: b
     if kind == "lora" and not adapted:
         raise UsageError("the run trained all weights, so that there is no adapter to export as lora: use merged")
     if merge and (kind != "comfyui" or not adapted):
-        raise UsageError("merge is set, which is for comfyui of a run with an adapter: leave it out")
+        raise UsageError("`merge` is set, which is for comfyui of a run with an adapter: leave it out")
     if kind == "full" and not isinstance(getattr(model, "folder", None), Path):
         raise UsageError(f"{pipeline} is no pipeline with a folder, so that it cannot be exported as full: use merged")
     if kind == "comfyui" and pipeline not in LAYOUTS:
@@ -92,7 +89,7 @@ def write(
     elif kind == "full":
         folder, part = Path(getattr(model, "folder")), str(getattr(model, "part"))  # noqa: B009
         trained = [*module] if isinstance(module, nn.ModuleDict) else [part]
-        with writing(out, world):
+        with fsdp.writing(out, world, "export"):
             if world.is_main:
                 copy_parts(folder, out, without=trained)
         fsdp.export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **given)
@@ -118,27 +115,22 @@ def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
             shutil.copytree(folder / part, out / part)
 
 
-@contextmanager
-def writing(out: Path, world: World) -> Iterator[None]:
-    """Turn errors of writing into a RunError of one line, on every rank if on one. No rank may communicate inside."""
-    with world.agreed():
-        try:
-            yield
-        except (OSError, SafetensorError, shutil.Error) as error:
-            full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-            raise RunError(f"export cannot be written to {out}: {'the disk is full' if full else error}") from error
-
-
 def _write_original(
-    module: nn.Module, pipeline: str, out: Path, *, adapter: bool, average: Mapping[str, Tensor] | None,
-    dtype: torch.dtype | None, world: World,
-) -> None:  # fmt: skip
+    module: nn.Module,
+    pipeline: str,
+    out: Path,
+    *,
+    adapter: bool,
+    average: Mapping[str, Tensor] | None,
+    dtype: torch.dtype | None,
+    world: World,
+) -> None:
     """Write the adapter or the merged weights of each network in the original layout."""
     chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": lora_settings(module) is not None}
     settings = lora_settings(module) or {}
     gathered = fsdp.weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
-    with writing(out, world):
+    with fsdp.writing(out, world, "export"):
         if not world.is_main:
             return
         for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:

@@ -12,6 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from fluvial.core.checks import check_fields, check_number
+from fluvial.engines.errors import UsageError
+from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
@@ -34,20 +36,20 @@ class EngineConfig:
         grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
             "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
         replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
-            ranks. If it is the number of ranks, each holds a whole copy, and float32 computes with it without FSDP2; one
-            all-reduce per update sums the gradients, whatever grad_sync is. auto takes such copies where only adapters are
-            trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
+            ranks. If it is the number of ranks, each holds a whole copy and computes with it without FSDP2, unless offload
+            is always; one all-reduce per update sums the gradients, whatever grad_sync is. auto takes such copies where only
+            adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
         compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            CUDA). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers per
-            sample (noise levels, timesteps) keep theirs.
+            a GPU). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers
+            per sample (noise levels, timesteps) keep theirs.
         reduce: Dtype that gradients are reduced in.
         checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
             each block's inputs alone; "selective" keeps attention and every second matrix product as well.
         offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
-        compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on CUDA, unless
+        compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
             checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
             kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
         attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
@@ -69,21 +71,21 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
         if self.compile is True and self.checkpointing == "selective":
-            raise ValueError(
-                "engine.checkpointing is selective and engine.compile is on, but a compiled block chooses what it keeps: "
-                "set engine.checkpointing to none or block"
+            raise UsageError(
+                "`engine.checkpointing` is selective and `engine.compile` is on, but a compiled block chooses what it "
+                "keeps: set `engine.checkpointing` to none or block"
             )
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the blocks are compiled on a device."""
         if self.compile == "auto":
-            return device.type == "cuda" and self.checkpointing != "selective"
+            return is_accelerator(device) and self.checkpointing != "selective"
         return self.compile
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of the computation on a device."""
         if self.compute == "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
+            return torch.bfloat16 if is_accelerator(device) else torch.float32
         return DTYPES[self.compute]
 
 
@@ -132,34 +134,44 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         above_0 = (1e-45, math.inf)
         check_fields(
-            self, lr=(0, math.inf), eps=above_0, weight_decay=(0, math.inf), warmup=(0, math.inf), warmup_ratio=(0, 1),
-            min_lr_ratio=(0, 1), max_grad_norm=(1e-12, math.inf), ema_decay=(0, 1), max_skipped=(1, math.inf),
-            ema_interval=(1, math.inf), ema_repeats=(1, 2**31),
-        )  # fmt: skip
+            self,
+            lr=(0, math.inf),
+            eps=above_0,
+            weight_decay=(0, math.inf),
+            warmup=(0, math.inf),
+            warmup_ratio=(0, 1),
+            min_lr_ratio=(0, 1),
+            max_grad_norm=(1e-12, math.inf),
+            ema_decay=(0, 1),
+            max_skipped=(1, math.inf),
+            ema_interval=(1, math.inf),
+            ema_repeats=(1, 2**31),
+        )
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
-            raise ValueError(f"optimizer.betas is {self.betas!r}, expected two numbers")
+            raise UsageError("optimizer.betas", self.betas, "two numbers")
         for field, decay in (("betas", self.betas[0]), ("betas", self.betas[1]), ("ema_decay", self.ema_decay)):
             check_number("optimizer", field, decay, low=0, high=1)
             if decay == 1:
-                raise ValueError(f"optimizer.{field} has a decay of 1, which takes in nothing new: use a number below 1")
+                raise UsageError(f"optimizer.{field}", getattr(self, field), "below 1", "the average would never change")
         if not self.ema_warmup and not self.ema_decay:
-            raise ValueError("optimizer.ema_warmup is False, and optimizer.ema_decay is 0: set ema_decay > 0")
+            raise UsageError("`optimizer.ema_warmup` is False, and `optimizer.ema_decay` is 0: set ema_decay > 0")
         if self.ema_interval > 1 and not self.ema_decay:
-            raise ValueError(
-                f"optimizer.ema_interval is {self.ema_interval}, and optimizer.ema_decay is 0: set ema_decay > 0"
+            raise UsageError(
+                "optimizer.ema_interval", self.ema_interval, hint="`optimizer.ema_decay` is 0; set ema_decay > 0"
             )
         if self.ema_repeats > 1 and not self.ema_decay:
-            raise ValueError(f"optimizer.ema_repeats is {self.ema_repeats}, and optimizer.ema_decay is 0: set ema_decay > 0")
+            raise UsageError("optimizer.ema_repeats", self.ema_repeats, hint="`optimizer.ema_decay` is 0; set ema_decay > 0")
         if self.warmup and self.warmup_ratio:
-            raise ValueError(
-                f"optimizer.warmup is {self.warmup} and optimizer.warmup_ratio is {self.warmup_ratio:g}: set one of the two"
+            raise UsageError(
+                f"`optimizer.warmup` is {self.warmup} and `optimizer.warmup_ratio` is {self.warmup_ratio:g}: set one "
+                "of the two"
             )
         defaults = {field.name: field.default for field in fields(self)}
         for field in UNUSED[self.name]:
             if getattr(self, field) != defaults[field]:
-                raise ValueError(
-                    f"optimizer.{field} is {getattr(self, field)}, but optimizer.name is {self.name}, which has no {field}: "
-                    f"leave it at its default, {defaults[field]}"
+                raise UsageError(
+                    f"`optimizer.{field}` is {getattr(self, field)}, but `optimizer.name` is {self.name}, which has no "
+                    f"{field}: leave it at its default, {defaults[field]}"
                 )
 
     @property
@@ -185,7 +197,7 @@ def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | N
     if updates is None:
         for field, default in (("schedule", "constant"), ("warmup_ratio", 0.0)):
             if (value := getattr(config, field)) != default:
-                raise ValueError(f"optimizer.{field} is {value}, which depends on the number of updates: set `updates`")
+                raise UsageError(f"optimizer.{field}", value, hint="it depends on the number of updates; set `updates`")
         updates = 0
     from diffusers.optimization import get_scheduler  # takes seconds to import, which a recipe's help need not wait for
 

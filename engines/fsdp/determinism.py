@@ -1,4 +1,4 @@
-"""What makes the same numbers give the same bits: a switch for torch's algorithms, and inputs with one layout in memory.
+"""Determinism, the same bits for the same numbers: a switch for torch's algorithms, and inputs with one layout in memory.
 
 What is promised:
 

@@ -172,7 +172,8 @@ class Engine:
         with self.sharded.train(), trusted_values():
             for i, (batch, factor) in enumerate(batches):
                 rows = slice(i * micro_batch, (i + 1) * micro_batch)
-                self._set_last(i == n - 1)
+                self.set_last(i == n - 1)
+                self.last_backward.begin(i == n - 1)
                 with self._counted(shapes):
                     result = loss_fn(batch)
                     loss, info = result if isinstance(result, tuple) else (result, ())
@@ -203,7 +204,8 @@ class Engine:
         self._check_onloaded()
         with self.sharded.train(), trusted_values():
             for i, loss in enumerate(losses):
-                self._set_last(i == len(losses) - 1)
+                self.set_last(i == len(losses) - 1)
+                self.last_backward.begin(i == len(losses) - 1)
                 loss().backward()
         self.last_backward.end()
 
@@ -255,7 +257,7 @@ class Engine:
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise RunError(
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
-                "lower optimizer.lr, or look at the reward and the last samples"
+                "lower `optimizer.lr`, or look at the reward and the last samples"
             )
         return UpdateInfo(
             loss=numbers.loss,
@@ -371,14 +373,13 @@ class Engine:
         assert isinstance(parameter, DTensor)
         return self._row.saved(parameter, self.optimizer.state[parameter], self.config)
 
-    def _set_last(self, last: bool) -> None:
-        """Set whether the next backward pass is the update's last, which reduces gradients and frees parameters."""
+    def set_last(self, last: bool) -> None:
+        """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
         root = self.module
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
-        self.last_backward.begin(last)
 
     def _local(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters."""

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.files import LORA, MODEL, sync
+from fluvial.engines.fsdp.loading import plain_name
 from fluvial.engines.fsdp.world import World
-from fluvial.models.lora import adapter_names, lora_layers
+from fluvial.models.lora import adapter_names, is_adapter, lora_layers
 
 
 def export(
@@ -66,10 +67,9 @@ def weights(
     adapter: str | None = None,
     merge: bool = False,
     dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
     names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, copy of the full tensor), one at a time. Every rank must take part.
+    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
 
     Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
     `merge` yields the tensors of the plain module, W + (alpha / rank) B A computed in float32. Otherwise `adapter` yields
@@ -81,7 +81,6 @@ def weights(
         adapter: adapter to yield or to merge; by default `default` is merged.
         merge: whether the adapter is folded into the weights.
         dtype: dtype that floating-point tensors are cast to at the end.
-        device: where the copies are, by default the CPU.
         names: exported names to yield, in their order, the same on all ranks; by default all.
 
     Raises:
@@ -90,7 +89,7 @@ def weights(
     """
     sources = _sources(module, average, adapter, merge)
     for name in sources if names is None else names:
-        yield name, sources[name].full(dtype).to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
+        yield name, sources[name].full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def layout(
@@ -143,10 +142,10 @@ def write_model(
                 held[file][name] = tensor
             missing[file] -= 1
             if not missing[file]:
-                with _writing(out, world):
+                with writing(out, world):
                     if world.is_main:
                         save_file(held.pop(file), folder / file, metadata={"format": "pt"})
-        with _writing(out, world):
+        with writing(out, world):
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -194,7 +193,7 @@ def write_lora(
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(own, islice(tensors, len(own)), strict=True)}
         place = out / name
-        with _replacing(re.compile(re.escape(LORA)), place, world) as folder, _writing(place, world):
+        with _replacing(re.compile(re.escape(LORA)), place, world) as folder, writing(place, world):
             if world.is_main:
                 save_file(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
 
@@ -275,6 +274,17 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a network without adapters, whole or sharded; they share its storage.
+
+    Args:
+        network: network.
+        parameters: leave buffers out.
+    """
+    tensors: Mapping[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
+    return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
+
+
 def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
@@ -300,12 +310,12 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
     """
     folder = out / ".partial"  # within `out`, so on the same disk even if `out` is a link
     try:
-        with _writing(out, world):
+        with writing(out, world):
             if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
                 folder.mkdir(parents=True)
         yield folder
-        with _writing(out, world):
+        with writing(out, world):
             if world.is_main:
                 files = sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
                 for path in [*files, folder]:
@@ -325,11 +335,11 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
 
 
 @contextmanager
-def _writing(out: Path, world: World) -> Iterator[None]:
-    """Turn errors of writing into a RunError of one line, on every rank if on one."""
+def writing(out: Path, world: World, what: str = "weights") -> Iterator[None]:
+    """Turn errors of writing into a RunError of one line, on every rank if on one. No rank may communicate inside."""
     with world.agreed():
         try:
             yield
         except (OSError, SafetensorError) as error:
             full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-            raise RunError(f"weights cannot be written to {out}: {'the disk is full' if full else error}") from error
+            raise RunError(f"{what} cannot be written to {out}: {'the disk is full' if full else error}") from error

@@ -50,7 +50,7 @@ def shared_folder() -> Path:
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o22:
-        raise RunError(f"{folder} is not this user's own: remove it, or set rollout.servers.weights_folder")
+        raise RunError(f"{folder} is not this user's own: remove it, or set `rollout.servers.weights_folder`")
     return folder
 
 

@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
+
+from fluvial.models.device import is_accelerator
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ class FlopCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it returns here as operations on local tensors
         kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types):
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # computes shapes only, for an operation on sharded tensors
         formula = FORMULAS.get(func.overloadpacket)
         if formula is None:
@@ -80,6 +81,8 @@ def _in_forward() -> bool:
 @cache
 def _has_kernel(func: Any) -> bool:
     """Return whether an operation has its own kernel. Taken apart it would round differently."""
+    if func.namespace == "prim":  # asks a tensor for its device
+        return True
     keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
@@ -134,7 +137,7 @@ def peak_of(name: str, dtype: torch.dtype) -> float | None:
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak dense FLOP/s of a device in a dtype, None if it is not known, as for a CPU."""
-    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return peak_of(torch.get_device_module(device).get_device_name(device), dtype) if is_accelerator(device) else None
 
 
 def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
 
 
@@ -27,7 +28,7 @@ def check_items(items: PyTree[Tensor], weight: Tensor | None, *, micro_batch: in
     if weight is not None and weight.shape != (count,):
         raise ValueError(f"update: weight has shape {list(weight.shape)}, expected [{count}], one number per item")
     if micro_batch is not None and micro_batch < 1:
-        raise ValueError(f"update: micro_batch is {micro_batch}, expected at least 1")
+        raise UsageError(f"update: `micro_batch` is {micro_batch}, expected at least 1")
     if pad_to is not None and pad_to < count:
         raise ValueError(f"update: pad_to is {pad_to}, expected at least the {count} items of this rank")
     return count

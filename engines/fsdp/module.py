@@ -14,6 +14,7 @@ from fluvial.engines.fsdp.offload import HostOffload
 from fluvial.engines.fsdp.parallelize import find_blocks, parallelize
 from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World, current_world
+from fluvial.models.device import has_values
 from fluvial.models.protocol import Weights
 
 
@@ -22,7 +23,8 @@ class ShardedModule:
 
     Memory per parameter, with R ranks per replica: 4 / R bytes for the float32 master of a trained parameter, and 4 / R or
     2 / R bytes (the compute dtype) for a frozen one; on the CPU with offload="always". While it computes, unsharded
-    parameters in the compute dtype: all of them with comm="keep", else those of two blocks, and none if `is_whole`.
+    parameters in the compute dtype: all of them with comm="keep", else those of two blocks; if `is_whole`, only those
+    that are held in another dtype.
 
     Args:
         module: module on the CPU with its weights, or with parameters on the meta device.
@@ -61,11 +63,12 @@ class ShardedModule:
         if empty and weights is not None:
             device = torch.device("cpu") if config.offload == "always" else world.device
             self.module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-            load_weights(self.module, weights, world=world)
+            if has_values(world.device):
+                load_weights(self.module, weights, world=world)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all parameters and computes with them as they are."""
+        """Whether every rank holds all parameters and computes without FSDP2."""
         return isinstance(self.module, WholeModule)
 
     @contextmanager

@@ -123,7 +123,7 @@ def _adamw8bit(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> O
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise UsageError(
-            f"optimizer.name is adamw8bit, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
+            f"`optimizer.name` is adamw8bit, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
         ) from error
     return AdamW8bit(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
@@ -156,7 +156,7 @@ OPTIMIZERS: dict[OptimizerName, Row] = {
 
 @contextmanager
 def plain(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
+    """Make an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
 
     An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
     """

@@ -18,6 +18,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import DTYPES, EngineConfig
 from fluvial.engines.fsdp.whole import keep_whole
 from fluvial.engines.fsdp.world import World
+from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
 
 # Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
@@ -76,20 +77,21 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    copies, offloads = replicas(module, config, ranks=world.size, device=world.device), config.offload == "always"
-    mesh = world.hybrid_mesh(copies)
-    if is_whole(module, config, ranks=world.size, device=world.device):
-        keep_whole(module, blocks, mesh)
+    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
+    # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
+    # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
+    policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
+    if is_whole(module, config, ranks=world.size):
+        keep_whole(module, blocks, mesh, policy)
         return module
+    offloads = config.offload == "always"
     for unit in [*blocks, module]:
         fully_shard(
             unit,
             mesh=mesh,
             reshard_after_forward=config.comm == "reshard",
-            # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The
-            # module's own inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
-            mp_policy=MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if offloads else OffloadPolicy(),
         )
     for unit in [*blocks, module]:
         assert isinstance(unit, FSDPModule)
@@ -99,7 +101,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     return module
 
 
-def replicas(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> int:
+def replicas(module: nn.Module, config: EngineConfig, *, ranks: int) -> int:
     """Return the number of copies of a module: what the configuration says, or what "auto" makes of it.
 
     If only adapters are trained, gathering the frozen weights for an update takes as much memory as holding them, and comes
@@ -109,20 +111,13 @@ def replicas(module: nn.Module, config: EngineConfig, *, ranks: int, device: tor
         return config.replicas
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     adapts = bool(trained) and all(is_adapter(name) for name in trained)
-    return ranks if adapts and config.comm == "keep" and _computes_with_masters(module, config, device) else 1
+    gathers = config.comm == "keep" and config.context_parallel == 1 and config.offload != "always"
+    return ranks if adapts and gathers else 1
 
 
-def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int, device: torch.device) -> bool:
-    """Return whether each rank computes with the very tensors that it holds, so that nothing needs FSDP2."""
-    copies = replicas(module, config, ranks=ranks, device=device)
-    return copies == ranks and _computes_with_masters(module, config, device)
-
-
-def _computes_with_masters(module: nn.Module, config: EngineConfig, device: torch.device) -> bool:
-    """Return whether a rank that holds all parameters can compute with them as they are."""
-    alone = config.offload != "always" and config.context_parallel == 1 and not config.compiles(device)
-    dtypes = {config.compute_dtype(device), DTYPES[config.reduce], *(p.dtype for p in module.parameters())}
-    return alone and dtypes == {torch.float32}
+def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int) -> bool:
+    """Return whether each rank holds all parameters on its device, so that nothing needs FSDP2."""
+    return replicas(module, config, ranks=ranks) == ranks and config.offload != "always"
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
@@ -189,12 +184,13 @@ def set_attention(module: nn.Module, backend: str) -> None:
         if isinstance(module, ModelMixin):
             module.set_attention_backend(backend)
     except (ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"engine.attention is {backend}, which cannot be used: {error}") from error
+        raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
     # Models with older attention ignore the setting, and diffusers does not say so.
     if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
         raise UsageError(
-            f"engine.attention is {backend}, but {type(module).__name__} does not choose its attention through diffusers' "
-            "backends: leave it out"
+            "engine.attention",
+            backend,
+            hint=f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out",
         )
 
 
@@ -213,10 +209,10 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
 
     name = type(module).__name__
     if not isinstance(module, ModelMixin) or module._cp_plan is None:
-        raise UsageError(f"engine.context_parallel is {degree}, but diffusers has no plan for {name}: set it to 1")
+        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
     heads = module.config.get("num_attention_heads")
     if heads is not None and heads % degree:
-        raise UsageError(f"engine.context_parallel is {degree}, expected a divisor of the {heads} heads of {name}")
+        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}")
     mesh = world.new_mesh((world.size // degree, 1, degree), ("dp", "ring", "ulysses"))
     parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
     parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
@@ -225,7 +221,7 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
     try:
         module.enable_parallelism(config=parallel)
     except ValueError as error:  # an attention backend that cannot
-        raise UsageError(f"engine.context_parallel is {degree}, but {name} cannot be split: {error}") from error
+        raise UsageError("engine.context_parallel", degree, hint=f"{name} cannot be split; {error}") from error
     module._parallel_config = parallel
     dims = {
         name: (split.split_dim, split.expected_dims)
@@ -253,13 +249,13 @@ def _with_whole_tokens(
         value = kwargs.get(name)
         # An input with other dimensions, e.g. a video before patching, is not split.
         if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
-            raise UsageError(f"engine.context_parallel is {degree}, but {name} has {value.shape[dim]} tokens, {advice}")
+            raise UsageError("engine.context_parallel", degree, hint=f"{name} has {value.shape[dim]} tokens, {advice}")
     try:
         return forward(*args, **kwargs)
     except AssertionError as error:  # diffusers asserts what it splits within the module
         if "divisible by mesh size" not in str(error):
             raise
-        raise UsageError(f"engine.context_parallel is {degree}, but a sample has a number of tokens, {advice}") from error
+        raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
 
 
 def _processors(module: nn.Module) -> list[Any]:
@@ -295,11 +291,9 @@ def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, froz
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):
             parameter.data = parameter.data.to(frozen)
-    for submodule in module.modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
-            if not buffer.is_meta:
-                setattr(submodule, name, buffer.to(device))
-    if config.offload != "always":
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
+    stays = config.offload == "always"
+    module._apply(lambda tensor: tensor if tensor.is_meta or (stays and _is_parameter(tensor)) else tensor.to(device))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

@@ -1,18 +1,20 @@
 """Whole copies: parameters that are sharded in name only, without the copies, hooks and streams of FSDP2.
 
 Where a rank's shard is the whole parameter, FSDP2 would still gather it into a second copy. Here the module computes with
-plain parameters that share the shards' storage, and holds the shards themselves whenever FSDP2 would. If several ranks hold
-a copy each, gradients are summed over them once per update, in flat buckets.
+plain parameters that share the shards' storage, and holds the shards themselves whenever FSDP2 would. Only a parameter of
+another dtype than that of the computation is copied, as FSDP2's `MixedPrecisionPolicy` casts it. If several ranks hold a
+copy each, gradients are summed over them once per update, in flat buckets.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -30,23 +32,26 @@ class Slot(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a module, registered either as shards or as plain parameters that share the shards' storage.
+    """The parameters of a module, registered either as shards or as plain parameters of the computation's dtype.
 
-    Gradients add up in the plain parameters. The update's last backward pass sums them over the ranks and hands them to the
-    shards.
+    Gradients add up beside the plain parameters in the dtype of the reduction. The update's last backward pass sums them
+    over the ranks and hands them to the shards.
 
     Args:
         module: module whose parameters become shards.
         mesh: mesh whose last dimension has one rank; a dimension before it holds the copies.
+        policy: dtypes of the computation and of the reduction.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
         self.reshard_after_backward = True
         self.is_last_backward = True
+        self._policy = policy
         self._group = mesh.get_group(0) if mesh.ndim > 1 and mesh.size() > 1 else None
         self._queued = False
         self._shards: dict[Slot, nn.Parameter] = {}  # while plain parameters are registered
-        self._plain: dict[nn.Parameter, tuple[Tensor, nn.Parameter]] = {}  # local tensor and plain parameter of each shard
+        self._plain: dict[nn.Parameter, nn.Parameter] = {}  # of each shard
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # sum of each plain parameter
         self._slots = [
             Slot(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None
         ]
@@ -59,40 +64,59 @@ class Parameters:
             owner._parameters[name] = made[parameter]
 
     def unshard(self) -> None:
-        """Register the plain parameters, which nothing is copied for."""
+        """Register the plain parameters."""
         if self._shards:
             return
         for slot in self._slots:
             shard = slot.owner._parameters[slot.name]
             assert isinstance(shard, nn.Parameter)
             self._shards[slot] = shard
-            slot.owner._parameters[slot.name] = self._plain_of(shard)
+        plain = {shard: self._plain_of(shard) for shard in dict.fromkeys(self._shards.values())}
+        for slot, shard in self._shards.items():
+            slot.owner._parameters[slot.name] = plain[shard]
 
     def reshard(self) -> None:
-        """Register the shards."""
+        """Register the shards, and free the parameters that were cast."""
         for slot, shard in self._shards.items():
             slot.owner._parameters[slot.name] = shard
+        for shard, plain in self._plain.items():
+            if self._shards and shard.dtype != plain.dtype:
+                plain.untyped_storage().resize_(0)
         self._shards.clear()
 
     def reset(self) -> None:
         """Register the shards, and forget the backward pass that an exception ended halfway."""
         self._queued = False
-        for _, plain in self._plain.values():
+        self._gradients.clear()
+        for plain in self._plain.values():
             plain.grad = None
         self.reshard()
 
     def _plain_of(self, shard: nn.Parameter) -> nn.Parameter:
+        """Return the plain parameter of a shard, with its values."""
         assert isinstance(shard, DTensor)
-        local = shard._local_tensor
-        known = self._plain.get(shard)
-        if known is None or known[0] is not local:
-            plain = nn.Parameter(local.detach(), requires_grad=shard.requires_grad)
+        local, plain = shard._local_tensor, self._plain.get(shard)
+        if plain is None:
+            plain = nn.Parameter(local.detach().to(self._policy.param_dtype), requires_grad=shard.requires_grad)
             if plain.requires_grad:
                 plain.register_post_accumulate_grad_hook(self._accumulated)
-            self._plain[shard] = known = (local, plain)
-        return known[1]
+            self._plain[shard] = plain
+        elif local.dtype == plain.dtype:
+            if plain.untyped_storage()._cdata != local.untyped_storage()._cdata:  # the shard has moved
+                plain.data = local.detach()
+        else:
+            plain.untyped_storage().resize_(local.numel() * plain.itemsize)
+            with torch.no_grad():
+                plain.copy_(local)
+        return plain
 
-    def _accumulated(self, plain: Tensor) -> None:
+    def _accumulated(self, plain: Any) -> None:
+        if plain.dtype != self._policy.reduce_dtype:  # else autograd adds them up itself
+            gradient, plain.grad = plain.grad, None
+            if plain in self._gradients:
+                self._gradients[plain] += gradient
+            else:
+                self._gradients[plain] = gradient.to(self._policy.reduce_dtype)
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
@@ -107,18 +131,21 @@ class Parameters:
 
     def _reduce(self) -> None:
         """Sum the gradients over the ranks, and add them to those that the shards hold."""
-        found = [(shard, plain) for shard, (_, plain) in self._plain.items() if plain.grad is not None]
-        if self._group is not None:
-            parameters = [plain for _, plain in found]
-            for bucket in buckets([plain.nbytes for plain in parameters]):
-                _sum_over_ranks(parameters[bucket], self._group)
-        for shard, plain in found:
-            gradient, plain.grad = plain.grad, None
-            assert gradient is not None
-            if isinstance(shard.grad, DTensor):
-                shard.grad._local_tensor.add_(gradient)
-            else:
-                shard.grad = sharded_like(shard, gradient)  # type: ignore[arg-type]
+        found = list[tuple[nn.Parameter, Tensor]]()
+        for shard, plain in self._plain.items():
+            gradient = self._gradients.pop(plain, plain.grad)
+            if gradient is not None:
+                found.append((shard, gradient))
+                plain.grad = None
+        for bucket in buckets([gradient.nbytes for _, gradient in found]):
+            gradients = [gradient for _, gradient in found[bucket]]
+            if self._group is not None:
+                gradients = _sum_over_ranks(gradients, self._group)
+            for (shard, _), gradient in zip(found[bucket], gradients, strict=True):
+                if isinstance(shard.grad, DTensor):
+                    shard.grad._local_tensor.add_(gradient)
+                else:
+                    shard.grad = sharded_like(shard, gradient.to(shard.dtype))  # type: ignore[arg-type]
 
 
 class WholeModule(FSDPModule):
@@ -156,21 +183,27 @@ class WholeModule(FSDPModule):
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
 
-def keep_whole(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def keep_whole(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Make the blocks and the module units as `fully_shard` does, with whole copies, in place.
 
     Args:
         module: module that every rank holds a copy of, with the same values.
         blocks: repeated blocks of the module.
         mesh: mesh whose last dimension has one rank; a dimension before it holds the copies.
+        policy: dtypes of the computation and of the reduction.
     """
-    parameters = Parameters(module, mesh)
+    parameters = Parameters(module, mesh, policy)
     for unit in dict.fromkeys([*blocks, module]):
-        kind = type(unit)
-        unit.__class__ = type(f"FSDP{kind.__name__}", (WholeModule, kind), {})
+        unit.__class__ = _whole_class(cast(Hashable, type(unit)))
         object.__setattr__(unit, "_whole", parameters)
         unit.register_forward_pre_hook(_unshard, prepend=True)
     module.register_state_dict_pre_hook(_reshard)
+
+
+@cache
+def _whole_class(kind: Any) -> type:
+    """Return the class of units of a kind; blocks that are alike share it, and so one compiled graph."""
+    return type(f"FSDP{kind.__name__}", (WholeModule, kind), {})
 
 
 def _unshard(unit: Any, args: tuple) -> None:
@@ -208,10 +241,9 @@ def largest_bucket(sizes: Sequence[int]) -> int:
     return max((sum(sizes[bucket]) for bucket in buckets(sizes)), default=0)
 
 
-def _sum_over_ranks(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace the gradients by their sums over the ranks, with one collective; they become views of one tensor."""
-    gradients = [parameter.grad for parameter in bucket]
-    flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+def _sum_over_ranks(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the sums of the gradients over the ranks, by one collective; they are views of one tensor."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
-        parameter.grad = part.view_as(parameter)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
+from fluvial.models.device import default_device, is_accelerator
 
 T = TypeVar("T")
 _entered: ContextVar["World | None"] = ContextVar("world", default=None)
@@ -73,12 +74,13 @@ class World:
             UsageError: `sequence` does not divide the number of ranks.
         """
         if self.size % sequence:
-            raise UsageError(f"engine.context_parallel is {sequence}, expected a divisor of the {self.size} ranks")
+            raise UsageError("engine.context_parallel", sequence, f"a divisor of the {self.size} ranks")
         return replace(self, sequence=sequence)
 
     def background(self) -> "World":
         """Return this world with a new group on the CPU, for collectives of another thread. Every rank must take part."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        backend = "fake" if _is_fake() else "gloo"
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
     def alone(self, device: torch.device | None = None) -> "World":
@@ -102,7 +104,7 @@ class World:
         if replicas == 1:
             return self.mesh
         if self.size % replicas:
-            raise UsageError(f"engine.replicas is {replicas}, expected a divisor of the {self.size} ranks")
+            raise UsageError("engine.replicas", replicas, f"a divisor of the {self.size} ranks")
         return self.new_mesh((replicas, self.size // replicas), ("replicate", "shard"))
 
     def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -114,8 +116,9 @@ class World:
 
         On a GPU these are what tensors took and what PyTorch reserved for them; on the CPU it is the resident set.
         """
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        if is_accelerator(self.device):
+            module = torch.get_device_module(self.device)
+            return module.max_memory_allocated(self.device), module.max_memory_reserved(self.device)
         unit = 1 if sys.platform == "darwin" else 1024
         return (unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,)
 
@@ -184,7 +187,7 @@ class World:
 def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     """Join the process group that torchrun set up, or make one of a single process; leave it when the context ends.
 
-    The device is a GPU with nccl if there is one, else the CPU with gloo.
+    The device is a GPU with the library of its kind (nccl on CUDA) if there is one, else the CPU with gloo.
 
     Args:
         timeout: seconds that a collective waits for the other ranks, once all have joined.
@@ -194,17 +197,19 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         RunError: the processes did not find each other.
         LostProcessError: another process died, or did not answer in time.
     """
-    cuda = torch.cuda.is_available()
-    if cuda and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
+    device = default_device()
+    module, local = torch.get_device_module(device), int(os.environ.get("LOCAL_RANK", 0))
+    if is_accelerator(device) and local >= module.device_count():
         raise UsageError(
-            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes were started on a machine with {torch.cuda.device_count()} "
+            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes were started on a machine with {module.device_count()} "
             "GPUs: start at most as many, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         )
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "gloo"
+    if is_accelerator(device):
+        device = torch.device(device.type, local)
+        module.set_device(device)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
     try:
@@ -214,11 +219,8 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
-        token = _entered.set(world)
-        try:
+        with entered(world):
             yield world
-        finally:
-            _entered.reset(token)
         if size > 1:
             dist.barrier()  # no rank closes connections while others still use them
     except RuntimeError as error:
@@ -227,6 +229,16 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def entered(world: World) -> Iterator[None]:
+    """Make a world the one that `current_world` returns, until the context ends."""
+    token = _entered.set(world)
+    try:
+        yield
+    finally:
+        _entered.reset(token)
 
 
 def current_world() -> World:
@@ -251,7 +263,9 @@ def joined_world() -> World:
     """
     if not dist.is_initialized():
         raise UsageError("there is no process group: call torch.distributed.init_process_group first")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = default_device()
+    if is_accelerator(device):
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
     size = dist.get_world_size()
     return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
 
@@ -295,9 +309,14 @@ def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], 
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     everyone = dist.group.WORLD
     assert everyone is not None
-    for group in (everyone, *mesh.get_all_groups()):
+    for group in () if _is_fake() else (everyone, *mesh.get_all_groups()):
         group.set_timeout(timedelta(seconds=timeout))
     return mesh
+
+
+def _is_fake() -> bool:
+    """Return whether the other ranks are simulated: then nobody is waited for."""
+    return "fake" in dist.get_backend_config()
 
 
 def _lost(error: RuntimeError, timeout: float) -> str | None:

@@ -1,16 +1,22 @@
-"""Advantages: rewards relative to the other samples of their group."""
+"""Advantages: rewards relative to the other samples of their group, or to earlier rewards of their prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
 from fluvial.core.checks import check_fields
-from fluvial.engines.rewards.constraint import parse_floors
+from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.protocol import Objective
+from fluvial.engines.rewards.floors import parse_floors
 
 SMALLEST = (1e-12, 1e30)
+
+# The last rewards of each prompt, oldest first: part of a run's checkpoints.
+History = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -77,29 +83,86 @@ class AdvantageConfig:
         )
         parse_floors(self.floors, field="advantage.floors")
         if not self.floors and (self.floor_lr, self.floor_max) != (0.1, 10.0):
-            raise ValueError("advantage.floor_lr or floor_max is set, and no reward has a floor: set advantage.floors")
+            raise UsageError("`advantage.floor_lr` or floor_max is set, and no reward has a floor: set `advantage.floors`")
         if self.floors and self.history:
-            raise ValueError(
-                "advantage.floors is set, whose multipliers change what is learnt from, and advantage.history compares it "
-                "with rewards of earlier rollouts: use history 0"
+            raise UsageError(
+                "`advantage.floors` is set, whose multipliers change what is learnt from, and `advantage.history` "
+                "compares it with rewards of earlier rollouts: use history 0"
             )
         if self.rescale is not None and self.clip is None:
-            raise ValueError(
-                f"advantage.rescale is {self.rescale:g}, and advantage.clip is None: set the clip that it scales"
-            )
+            raise UsageError("advantage.rescale", self.rescale, hint="`advantage.clip` is None; set the clip that it scales")
         if not self.history:
             if self.history_min != 16:
-                raise ValueError("advantage.history_min is set, and advantage.history is 0: set the number of rewards kept")
+                raise UsageError(
+                    "`advantage.history_min` is set, and `advantage.history` is 0: set the number of rewards kept"
+                )
         elif self.history_min > self.history:
-            raise ValueError(
-                f"advantage.history_min is {self.history_min}, above advantage.history, which is {self.history}, so that a "
-                "prompt's own rewards would never be taken: use at most that"
+            raise UsageError(
+                f"`advantage.history_min` is {self.history_min}, above `advantage.history`, which is {self.history}, "
+                "so that a prompt's own rewards would never be taken: use at most that"
             )
         elif self.scale != "group" or self.combine != "sum":
-            raise ValueError(
-                f"advantage.history is {self.history}, which normalises the weighted sum of the rewards per prompt: use "
-                "advantage.scale group and combine sum"
+            raise UsageError(
+                f"`advantage.history` is {self.history}, which normalises the weighted sum of the rewards per prompt: "
+                "use `advantage.scale` group and combine sum"
             )
+
+
+class Grades(NamedTuple):
+    """What the rewards of a rollout say of its B samples, on the host; 0 for samples that are left out."""
+
+    target_weight: Tensor  # [B], see `Objective.target_weight`
+    computed: Tensor  # [B], 0 for samples that add nothing to the loss
+    counted: Tensor  # [B], 0 for samples that the loss is not averaged over
+    advantage: Tensor  # of the samples that are learnt from
+
+
+def graded(
+    objective: Objective,
+    rewards: Tensor,
+    kept: Tensor,
+    weights: Tensor,
+    config: AdvantageConfig,
+    *,
+    compared: int,
+    has_kl: bool,
+    prompts: Sequence[str] = (),
+    history: History,
+) -> Grades:
+    """Return what each sample's rewards mean for the loss of an objective.
+
+    Args:
+        objective: the objective.
+        rewards: `[B, K]`.
+        kept: whether a sample is learnt from, bool `[B]`.
+        weights: weight of each reward, `[K]`.
+        config: how rewards become advantages.
+        compared: number of consecutive samples that are compared with each other.
+        has_kl: whether the loss has a KL term, so that samples of target weight 0 add something.
+        prompts: prompt of each sample, `[B]`, read if `config.history` is set.
+        history: last rewards of each prompt; those of this rollout are added if `config.history` is set.
+    """
+    places, traits = torch.nonzero(kept).flatten(), objective.traits
+    group, rewards = places // compared, rewards[kept]
+    reward = rewards @ weights
+    if config.history:
+        advantage = history_advantages(reward, [prompts[i] for i in places.tolist()], history, config)
+    else:
+        advantage = advantages(rewards, weights, group, config)
+    target_weight = objective.target_weight(reward, advantage, group)
+    taken = extreme(reward, group, config.extremes)
+    over_kept = traits.mean_over_kept or config.drop_zero
+    # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
+    adds_all = not (traits.skips_zero or config.drop_zero) or (has_kl and not over_kept)
+    nonzero = (advantage if config.drop_zero else target_weight) != 0
+    computed = taken if adds_all else taken * nonzero.to(taken.dtype)
+
+    def spread(values: Tensor) -> Tensor:
+        everyone = values.new_zeros(len(kept))
+        everyone[kept] = values
+        return everyone
+
+    return Grades(spread(target_weight), spread(computed), spread(computed if over_kept else taken), advantage)
 
 
 def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:
@@ -149,3 +212,35 @@ def bounded(advantage: Tensor, config: AdvantageConfig) -> Tensor:
         return advantage
     clipped = advantage.clamp(-config.clip, config.clip)
     return clipped if config.rescale is None else clipped * (config.rescale / config.clip)
+
+
+def history_advantages(reward: Tensor, prompts: Sequence[str], history: History, config: AdvantageConfig) -> Tensor:
+    """Return the advantage of each sample by the last rewards of its prompt, `[B]`, and add its reward to the history.
+
+        A = (r - mean_p) / (std_p + eps)
+
+    mean_p and std_p are those of the last `config.history` rewards of the prompt, those of this rollout included. As long as
+    there are fewer than `config.history_min`, they are those of all samples of the rollout.
+
+    Args:
+        reward: reward of each sample of the rollout, `[B]`, the same on every rank.
+        prompts: prompt of each sample.
+        history: last rewards of each prompt, changed in place.
+        config: how rewards become advantages.
+
+    Source: DDPO, arXiv 2305.13301, and its published code.
+    """
+    wide = reward.to(torch.float64)
+    for prompt, value in zip(prompts, wide.tolist(), strict=True):
+        known = history.setdefault(prompt, [])
+        known.append(value)
+        del known[: -config.history]
+
+    def moments(prompt: str) -> tuple[float, float]:
+        known = history[prompt]
+        rewards = torch.tensor(known, dtype=torch.float64) if len(known) >= config.history_min else wide
+        return float(rewards.mean()), float(rewards.std(correction=config.ddof))
+
+    by_prompt = {prompt: moments(prompt) for prompt in dict.fromkeys(prompts)}
+    mean, std = torch.tensor([by_prompt[prompt] for prompt in prompts], dtype=torch.float64).reshape(-1, 2).unbind(1)
+    return bounded(((wide - mean) / (std + config.eps)).to(reward.dtype), config)

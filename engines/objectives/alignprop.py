@@ -4,31 +4,35 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.objectives.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.rollout.items import LastSteps
+from fluvial.engines.rollout.window import AllSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     rollout = config.rollout
     through = config.objective.traits.through
     if through is not None and through[0] > rollout.steps:
-        yield f"objective.last is {through[0]}, expected at most the {rollout.steps} steps of the schedule"
-    if rollout.window is not None or rollout.window_low or rollout.window_high is not None:
-        yield "rollout.window is set, and alignprop takes all steps with the sampler again: leave the window as it is"
-    if rollout.fraction != 1:
-        yield f"rollout.fraction is {rollout.fraction:g}, and alignprop takes the last steps: use fraction 1"
-    if config.minibatches * config.epochs > 1:
-        yield (
-            "minibatches or epochs is above 1, and alignprop takes the last steps of the policy that made the rollout: use 1"
-        )
+        yield UsageError("objective.last", through[0], f"at most the {rollout.steps} steps of the schedule")
+    if rollout.window != AllSteps():
+        yield UsageError("rollout.window", rollout.window.kind, "all steps, which alignprop takes with the sampler again")
+    if rollout.trained.kind != "all":
+        yield no_effect("rollout.trained", "with alignprop, which trains on the last steps")
+    for name in ("minibatches", "epochs"):
+        if getattr(config, name) > 1:
+            yield UsageError(
+                name, getattr(config, name), "1", "alignprop goes back through the policy that made the rollout"
+            )
 
 
 class AlignPropInfo(NamedTuple):
@@ -67,17 +71,16 @@ class AlignProp:
     def traits(self) -> ObjectiveTraits:
         """The learner takes the steps again."""
         return ObjectiveTraits(
-            trains_on="steps", rewards="gradients", recorded_form="unscaled", through=(self.last, self.spread),
+            trains_on="steps",
+            rewards="gradients",
+            recorded_form="unscaled",
+            through=(self.last, self.spread),
             refuses=_refuses,
-        )  # fmt: skip
+        )
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return 1: all samples learn alike."""
-        return torch.ones_like(reward)
+    target_weight = equal_weights
 
-    def loss(
-        self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig
-    ) -> tuple[Tensor, AlignPropInfo]:
+    def loss(self, v: Tensor, items: LastSteps, config: LossConfig) -> tuple[Tensor, AlignPropInfo]:
         """Return minus the reward of the samples that the last steps lead to, or its distance to the target."""
         assert config.reward is not None
         reward = config.reward(v, items)

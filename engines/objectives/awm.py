@@ -8,10 +8,9 @@ from torch import Tensor
 from fluvial.core import awm
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
-from fluvial.core.transitions import Transition
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits, the_advantage
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import velocity_error
 
 
@@ -33,27 +32,32 @@ class Awm:
     delta: float = 1e-5
     power: float = 0.25
     traits = ObjectiveTraits(
-        trains_on="noised", compares_with=("old",), has_ratio=True, skips_zero=True, flows_only=True, takes_kl=True,
+        trains_on="noised",
+        compares_with=("old",),
+        has_ratio=True,
+        skips_zero=True,
+        flows_only=True,
+        takes_kl=True,
         takes_implementation=True,
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), delta=(1e-12, math.inf), power=(1e-12, 1))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.clipped_surrogate` of `awm.awm_log_prob`."""
-        target = given(items.target)
         log_prob, log_prob_old = (
             awm.awm_log_prob(
-                velocity_error(policy, target, implementation=config.implementation), items.level,
-                weighting=self.weighting, delta=self.delta, power=self.power,
+                velocity_error(policy, items.target, implementation=config.implementation),
+                items.level,
+                weighting=self.weighting,
+                delta=self.delta,
+                power=self.power,
             )
-            for policy in (v, given(items.v_old))
-        )  # fmt: skip
+            for policy in (v, items.predictions["old"])
+        )
         loss, info = clipped_surrogate(
             log_prob, log_prob_old, items.target_weight, clip_low=self.clip_low, clip_high=self.clip_high
         )

@@ -1,17 +1,19 @@
 """The clipped policy gradient of PPO and GRPO."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo
-from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, recorded_step
-from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.objectives.losses import LossConfig
+from fluvial.engines.objectives.protocol import ObjectiveTraits, the_advantage
+from fluvial.engines.rollout.items import RecordedSteps
 from fluvial.kernels import policy_loss
+
+# Of a surrogate with a ratio of log-probabilities of recorded steps.
+SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True)
 
 
 @dataclass(frozen=True)
@@ -26,23 +28,31 @@ class Clipped:
 
     clip_low: float = 1e-3
     clip_high: float = 1e-3
-    traits = ObjectiveTraits(
-        trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, folds_guidance=True, takes_implementation=True
-    )
+    traits = replace(SURROGATE, folds_guidance=True)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""
-        step = recorded_step(items, transition)
         return policy_loss(
-            step.transition, items.x, v, step.x_next, log_prob_old=step.log_prob_old, advantage=items.target_weight,
-            clip_low=self.clip_low, clip_high=self.clip_high, v_ref=items.v_ref, kl_coef=config.kl_coef,
-            kl_weight=config.kl_weight, dt=step.dt, v_uncond=items.v_uncond, guidance=items.guidance, form=config.form,
-            reduction=config.reduction, implementation=config.implementation,
-        )  # fmt: skip
+            items.transition,
+            items.x,
+            v,
+            items.x_next,
+            log_prob_old=items.log_prob_old,
+            advantage=items.target_weight,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            v_ref=items.predictions.get("ref"),
+            kl_coef=config.kl_coef,
+            kl_weight=config.kl_weight,
+            dt=items.dt,
+            v_uncond=items.predictions.get("uncond"),
+            guidance=items.guidance,
+            form=config.form,
+            reduction=config.reduction,
+            implementation=config.implementation,
+        )

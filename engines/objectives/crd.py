@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,16 +12,19 @@ from torch import Tensor
 from fluvial.core import crd
 from fluvial.core.checks import check_fields
 from fluvial.core.nft import reward_prob
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.advantage.drop_zero:
-        yield "advantage.drop_zero is set, and crd centres the rewards of all samples: leave it False"
+        yield UsageError("advantage.drop_zero", True, "False", "crd centres the rewards of all samples")
 
 
 @dataclass(frozen=True)
@@ -70,19 +74,34 @@ class Crd:
     def __post_init__(self) -> None:
         share, rise, delay = (0, 0.999999), (0, 1), (0, math.inf)
         check_fields(
-            self, "objective", beta=(1e-12, math.inf), adv_clip=(1e-12, math.inf), weight_min=(1e-12, math.inf),
-            old_value=share, old_rise=rise, old_cap=share, old_delay=delay, sampling_value=share, sampling_rise=rise,
-            sampling_cap=share, sampling_delay=delay,
-        )  # fmt: skip
+            self,
+            "objective",
+            beta=(1e-12, math.inf),
+            adv_clip=(1e-12, math.inf),
+            weight_min=(1e-12, math.inf),
+            old_value=share,
+            old_rise=rise,
+            old_cap=share,
+            old_delay=delay,
+            sampling_value=share,
+            sampling_rise=rise,
+            sampling_cap=share,
+            sampling_delay=delay,
+        )
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
         """The old policy and the one that makes the rollouts are adapters."""
         followers = Follower("old", self.old_decay), Follower("sampling", self.sampling_decay, samples_from=0)
         return ObjectiveTraits(
-            trains_on="noised", compares_with=("old",), flows_only=True, takes_kl=True, gathers=True,
-            followers=followers, refuses=_refuses,
-        )  # fmt: skip
+            trains_on="noised",
+            compares_with=("old",),
+            flows_only=True,
+            takes_kl=True,
+            gathers=True,
+            followers=followers,
+            refuses=_refuses,
+        )
 
     def old_decay(self, rollouts: int, updates: int) -> float:
         """Return the share of the old policy that stays after a number of rollouts and updates."""
@@ -98,9 +117,11 @@ class Crd:
         """Return the reward R in [0, 1]."""
         return reward_prob(advantage, adv_clip=self.adv_clip)
 
-    def statistic(self, v: Tensor, items: Items) -> Tensor:
+    def statistic(self, v: Tensor, items: NoisedSamples) -> Tensor:
         """Return the implicit reward of each item."""
-        return self._implicit(v, items)
+        return crd.implicit_reward(
+            v, items.predictions["old"], items.target, adaptive=self.adaptive, weight_min=self.weight_min
+        )
 
     def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
         """Return the mean implicit reward and the mean reward at each level, `[B, M, 2]`."""
@@ -108,20 +129,16 @@ class Crd:
         means = [(values * counts).sum(0) / number for values in (statistic, target_weight[:, None])]
         return torch.stack(means, dim=-1).expand(*statistic.shape, 2)
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
         """Return `crd.crd_loss` with the KL term."""
-        implicit, reward = self._implicit(v, items), items.target_weight
-        centre, mean = given(items.context).unbind(1)
+        implicit, reward = self.statistic(v, items), items.target_weight
+        assert items.context is not None
+        centre, mean = items.context.unbind(1)
         loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
         info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
-        if items.v_ref is None:
+        if "ref" not in items.predictions:
             return loss, info
-        kl = velocity_error(v, items.v_ref, implementation=config.implementation)
+        kl = velocity_error(v, items.predictions["ref"], implementation=config.implementation)
         least = 1e-4 / config.kl_coef
         weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
         return loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())
-
-    def _implicit(self, v: Tensor, items: Items) -> Tensor:
-        return crd.implicit_reward(
-            v, given(items.v_old), given(items.target), adaptive=self.adaptive, weight_min=self.weight_min
-        )

@@ -4,28 +4,30 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from fluvial.core import dgpo
 from fluvial.core.checks import check_fields
 from fluvial.core.dgpo import DgpoInfo
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, the_advantage
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses(config: RunSettings) -> Iterator[str]:
-    if not config.noising.shared:
-        yield (
-            "noising.shared is False, and dgpo compares the samples of a group at the same levels: use noising.shared True"
-        )
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
+    if not config.noising.is_shared:
+        yield UsageError("noising.draw", config.noising.draw, "rollout", "dgpo compares samples at the same levels")
     if config.minibatches > 1:
-        yield f"minibatches is {config.minibatches}, and dgpo's groups belong together in one update: use minibatches 1"
+        yield UsageError("minibatches", config.minibatches, "1", "dgpo's groups belong together in one update")
     if config.advantage.drop_zero:
-        yield "advantage.drop_zero is set, and dgpo weighs whole groups: leave it False"
+        yield UsageError("advantage.drop_zero", True, "False", "dgpo weighs whole groups")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Dgpo:
         old_rise: Growth of the decay d per update.
         old_cap: Largest decay d, below 1.
         old_samples_from: Number of updates after which the old policy makes the rollouts; None: the policy makes them.
+        reference: Policy of error_ref: base (the one that training starts from) or old (TDM-R1, arXiv 2603.07700).
     """
 
     beta: float = 100.0
@@ -52,49 +55,60 @@ class Dgpo:
     old_rise: float = 0.001
     old_cap: float = 0.3
     old_samples_from: int | None = None
+    reference: Literal["base", "old"] = "base"
 
     def __post_init__(self) -> None:
         check_fields(
-            self, "objective", beta=(1e-12, math.inf), clip_low=(0, 1), clip_high=(0, math.inf), old_rise=(0, 1),
-            old_cap=(0, 0.999999), old_samples_from=(0, math.inf),
-        )  # fmt: skip
+            self,
+            "objective",
+            beta=(1e-12, math.inf),
+            clip_low=(0, 1),
+            clip_high=(0, math.inf),
+            old_rise=(0, 1),
+            old_cap=(0, 0.999999),
+            old_samples_from=(0, math.inf),
+        )
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
         """The old policy is an adapter that follows the policy fast."""
         start = None if self.old_samples_from is None else self.old_samples_from + 1
         return ObjectiveTraits(
-            trains_on="noised", compares_with=("old", "ref"), flows_only=True, takes_kl=True, takes_implementation=True,
-            gathers=True, followers=(Follower("old", self.old_decay, samples_from=start),), refuses=_refuses,
-        )  # fmt: skip
+            trains_on="noised",
+            compares_with=("old", "ref"),
+            flows_only=True,
+            takes_kl=True,
+            takes_implementation=True,
+            gathers=True,
+            followers=(Follower("old", self.old_decay, samples_from=start),),
+            refuses=_refuses,
+        )
 
     def old_decay(self, rollouts: int, updates: int) -> float:
         """Return d, the share of the old policy that stays after a number of rollouts and updates."""
         return min(self.old_rise * max(updates - 1, 0), self.old_cap)
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def statistic(self, v: Tensor, items: Items) -> Tensor:
+    def statistic(self, v: Tensor, items: NoisedSamples) -> Tensor:
         """Return what each item adds to the argument of its group's sigmoid."""
-        target = given(items.target)
-        return dgpo.preference_margin(
-            velocity_error(v, target), velocity_error(given(items.v_ref), target), items.target_weight, beta=self.beta
-        )
+        reference = items.predictions["ref" if self.reference == "base" else "old"]
+        error, error_ref = (velocity_error(each, items.target) for each in (v, reference))
+        return dgpo.preference_margin(error, error_ref, items.target_weight, beta=self.beta)
 
     def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
         """Return the weight of each sample's group at each level."""
         return dgpo.group_weight(statistic, group, counts=counts)
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, DgpoInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, DgpoInfo]:
         """Return `dgpo.dgpo_loss`."""
-        target = given(items.target)
+        assert items.context is not None
         error, error_old = (
-            velocity_error(of, target, implementation=config.implementation) for of in (v, given(items.v_old))
+            velocity_error(each, items.target, implementation=config.implementation)
+            for each in (v, items.predictions["old"])
         )
         loss, info = dgpo.dgpo_loss(
-            error, error_old, items.target_weight, given(items.context), clip_low=self.clip_low, clip_high=self.clip_high
+            error, error_old, items.target_weight, items.context, clip_low=self.clip_low, clip_high=self.clip_high
         )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, info._replace(kl_ref=kl)

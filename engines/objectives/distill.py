@@ -4,26 +4,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from fluvial.core import distill
 from fluvial.core.checks import check_fields
-from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl, recorded_step
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
+from fluvial.engines.objectives.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.rollout.items import RecordedSteps
 from fluvial.kernels import velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses_mean_kl(config: RunSettings) -> Iterator[str]:
-    if config.rollout.is_deterministic:
-        yield (
-            "objective.match is mean_kl, which compares the distributions of steps, and ode's steps have no noise: use "
-            "objective.match velocity_mse"
-        )
+
+def _refuses_mean_kl(config: "TrainConfig") -> Iterator[UsageError]:
+    if config.rollout.sampler.is_deterministic:
+        hint = f"mean_kl compares distributions, and steps of {config.rollout.sampler.kind} have no noise"
+        yield UsageError("objective.match", "mean_kl", "velocity_mse", hint)
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,14 @@ class Distill:
             return replace(common, takes_implementation=True, recorded_form="unscaled")
         return replace(common, refuses=_refuses_mean_kl)
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return 1: the student learns from all of its samples alike."""
-        return torch.ones_like(reward)
+    target_weight = equal_weights
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return the distance between the student's and the teacher's step."""
-        v_teacher = given(items.v_teacher)
+        v_teacher = items.predictions["teacher"]
         if self.match == "velocity_mse":
             error = velocity_error(v, v_teacher, implementation=config.implementation)
         else:
-            error = distill.mean_kl(recorded_step(items, transition).transition, v, v_teacher)
+            error = distill.mean_kl(items.transition, v, v_teacher)
         loss, kl = add_velocity_kl(error, v, items, config)
         return loss, ErrorInfo(error.detach(), kl)

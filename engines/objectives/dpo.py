@@ -5,25 +5,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import DpoInfo, dpo_info, dpo_loss
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.rollout.items import Pairs
 from fluvial.kernels import velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.kl.coef > 0:
-        yield (
-            f"kl.coef is {config.kl.coef:g}, and dpo has the reference in its loss already: use kl.coef 0, or another "
-            "objective.beta"
-        )
+        hint = "dpo has the reference in its loss already; `objective.beta` weighs it"
+        yield UsageError("kl.coef", config.kl.coef, "0", hint)
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,23 @@ class Dpo:
     def traits(self) -> ObjectiveTraits:
         """A folder of preferences makes the objective offline."""
         return ObjectiveTraits(
-            trains_on="preferences", compares_with=("ref",), rewards="order", takes_implementation=True,
-            offline=self.preferences is not None, preferences=self.preferences, refuses=_refuses,
-        )  # fmt: skip
+            trains_on="preferences",
+            compares_with=("ref",),
+            rewards="order",
+            takes_implementation=True,
+            offline=self.preferences is not None,
+            preferences=self.preferences,
+            refuses=_refuses,
+        )
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return 1: all pairs are fitted alike."""
-        return torch.ones_like(reward)
+    target_weight = equal_weights
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, DpoInfo]:
+    def loss(self, v: Tensor, items: Pairs, config: LossConfig) -> tuple[Tensor, DpoInfo]:
         """Return `dpo.dpo_loss`; an item holds the preferred sample and the other, `[P, 2, *event]`."""
-        target, v_ref = given(items.target), given(items.v_ref)
         errors = [
-            velocity_error(of[:, i], target[:, i], implementation=config.implementation) for of in (v, v_ref) for i in (0, 1)
+            velocity_error(each[:, i], items.target[:, i], implementation=config.implementation)
+            for each in (v, items.predictions["ref"])
+            for i in (0, 1)
         ]
         loss = dpo_loss(*errors, beta=self.beta, lose_weight=self.lose_weight)
         return loss, dpo_info(*errors, beta=self.beta, lose_weight=self.lose_weight)

@@ -2,25 +2,25 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, dppo_surrogate
-from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, recorded_step
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.clipped import SURROGATE
+from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, mean_density
+from fluvial.engines.objectives.protocol import the_advantage
+from fluvial.engines.rollout.items import RecordedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
 
-def _refuses(config: RunSettings) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.form == "unscaled" or rollout.reduction != "mean":
-        yield (
-            f"rollout.form is {rollout.form} and rollout.reduction is {rollout.reduction}, and dppo compares a mean "
-            "log-density with a mean KL: use form density or no_const, and reduction mean"
-        )
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
+    yield from mean_density(config, "dppo")
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,23 @@ class Dppo:
     """
 
     kl_threshold: float = 1e-5
-    traits = ObjectiveTraits(
-        trains_on="steps", compares_with=("old",), has_ratio=True, skips_zero=True, takes_kl=True,
-        takes_implementation=True, refuses=_refuses,
-    )  # fmt: skip
+    traits = replace(SURROGATE, compares_with=("old",), refuses=_refuses)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", kl_threshold=(0, math.inf))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.dppo_surrogate` of the recorded steps."""
-        step = recorded_step(items, transition)
-        log_prob, kl = log_prob_and_kl(v, items, step, config)
+        log_prob, kl = log_prob_and_kl(v, items, config, v_ref=items.predictions.get("ref"))
         loss, info = dppo_surrogate(
-            log_prob, step.log_prob_old, items.target_weight, step.transition, v, given(items.v_old),
+            log_prob,
+            items.log_prob_old,
+            items.target_weight,
+            items.transition,
+            v,
+            items.predictions["old"],
             kl_threshold=self.kl_threshold,
-        )  # fmt: skip
-        return add_step_kl(loss, info, kl, step, config)
+        )
+        return add_step_kl(loss, info, kl, items, config)

@@ -1,30 +1,29 @@
 """GRPO-Guard: a surrogate whose gradient has the same size at every step of the schedule."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, guard_surrogate
-from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, recorded_step
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.clipped import SURROGATE
+from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, mean_density
+from fluvial.engines.objectives.protocol import the_advantage
+from fluvial.engines.rollout.items import RecordedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     rollout = config.rollout
-    if not rollout.rule.std_is_a_rate and not rollout.is_deterministic:
-        yield (
-            f"rollout.sampler is {rollout.sampler_name}, and guard needs one whose std is a rate times sqrt(|dt|): use "
-            "flow_sde or dance_sde"
-        )
-    if rollout.form == "unscaled" or rollout.reduction != "mean":
-        yield (
-            f"rollout.form is {rollout.form} and rollout.reduction is {rollout.reduction}, and guard takes a mean "
-            "log-density: use form density or no_const, and reduction mean"
-        )
+    if not rollout.sampler.rule.std_is_a_rate and not rollout.sampler.is_deterministic:
+        expected = "flow_sde or dance_sde, whose std is a rate times sqrt(|dt|), with guard"
+        yield UsageError("rollout.sampler", rollout.sampler.kind, expected)
+    yield from mean_density(config, "guard")
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,24 @@ class Guard:
     """
 
     clip: float = 1e-3
-    traits = ObjectiveTraits(
-        trains_on="steps", compares_with=("old",), has_ratio=True, skips_zero=True, takes_kl=True,
-        takes_implementation=True, refuses=_refuses,
-    )  # fmt: skip
+    traits = replace(SURROGATE, compares_with=("old",), refuses=_refuses)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip=(0, 1))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.guard_surrogate` of the recorded steps."""
-        step = recorded_step(items, transition)
-        log_prob, kl = log_prob_and_kl(v, items, step, config)
+        log_prob, kl = log_prob_and_kl(v, items, config, v_ref=items.predictions.get("ref"))
         loss, info = guard_surrogate(
-            log_prob, step.log_prob_old, items.target_weight, step.transition, v, given(items.v_old), step.dt, clip=self.clip
+            log_prob,
+            items.log_prob_old,
+            items.target_weight,
+            items.transition,
+            v,
+            items.predictions["old"],
+            items.dt,
+            clip=self.clip,
         )
-        return add_step_kl(loss, info, kl, step, config)
+        return add_step_kl(loss, info, kl, items, config)

@@ -1,9 +1,9 @@
-"""What the losses of objectives share: the settings of a run's loss, recorded steps, KL terms and diagnostics."""
+"""Settings of a run's loss, KL terms and diagnostics, which the losses of objectives share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,14 @@ from fluvial.core import gaussian
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
-from fluvial.core.step import KLWeight
-from fluvial.core.transitions import Transition
-from fluvial.engines.rollout.items import Items, given
+from fluvial.core.step import KLWeight, kl_factor
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.items import Items, LastSteps, RecordedSteps
+from fluvial.engines.rollout.samplers import SamplerRule
 from fluvial.kernels import Implementation, step_log_prob, velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,8 @@ class KLConfig:
     ema_rise: float = 0.001
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "kl", coef=(0, math.inf), ema_coef=(0, math.inf), ema_cap=(0, 0.999999), ema_rise=(0, 1),
-            guidance=(0, math.inf),
-        )  # fmt: skip
+        any_size = (0, math.inf)
+        check_fields(self, "kl", coef=any_size, ema_coef=any_size, ema_cap=(0, 0.999999), ema_rise=(0, 1), guidance=any_size)
 
     @property
     def is_on(self) -> bool:
@@ -59,11 +61,17 @@ class KLConfig:
         """Return the share d of the moving average that stays after a number of rollouts and updates."""
         return min(self.ema_cap, self.ema_rise * updates)
 
-    def weight_of(self, sampler: str) -> KLWeight:
+    def weight_of(self, sampler: SamplerRule) -> KLWeight:
         """Return the weight of the KL of a sampler's steps."""
-        if self.weight != "auto":
-            return self.weight
-        return "rate" if sampler == "flow_sde" else "exact"
+        return sampler.kl_weight if self.weight == "auto" else self.weight
+
+
+def mean_density(config: "TrainConfig", name: str) -> Iterator[UsageError]:
+    """Yield what keeps recorded log-probabilities from being mean log-densities, which an objective needs."""
+    if config.rollout.form == "unscaled":
+        yield UsageError("rollout.form", "unscaled", "density or no_const", f"{name} takes a log-density")
+    if config.rollout.reduction != "mean":
+        yield UsageError("rollout.reduction", config.rollout.reduction, "mean", f"{name} takes nats per dimension")
 
 
 class LossConfig(NamedTuple):
@@ -71,11 +79,12 @@ class LossConfig(NamedTuple):
 
     form: Form = "density"  # form of the log-probabilities
     reduction: Reduction = "mean"  # their reduction over the event
-    kl_coef: float = 0.0  # weight of the KL to the reference; v_ref is there if it is above 0
+    kl_coef: float = 0.0  # weight of the KL to the reference
     kl_weight: KLWeight = "rate"
     implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
-    kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy; v_ema is there if it is above 0
-    reward: Callable[[Tensor, Items], Tensor] | None = None  # (v, items) -> reward [P] with gradient, for such objectives
+    kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy
+    # (v, items) -> reward `[P]` with gradient; of objectives that learn from gradients
+    reward: Callable[[Tensor, LastSteps], Tensor] | None = None
 
 
 class ErrorInfo(NamedTuple):
@@ -85,50 +94,37 @@ class ErrorInfo(NamedTuple):
     kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
 
 
-class Step(NamedTuple):
-    """The fields of recorded steps that are always there."""
-
-    x_next: Tensor
-    log_prob_old: Tensor
-    transition: Transition
-    dt: Tensor
-
-
-def recorded_step(items: Items, transition: Transition | None) -> Step:
-    """Return what the rollout recorded of each item's step."""
-    assert transition is not None
-    return Step(given(items.x_next), given(items.log_prob_old), transition, given(items.level_next) - items.level)
-
-
-def log_prob_and_kl(v: Tensor, items: Items, step: Step, config: LossConfig) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each recorded step, `[P]`, and its KL to the reference's, None without a reference."""
+def log_prob_and_kl(
+    v: Tensor, items: RecordedSteps, config: LossConfig, *, v_ref: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each recorded step under a prediction, `[P]`, and its KL to that of v_ref, if any."""
     return step_log_prob(
-        step.transition, items.x, v, step.x_next, v_ref=items.v_ref, form=config.form, reduction=config.reduction,
+        items.transition,
+        items.x,
+        v,
+        items.x_next,
+        v_ref=v_ref,
+        form=config.form,
+        reduction=config.reduction,
         implementation=config.implementation,
-    )  # fmt: skip
+    )
 
 
 def add_step_kl(
-    loss: Tensor, info: PolicyInfo, kl: Tensor | None, step: Step, config: LossConfig
+    loss: Tensor, info: PolicyInfo, kl: Tensor | None, items: RecordedSteps, config: LossConfig
 ) -> tuple[Tensor, PolicyInfo]:
     """Return a surrogate loss with the KL to the reference's step added, and its diagnostics with that KL."""
     if kl is None:
         return loss, info
-    return loss + config.kl_coef * _kl_factor(step, config) * kl, info._replace(kl_ref=kl.detach())
-
-
-def _kl_factor(step: Step, config: LossConfig) -> Tensor | float:
-    """Return the factor of the exact KL of recorded steps in the loss, as in `core.step.policy_loss`."""
-    if config.kl_weight == "rate":
-        return step.dt.abs()
-    return 2 * step.transition.std**2 if config.kl_weight == "mse" else 1.0
+    factor = kl_factor(items.transition, items.dt, config.kl_weight)
+    return loss + config.kl_coef * factor * kl, info._replace(kl_ref=kl.detach())
 
 
 def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Return a loss with kl_coef mean |v - v_ref|^2 added, and that mean without gradient, 0 without a reference."""
-    if items.v_ref is None:
+    if "ref" not in items.predictions:
         return loss, torch.zeros_like(loss)
-    kl = velocity_error(v, items.v_ref, implementation=config.implementation)
+    kl = velocity_error(v, items.predictions["ref"], implementation=config.implementation)
     return loss + config.kl_coef * kl, kl.detach()
 
 
@@ -137,10 +133,10 @@ def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Ten
 
     As the KL to the reference, it is that of the Gaussian steps for recorded steps, else mean |v - v_ema|^2.
     """
-    if items.v_ema is None:
+    v_ema = items.predictions.get("ema")
+    if v_ema is None:
         return loss
-    if items.x_next is None:
-        return loss + config.kl_ema_coef * velocity_error(v, items.v_ema, implementation=config.implementation)
-    step = recorded_step(items, items.transition)
-    kl = gaussian.kl(step.transition, v, items.v_ema, reduction=config.reduction)
-    return loss + config.kl_ema_coef * _kl_factor(step, config) * kl
+    if not isinstance(items, RecordedSteps):
+        return loss + config.kl_ema_coef * velocity_error(v, v_ema, implementation=config.implementation)
+    kl = gaussian.kl(items.transition, v, v_ema, reduction=config.reduction)
+    return loss + config.kl_ema_coef * kl_factor(items.transition, items.dt, config.kl_weight) * kl

@@ -4,25 +4,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core import nft
 from fluvial.core.checks import check_fields
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import nft_loss, velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.followers and config.train == "full":
-        yield (
-            "train is full, and nft's old policy is kept as a second LoRA adapter: use train lora, or objective.old none, "
-            "where the old policy is the policy itself"
-        )
+        hint = "nft's old policy is a second LoRA adapter, unless `objective.old` is none"
+        yield UsageError("train", "full", "lora", hint)
 
 
 # A target weight of 0 is a bad sample, so none is skipped.
@@ -77,13 +78,17 @@ class Nft:
         )
         nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
         if self.old_cap == 1:
-            raise ValueError("objective.old_cap is 1, and an old policy with decay 1 never learns: use below 1")
+            raise UsageError("`objective.old_cap` is 1, and an old policy with decay 1 never learns: use below 1")
         if self.old == "none" and self.old_unit != "rollouts":
-            raise ValueError(f"objective.old_unit is {self.old_unit} and objective.old is none: nothing is counted")
+            raise UsageError(f"`objective.old_unit` is {self.old_unit} and `objective.old` is none: nothing is counted")
         if self.old == "none" and self.old_every > 1:
-            raise ValueError(f"objective.old_every is {self.old_every} and objective.old is none: no old policy is updated")
+            raise UsageError(
+                f"`objective.old_every` is {self.old_every} and `objective.old` is none: no old policy is updated"
+            )
         if self.old != "delayed" and self.old_delay:
-            raise ValueError(f"objective.old_delay is {self.old_delay} and objective.old is {self.old}: only delayed waits")
+            raise UsageError(
+                f"`objective.old_delay` is {self.old_delay} and `objective.old` is {self.old}: only delayed waits"
+            )
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
@@ -103,12 +108,20 @@ class Nft:
         """Return the probability that a sample is good, in [0, 1]."""
         return nft.reward_prob(advantage, adv_clip=self.adv_clip, mode=self.mode)
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, NftInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
-        v_old = given(items.v_old)
+        v_old = items.predictions["old"]
         loss = nft_loss(
-            v, v_old, given(items.x0), items.x, items.level, items.target_weight, beta=self.beta, adv_clip=self.adv_clip,
-            weight_min=self.weight_min, implementation=config.implementation,
-        )  # fmt: skip
+            v,
+            v_old,
+            items.x0,
+            items.x,
+            items.level,
+            items.target_weight,
+            beta=self.beta,
+            adv_clip=self.adv_clip,
+            weight_min=self.weight_min,
+            implementation=config.implementation,
+        )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, NftInfo(velocity_error(v.detach(), v_old, implementation=config.implementation), kl)

@@ -3,24 +3,25 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import velocity_error
 
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.data and not config.objective.traits.offline:
-        yield (
-            "data is set, and raft compares the samples of a rollout: set objective.compare to caption (images with the "
-            "same caption) or data (any images)"
-        )
+        hint = "caption compares images with the same caption, data any images"
+        yield UsageError("objective.compare", "rollout", "caption or data, with `data`", hint)
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,16 @@ class Raft:
     def traits(self) -> ObjectiveTraits:
         """Given images make the objective offline."""
         return ObjectiveTraits(
-            trains_on="noised", rewards="order", skips_zero=True, mean_over_kept=True, takes_kl=True,
-            takes_implementation=True, offline=self.compare != "rollout",
-            groups="prompt" if self.compare == "rollout" else self.compare, refuses=_refuses,
-        )  # fmt: skip
+            trains_on="noised",
+            rewards="order",
+            skips_zero=True,
+            mean_over_kept=True,
+            takes_kl=True,
+            takes_implementation=True,
+            offline=self.compare != "rollout",
+            groups="prompt" if self.compare == "rollout" else self.compare,
+            refuses=_refuses,
+        )
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", best=(1e-9, 1))
@@ -57,8 +64,8 @@ class Raft:
         differs = (same & (reward != reward[:, None])).any(1)
         return ((rank <= (self.best * same.sum(1)).clamp(min=1)) & differs).to(reward.dtype)
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error` of the kept samples, 0 for the others."""
-        error = velocity_error(v, given(items.target), implementation=config.implementation)
+        error = velocity_error(v, items.target, implementation=config.implementation)
         loss, kl = add_velocity_kl(items.target_weight * error, v, items, config)
         return loss, ErrorInfo(error.detach(), kl)

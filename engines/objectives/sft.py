@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fluvial.core.transitions import Transition
 from fluvial.engines.objectives.losses import ErrorInfo, LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.objectives.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.rollout.items import NoisedSamples
 from fluvial.kernels import velocity_error
 
 
@@ -18,12 +16,10 @@ class Sft:
 
     traits = ObjectiveTraits(trains_on="noised", rewards="nothing", offline=True, takes_kl=True, takes_implementation=True)
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return 1: all samples are fitted alike."""
-        return torch.ones_like(reward)
+    target_weight = equal_weights
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error`."""
-        error = velocity_error(v, given(items.target), implementation=config.implementation)
+        error = velocity_error(v, items.target, implementation=config.implementation)
         loss, kl = add_velocity_kl(error, v, items, config)
         return loss, ErrorInfo(error.detach(), kl)

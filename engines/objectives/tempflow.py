@@ -2,21 +2,26 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, noise_weighted_surrogate
-from fluvial.core.transitions import Transition
-from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl, recorded_step
-from fluvial.engines.objectives.protocol import ObjectiveTraits, RunSettings
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.errors import UsageError
+from fluvial.engines.objectives.clipped import SURROGATE
+from fluvial.engines.objectives.losses import LossConfig, add_step_kl, log_prob_and_kl
+from fluvial.engines.objectives.protocol import the_advantage
+from fluvial.engines.rollout.items import RecordedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.train.config import TrainConfig
 
 
-def _refuses(config: RunSettings) -> Iterator[str]:
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.rollout.form == "unscaled":
-        yield "rollout.form is unscaled, and tempflow weighs a density by its std: use form density or no_const"
+        yield UsageError("rollout.form", "unscaled", "density or no_const", "tempflow weighs a density by its std")
 
 
 @dataclass(frozen=True)
@@ -35,23 +40,23 @@ class TempFlow:
     clip_low: float = 1e-3
     clip_high: float = 1e-3
     scale: float = 1.73
-    traits = ObjectiveTraits(
-        trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True, refuses=_refuses
-    )
+    traits = replace(SURROGATE, refuses=_refuses)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), scale=(1e-12, math.inf))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    target_weight = the_advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.noise_weighted_surrogate` of the recorded steps."""
-        step = recorded_step(items, transition)
-        log_prob, kl = log_prob_and_kl(v, items, step, config)
+        log_prob, kl = log_prob_and_kl(v, items, config, v_ref=items.predictions.get("ref"))
         loss, info = noise_weighted_surrogate(
-            log_prob, step.log_prob_old, items.target_weight, step.transition.std, clip_low=self.clip_low,
-            clip_high=self.clip_high, scale=self.scale,
-        )  # fmt: skip
-        return add_step_kl(loss, info, kl, step, config)
+            log_prob,
+            items.log_prob_old,
+            items.target_weight,
+            items.transition.std,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            scale=self.scale,
+        )
+        return add_step_kl(loss, info, kl, items, config)

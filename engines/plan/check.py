@@ -54,10 +54,14 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
         RunError: plan and measurement do not agree.
     """
     if name != "handwriting":
-        raise UsageError(f"check is set, which runs the transformer here, and {name} is too large for that: use handwriting")
+        raise UsageError(
+            f"`check` is set, which runs the transformer here, and {name} is too large for that: use handwriting"
+        )
     with init_world() as world:
         if world.size != config.gpus:
-            raise UsageError(f"check is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs")
+            raise UsageError(
+                f"`check` is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs"
+            )
         compared = compare(name, config, world)
         if world.is_main:
             rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}

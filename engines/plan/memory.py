@@ -89,7 +89,7 @@ class Accounting(NamedTuple):
     gradients: int  # float32, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
-    communication: int  # gradients of one unit (block or rest), as computed and as reduced
+    communication: int  # gradients of one unit (block or rest), as computed and as reduced; of a rollout, a unit as gathered
     activations: int  # of one micro-batch
     trajectory: int  # tensors that a rollout stored
     host: int
@@ -123,8 +123,8 @@ def account(
         gathered c P with comm="keep", else those of two blocks and of what is in no block
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
-    A rank that holds all parameters and computes in float32 needs no gathered copy, see `parallelize.is_whole`; several sum
-    their gradients in buckets.
+    A rank that holds all parameters, see `parallelize.is_whole`, gathers none and copies only those of another dtype than
+    that of the computation; several ranks sum their gradients in buckets.
 
     With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
     a rollout.
@@ -144,7 +144,7 @@ def account(
     Raises:
         ValueError: `engine.replicas` does not divide the ranks.
     """
-    copies, update = replicas(module, engine, ranks=ranks, device=device), phase == "update"
+    copies, update = replicas(module, engine, ranks=ranks), phase == "update"
     if ranks % copies:
         raise ValueError(f"account: {ranks} ranks, expected a multiple of the {copies} replicas")
     shards = ranks // copies
@@ -171,16 +171,21 @@ def account(
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
     units = _units(module, blocks)
-    whole = is_whole(module, engine, ranks=ranks, device=device)  # then nothing is copied to compute with it
-    communication = 0
-    if update and whole and ranks > 1:
-        communication = largest_bucket([4 * p.numel() for p in trained])
-    elif update and not whole:  # a single rank makes one more copy, to divide
+    gathered, communication = compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1), 0
+    whole = is_whole(module, engine, ranks=ranks)
+    if whole:
+        gathered = compute * sum(p.numel() for p in masters) if compute < 4 else 0
+    if update and whole:
+        communication = largest_bucket([reduce * p.numel() for p in trained]) if ranks > 1 else 0
+        accumulated = here["gradients"] + reduce * sum(p.numel() for p in trained) if reduce < 4 else 0
+    elif update:  # a single rank makes one more copy, to divide
         communication = (compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units)
+    elif not whole and shards > 1 and engine.comm == "keep":  # what the last unit arrived in
+        communication = compute * max(sum(parameter.numel() for parameter in unit) for unit in units)
     return Accounting(
         **here,
         buffers=sum(buffer.nbytes for buffer in module.buffers()),
-        gathered=0 if whole else compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1),
+        gathered=gathered,
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         communication=communication,
         activations=activations,

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fluvial.core.checks import trusted_values
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.plan.memory import LiveStorages
+from fluvial.models.device import is_accelerator
 
 GIB = 2**30
 FASTER = 0.95  # a larger size is taken if its time per sample is below this fraction of the best so far
@@ -58,9 +58,13 @@ class Choice(NamedTuple):
         """The choice for the metrics."""
         rate = self.trials[self.micro_batch].seconds / self.micro_batch
         return {
-            "chosen": self.micro_batch, "sizes_tried": len(self.trials), "seconds": self.seconds, "seconds_per_sample": rate,
-            "peak_bytes": self.trials[self.micro_batch].peak, "budget_bytes": self.budget,
-        }  # fmt: skip
+            "chosen": self.micro_batch,
+            "sizes_tried": len(self.trials),
+            "seconds": self.seconds,
+            "seconds_per_sample": rate,
+            "peak_bytes": self.trials[self.micro_batch].peak,
+            "budget_bytes": self.budget,
+        }
 
     def __str__(self) -> str:
         tried = ", ".join(
@@ -111,8 +115,8 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
         best = size
     if not best:
         raise UsageError(
-            f"the passes of {sizes[0]} sample(s) do not fit into the memory: set engine.checkpointing to block, "
-            "engine.offload, or a smaller resolution (fluvial plan adds up the bytes)"
+            f"the passes of {sizes[0]} sample(s) do not fit into the memory: set `engine.checkpointing` to "
+            "block, `engine.offload`, or a smaller resolution (fluvial plan adds up the bytes)"
         )
     return Choice(best, trials, budget, time.perf_counter() - start)
 
@@ -128,9 +132,10 @@ def _expected(trials: dict[int, Trial], size: int) -> float:
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device; ranks on one host share its memory."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        free: int = module.mem_get_info(device)[0]
+        return free + int(module.memory_reserved(device) - module.memory_allocated(device))
     return min(_free_on_host(), _free_in_container()) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -187,7 +192,7 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
     with _no_trace(engine), torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
         with engine.world.agreed():
             _begin(engine, passes)
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before = torch.get_device_module(device).memory_allocated(device) if is_accelerator(device) else 0
         yield measure
         _end(engine, passes, 1, failed=failed)
 
@@ -212,13 +217,13 @@ def _no_trace(engine: Engine) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_accelerator(device):
+            torch.get_device_module(device).empty_cache()
 
 
 def _begin(engine: Engine, passes: Passes) -> None:
@@ -233,8 +238,8 @@ def _begin(engine: Engine, passes: Passes) -> None:
             pass  # registers the shards again
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            "the passes of one sample do not fit into the memory: set engine.checkpointing to block, engine.offload, or a "
-            "smaller resolution (fluvial plan adds up the bytes)"
+            "the passes of one sample do not fit into the memory: set `engine.checkpointing` to block, `engine.offload`, "
+            "or a smaller resolution (fluvial plan adds up the bytes)"
         ) from error
 
 
@@ -246,7 +251,7 @@ def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False)
             found = passes.rollout(module, size)
             if decode and passes.decode is not None:
                 passes.decode(found.float())
-    _set_last(engine, last=False)
+    engine.set_last(False)
     with engine.sharded.train(), trusted_values():
         passes.update(engine.module, size).float().square().mean().backward()
     return _now(engine.world.device) - start
@@ -256,7 +261,7 @@ def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
     """Reduce and drop the gradients of all passes, so that the next update finds none."""
     if failed:
         recover(engine)
-    _set_last(engine, last=True)
+    engine.set_last(True)
     with engine.sharded.train(), trusted_values():
         passes.update(engine.module, size).float().square().mean().backward()
     with engine.inference():
@@ -264,7 +269,7 @@ def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
 
 
 def recover(engine: Engine) -> None:
-    """Let the engine go on after a pass that ended halfway; every rank must take part.
+    """Reset the engine after a pass that ended halfway; every rank must take part.
 
     Raises:
         RunError: this version of torch cannot.
@@ -272,25 +277,16 @@ def recover(engine: Engine) -> None:
     reset = getattr(engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(
-            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set micro_batch to a "
-            "number and engine.compile to False, or use a newer torch"
+            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `micro_batch` "
+            "to a number and `engine.compile` to False, or use a newer torch"
         )
     reset()
 
 
-def _set_last(engine: Engine, *, last: bool) -> None:
-    """Set whether the next backward pass reduces gradients and frees parameters, as in an update."""
-    root = engine.module
-    assert isinstance(root, FSDPModule)
-    root.set_requires_gradient_sync(last or engine.sharding.grad_sync == "every")
-    root.set_is_last_backward(last)
-    root.set_reshard_after_backward(last or engine.sharding.comm == "reshard")
-
-
 def _now(device: torch.device) -> float:
     """Return the time once the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 
@@ -301,12 +297,13 @@ def _peak(run: Callable[[], object], held: Sequence[Tensor], device: torch.devic
         run: function.
         held: tensors that are not counted on the CPU.
         device: device of the computation.
-        before: bytes that are not counted on CUDA.
+        before: bytes that are not counted on a GPU.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return int(module.max_memory_allocated(device)) - before
     with LiveStorages(held) as live:
         run()
     return live.peak

@@ -44,6 +44,7 @@ class PlanConfig:
         reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, decoder, text
             encoders, reward.
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
+        trace: Compare the plan with a trace of the program on simulated GPUs; see also fluvial train --dry-run.
         check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
         lora: Low-rank adapter, where that is what is trained.
         optimizer: Optimizer, whose state is counted.
@@ -62,6 +63,7 @@ class PlanConfig:
     memory_gib: float = 80.0
     reserve_gib: float = 6.0
     table: bool = False
+    trace: bool = False
     check: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -70,16 +72,24 @@ class PlanConfig:
     def __post_init__(self) -> None:
         least_1 = (1, math.inf)
         check_fields(
-            self, "", gpus=least_1, micro_batches=least_1, samples=least_1, steps=least_1, micro_batch=least_1,
-            memory_gib=(0, math.inf), reserve_gib=(0, math.inf),
-        )  # fmt: skip
+            self,
+            "",
+            gpus=least_1,
+            micro_batches=least_1,
+            samples=least_1,
+            steps=least_1,
+            micro_batch=least_1,
+            memory_gib=(0, math.inf),
+            reserve_gib=(0, math.inf),
+        )
         if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
-            raise ValueError(f"resolution is {self.resolution}, expected a multiple of 16")
+            raise UsageError("resolution", self.resolution, "a multiple of 16")
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
-                raise UsageError(f"engine.{name} is {degree}, expected a divisor of the {self.gpus} GPUs")
-        if self.table and self.check:
-            raise UsageError("table and check are both set: ask one question at a time")
+                raise UsageError(f"engine.{name}", degree, f"a divisor of the {self.gpus} GPUs")
+        if self.table + self.check + self.trace > 1:
+            asked = [f"`{name}`" for name in ("table", "trace", "check") if getattr(self, name)]
+            raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")
 
 
 class Plan(NamedTuple):
@@ -127,11 +137,11 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
     check_known(name)
     model = MODELS[name]
     if config.resolution is not None and model.resolution is None:
-        raise UsageError(f"resolution is {config.resolution}, but {name} has images of one size only: leave it out")
+        raise UsageError("resolution", config.resolution, hint=f"{name} has images of one size only; leave it out")
     module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
-        raise UsageError(f"engine.context_parallel is {degree}, but diffusers has no plan for the tokens of {name}")
+        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
     halves = 2 if config.guidance else 1
     inputs = model.inputs(1, resolution)
     latent = inputs["hidden_states"].nbytes
@@ -192,7 +202,7 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the plan of a configuration, and the flags that make it fit if it does not."""
     found = plan(name, config)
-    unit = _unit(found.need)
+    unit = unit_of(found.need)
     rows = {
         kind.replace("_", " "): (unit.of(update), unit.of(rollout))
         for kind, update, rollout in zip(Accounting._fields, found.update, found.rollout, strict=True)
@@ -224,7 +234,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
     settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
     found = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
-    unit = _unit(max(best.need for _, best in found))
+    unit = unit_of(max(best.need for _, best in found))
     rows = {}
     for flags, best in found:
         says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
@@ -250,7 +260,8 @@ class Unit(NamedTuple):
         return f"{size / self.size:.2f}" if size else "-"
 
 
-def _unit(largest: int) -> Unit:
+def unit_of(largest: int) -> Unit:
+    """Return the unit that a largest number of bytes is shown in."""
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 

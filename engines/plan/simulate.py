@@ -62,9 +62,20 @@ class AheadConfig:
     def __post_init__(self) -> None:
         seconds, count = (0, 1e9), (1, 2**20)
         check_fields(
-            self, "", rollout_seconds=seconds, update_seconds=seconds, push_seconds=seconds, samples=count, gpus=count,
-            servers=count, server_gpus=count, ahead=(0, 64), spread=(0, 10), idle=(0, 0.99), most_gpus=(2, 2**20),
-        )  # fmt: skip
+            self,
+            "",
+            rollout_seconds=seconds,
+            update_seconds=seconds,
+            push_seconds=seconds,
+            samples=count,
+            gpus=count,
+            servers=count,
+            server_gpus=count,
+            ahead=(0, 64),
+            spread=(0, 10),
+            idle=(0, 0.99),
+            most_gpus=(2, 2**20),
+        )
 
 
 def checked(config: AheadConfig) -> AheadConfig:
@@ -75,11 +86,13 @@ def checked(config: AheadConfig) -> AheadConfig:
     """
     for name in ("rollout_seconds", "update_seconds"):
         if not getattr(config, name):
-            raise UsageError(f"{name} is 0, expected the seconds of a measured run: set {name} to them")
+            raise UsageError(name, 0.0, "the seconds of a measured run")
     if config.most_gpus <= config.server_gpus:
         raise UsageError(
-            f"most_gpus is {config.most_gpus}, expected more than the {config.server_gpus} GPUs of a server: a trainer "
-            "needs one as well"
+            "most_gpus",
+            config.most_gpus,
+            f"more than the {config.server_gpus} GPUs of a server",
+            "a trainer needs one as well",
         )
     return config
 
@@ -246,11 +259,15 @@ def show(config: AheadConfig, *, console: Console) -> None:
     splits = {total: best_split(config, total) for total in _totals(config)}
     rows = {
         f"{total} GPUs": (
-            str(split.gpus), str(split.servers), str(split.ahead), f"{split.run.idle:.1%}",
-            f"{config.samples / split.run.seconds_per_rollout:.3g}", f"{config.samples / split.in_turn:.3g}",
+            str(split.gpus),
+            str(split.servers),
+            str(split.ahead),
+            f"{split.run.idle:.1%}",
+            f"{config.samples / split.run.seconds_per_rollout:.3g}",
+            f"{config.samples / split.in_turn:.3g}",
         )
         for total, split in splits.items()
-    }  # fmt: skip
+    }
     heads = ("trainer", "servers", "K", "waits", "samples/s", "in turn")
     console.print(table("the fastest division of the GPUs", heads, rows), highlight=False)
     console.print("in turn: samples/s if all GPUs sample, and then all learn.", highlight=False, soft_wrap=True)

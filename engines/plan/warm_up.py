@@ -52,7 +52,7 @@ def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: Ru
             break
     failures = [found for found in engine.world.gather_items(failure) if found is not None]
     if failures and engine.sharding.compile != "auto":
-        raise UsageError(f"engine.compile is True, and the blocks cannot be compiled: {failures[0]}; set it to False")
+        raise UsageError(f"`engine.compile` is True, and the blocks cannot be compiled: {failures[0]}; set it to False")
     if failures:
         torch.compiler.set_stance("force_eager")
         recover(engine)

@@ -1,15 +1,23 @@
-"""Charts of a run as inline SVG: lines over updates, and bars. Colours come from the page's style sheet."""
+"""Charts of a run: lines and bars as SVG inside a page, and lines as a PNG."""
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 12, 26
-MOST_POINTS, COLOURS = 300, 8
+MOST_POINTS = 300
+COLOURS = ("#2563eb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#c2255c", "#846200", "#868e96")
+DIM = "#80868f"  # of text and axes, for light and dark pages
 
 
 def line_chart(title: str, lines: Mapping[str, Points], *, xlabel: str = "updates") -> str:
@@ -24,58 +32,35 @@ def line_chart(title: str, lines: Mapping[str, Points], *, xlabel: str = "update
     finite = {label: thinned(points) for label, points in finite.items() if points}
     if not finite:
         return ""
-    everything = [point for points in finite.values() for point in points]
-    xs, ys = ticks(*bounds([x for x, _ in everything])), ticks(*bounds([y for _, y in everything]))
-    low_x, high_x = bounds([x for x, _ in everything])
-
-    def place(x: float, y: float) -> str:
-        across, up = (x - low_x) / (high_x - low_x), (y - ys[0]) / (ys[-1] - ys[0])
-        return f"{LEFT + across * (WIDTH - LEFT - RIGHT):.1f},{HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM):.1f}"
-
-    parts = []
-    for y in ys:
-        (x0, level), (x1, _) = (place(x, y).split(",") for x in (low_x, high_x))
-        parts.append(f'<line class="grid" x1="{x0}" y1="{level}" x2="{x1}" y2="{level}"/>')
-        parts.append(f'<text class="y" x="{LEFT - 5}" y="{level}">{number(y)}</text>')
-    parts += [
-        f'<text class="x" x="{place(x, ys[0]).split(",")[0]}" y="{HEIGHT - 10}">{number(x)}</text>'
-        for x in xs
-        if low_x <= x <= high_x
-    ]
-    for i, points in enumerate(finite.values()):
-        colour = f"c{i % COLOURS}"
-        placed = [place(x, y) for x, y in points]
-        parts.append(f'<polyline class="{colour}" points="{" ".join(placed)}"/>')
-        if len(points) < 30:
-            parts += [f'<circle class="{colour}" cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.2"/>' for p in placed]
-    return _figure(title, parts, list(finite), xlabel)
+    figure, axes = _figure()
+    _draw(axes, finite, xlabel)
+    return as_svg(figure, title)
 
 
 def bar_chart(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
     """Return a figure of bars side by side: heights by position, by label; nothing where there are none."""
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
-    most = max((height for heights in bars.values() for height in heights.values()), default=0.0)
-    if not most > 0:
+    if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""
-    parts = []
-    slot = (WIDTH - LEFT - RIGHT) / len(positions)
-    width = 0.8 * slot / len(bars)
-    ys = ticks(0.0, most)
-    for y in ys:
-        level = HEIGHT - BOTTOM - y / ys[-1] * (HEIGHT - TOP - BOTTOM)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{level:.1f}" x2="{WIDTH - RIGHT}" y2="{level:.1f}"/>')
-        parts.append(f'<text class="y" x="{LEFT - 5}" y="{level:.1f}">{number(y)}</text>')
-    for k, position in enumerate(positions):
-        middle = LEFT + (k + 0.5) * slot
-        parts.append(f'<text class="x" x="{middle:.1f}" y="{HEIGHT - 10}">{escape(position)}</text>')
-        for i, heights in enumerate(bars.values()):
-            height = heights.get(position, 0.0) / ys[-1] * (HEIGHT - TOP - BOTTOM)
-            left = LEFT + k * slot + 0.1 * slot + i * width
-            parts.append(
-                f'<rect class="c{i % COLOURS}" x="{left:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{width:.1f}" '
-                f'height="{height:.1f}"/>'
-            )
-    return _figure(title, parts, list(bars), xlabel)
+    figure, axes = _figure()
+    width = 0.8 / len(bars)
+    for number, (label, heights) in enumerate(bars.items()):
+        places = [place - 0.4 + (number + 0.5) * width for place in range(len(positions))]
+        axes.bar(places, [heights.get(position, 0.0) for position in positions], width, label=label)
+    axes.set_xticks(range(len(positions)), positions)
+    _finish(axes, xlabel)
+    return as_svg(figure, title)
+
+
+def curves(path: Path, panels: Mapping[str, Mapping[str, Points]], *, xlabel: str) -> None:
+    """Write a PNG of line charts side by side: panel title -> line label -> points (x, y)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    for number, (title, lines) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), number + 1, title=title)
+        _draw(axes, lines, xlabel)
+    figure.savefig(path, dpi=110)
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -87,34 +72,47 @@ def thinned(points: Points) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in stretches]
 
 
-def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest and the largest value, apart even if all are the same."""
-    low, high = min(values), max(values)
-    if low == high:
-        spread = abs(low) / 2 or 1.0
-        return low - spread, high + spread
-    return low, high
+def _figure() -> "tuple[Figure, Axes]":
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 2.7))
+    axes = figure.add_axes((0.14, 0.15, 0.84, 0.72))
+    axes.set_prop_cycle(cycler(color=COLOURS))
+    axes.tick_params(colors=DIM, labelsize=8)
+    axes.xaxis.label.set(color=DIM, fontsize=8)
+    axes.spines[:].set_color(DIM)
+    axes.locator_params(nbins=5)
+    return figure, axes
 
 
-def ticks(low: float, high: float, *, about: int = 4) -> list[float]:
-    """Return round numbers at equal distances; the first is at most `low`, the last at least `high`."""
-    rough = (high - low) / about
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, max(last, first + 1) + 1)]
+def _draw(axes: "Axes", lines: Mapping[str, Points], xlabel: str) -> None:
+    """Draw lines; few points are marked, so that a single evaluation is seen."""
+    for label, points in lines.items():
+        marker = "o" if len(points) < 30 else None
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker, markersize=4)
+    _finish(axes, xlabel)
 
 
-def number(value: float) -> str:
-    """Return a number in few characters."""
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.2g}"
-    return f"{round(value, 6):g}"
+def _finish(axes: "Axes", xlabel: str) -> None:
+    axes.set_xlabel(xlabel)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        above = {} if axes.get_title() else {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "fontsize": 8}
+        axes.legend(frameon=False, labelcolor=axes.xaxis.label.get_color(), **above)
 
 
-def _figure(title: str, parts: Sequence[str], labels: Sequence[str], xlabel: str) -> str:
-    """Return a figure with its title and its legend."""
-    keys = "".join(f'<span><i class="c{i % COLOURS}"></i>{escape(label)}</span>' for i, label in enumerate(labels))
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    legend = f'<div class="legend">{keys}<em>{escape(xlabel)}</em></div>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{legend}</figure>"
+def as_svg(figure: "Figure", title: str) -> str:
+    """Return a figure with its title as HTML; its text is text, and the same chart is the same bytes."""
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = written.getvalue().partition("<svg")[2]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<style .*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # names of parts, which other charts of the page have as well
+    name = escape(title)
+    return f'<figure><figcaption>{name}</figcaption><svg role="img" aria-label="{name}" {svg.strip()}</figure>'

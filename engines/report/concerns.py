@@ -1,4 +1,4 @@
-"""What a person should look at in a run, out of its records, and what it was warned of."""
+"""Warnings about a run, from its records, and those that it printed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with its curves, images, numbers and settings, which asks the network for nothing.
+"""Report of a run: curves, images, numbers and settings in one HTML file, which loads nothing from the network.
 
 It is written from the files of the run folder alone, so that `fluvial report RUN` works while a run is still going on.
 """
@@ -16,22 +16,21 @@ from PIL import Image
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.report import panels
 from fluvial.engines.report.concerns import concerns
+from fluvial.engines.report.records import read_json, read_records
 
 FILE = "report.html"
 LARGE = 8192  # bytes of an image
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # not even a script of a prompt's would run
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #667; --paper: #fff; --card: #f5f6f8; --line: #d8dbe0;
-  --good: #147a3c; --bad: #b42318; --warn: #fff4d6;
-  --c0: #2563eb; --c1: #d9480f; --c2: #2b8a3e; --c3: #9c36b5; --c4: #0b7285; --c5: #c2255c; --c6: #846200; --c7: #495057; }
+  --good: #147a3c; --bad: #b42318; --warn: #fff4d6; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --dim: #9aa3ad; --paper: #14161a; --card: #1e2127;
-  --line: #363b44; --good: #5bd38a; --bad: #ff8d80; --warn: #3a3215;
-  --c0: #7aa7ff; --c1: #ff9f5a; --c2: #6fd58a; --c3: #d8a1f0; --c4: #5fd0e3; --c5: #ff86ac; --c6: #e3c04a; --c7: #b6bdc6; } }
+  --line: #363b44; --good: #5bd38a; --bad: #ff8d80; --warn: #3a3215; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1120px; padding: 24px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { margin: 0; font-size: 26px; } h2 { margin: 32px 0 10px; font-size: 18px; } p { margin: 6px 0; }
-.dim, figcaption em, .legend { color: var(--dim); }
+.dim, figcaption em { color: var(--dim); }
 .cards, .charts, .samples { display: grid; gap: 12px; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin: 18px 0; }
 .card { background: var(--card); border-radius: 8px; padding: 10px 14px; } .card b { display: block; font-size: 21px; }
@@ -42,11 +41,6 @@ figcaption { font-weight: 600; overflow-wrap: anywhere; } .samples figcaption { 
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 6px; } .pair span { font-size: 12px; color: var(--dim); }
 img { display: block; width: 100%; height: auto; border-radius: 4px; }
 svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--dim); font-size: 11px; } svg .y { text-anchor: end; dominant-baseline: middle; }
-svg .x { text-anchor: middle; } svg .grid { stroke: var(--line); stroke-width: 1; }
-polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 12px; } .legend em { margin-left: auto; }
-.legend i { display: inline-block; width: 10px; height: 10px; margin-right: 4px; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; } td, th { padding: 4px 10px; border-bottom: 1px solid var(--line);
   text-align: left; vertical-align: top; overflow-wrap: anywhere; }
 td:not(:first-child) { font-variant-numeric: tabular-nums; }
@@ -57,11 +51,7 @@ pre { overflow: auto; padding: 12px; background: var(--card); border-radius: 8px
 summary { cursor: pointer; font-weight: 600; }
 @media print { body { max-width: none; padding: 0; font-size: 12px; }
   details > pre { overflow: visible; white-space: pre-wrap; } }
-""" + "".join(
-    f".c{i} {{ stroke: var(--c{i}); }} circle.c{i}, rect.c{i} {{ fill: var(--c{i}); stroke: none; }} "
-    f"i.c{i} {{ background: var(--c{i}); }}\n"
-    for i in range(8)
-)
+"""
 
 
 def write(out: Path) -> Path:
@@ -85,10 +75,10 @@ def page(out: Path) -> str:
     Raises:
         UsageError: the folder holds no run.
     """
-    config = _json(out / "config.json")
+    config = read_json(out / "config.json")
     if not isinstance(config, dict) or not (out / "metrics.jsonl").is_file():
         raise UsageError(f"{out} holds no run: name the folder of one, with its config.json and metrics.jsonl")
-    records, summary = list(_records(out / "metrics.jsonl")), _json(out / "summary.json") or {}
+    records, summary = list(read_records(out / "metrics.jsonl")), read_json(out / "summary.json") or {}
     title = f"fluvial: {out.resolve().name}"
     body = [
         f"<h1>{escape(out.resolve().name)}</h1>",
@@ -226,7 +216,7 @@ def number(value: Any) -> str:
 
 def _sheet(samples: Path, name: str) -> list[tuple[Image.Image, str, float | None]]:
     """Return the image, prompt and score of each sample of a sheet; none if it is missing."""
-    index, path = _json(samples / f"{name}.json"), samples / f"{name}.png"
+    index, path = read_json(samples / f"{name}.json"), samples / f"{name}.png"
     if not isinstance(index, list) or not path.is_file():
         return []
     with Image.open(path) as sheet:
@@ -246,23 +236,3 @@ def _encoded(image: Image.Image, kind: str, **options: int) -> bytes:
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def _json(path: Path) -> Any:
-    """Return what a JSON file holds, None if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run, up to a line that a crash cut short."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(record, dict) or not isinstance(record.get("update"), int):
-            return
-        yield record

@@ -201,8 +201,12 @@ class SwanLab:
 
 
 TRACKERS: dict[str, Maker | None] = {
-    "tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab, "none": None,
-}  # fmt: skip
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "swanlab": SwanLab,
+    "none": None,
+}
 EXTRAS = ("wandb", "trackio", "swanlab")  # packages, each with an extra of its name
 
 
@@ -219,7 +223,7 @@ def find(name: str) -> Maker | None:
         spec = find_spec(name)
         # A folder of the package's name in the working folder, which wandb makes, is found as a package without a file.
         if spec is None or spec.origin is None:
-            raise UsageError(f"tracker is {name!r}, and {name} is not installed: pip install 'fluvial[{name}]'")
+            raise UsageError("tracker", name, hint=f"{name} is not installed; pip install 'fluvial[{name}]'")
     found: Maker | None = plugins.load(name, "trackers", _makes, table=TRACKERS)
     return found
 

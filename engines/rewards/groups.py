@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.signature import Samples
 
-Row = tuple[Tensor, str, Tensor | None]  # image, prompt and latent of a sample
+Row = tuple[Tensor, Prompt, Tensor | None]  # image, prompt and latent of a sample
 
 
 class GroupBuffer:

@@ -1,4 +1,4 @@
-"""Samples without a valid score: they are left out, of a rollout with their groups; where they are too many, it ends."""
+"""Samples without a valid score: their groups are dropped from a rollout; too many end the run."""
 
 import warnings
 from collections.abc import Sequence
@@ -93,5 +93,5 @@ def _first(problems: Sequence[str], unknown: str, world: World) -> str:
 def _report(reason: str, left: str, then: str, *, enough: bool, most: float) -> None:
     """Warn of what is left out, or raise RunError unless what remains is enough."""
     if not enough:
-        raise RunError(f"{reason}; {left}, above max_invalid {most:g}")
+        raise RunError(f"{reason}; {left}, above `max_invalid` {most:g}")
     warnings.warn(f"{reason}; {left} and {then}", stacklevel=5)

@@ -66,10 +66,10 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
     for option, value in given:
         if value is None or not option.isidentifier():
             raise UsageError(
-                f"{field} is {text!r}, whose option {option!r} is not name=value: write {name}:option=value,option=value"
+                f"`{field}` is {text!r}, whose option {option!r} is not name=value: write {name}:option=value,option=value"
             )
     if len({option for option, _ in given}) < len(given):
-        raise UsageError(f"{field} is {text!r}, which names an option twice: name each once")
+        raise UsageError(f"`{field}` is {text!r}, which names an option twice: name each once")
     return RewardText(name, {option: value or "" for option, value in given}, weight if separator else None)
 
 
@@ -143,7 +143,7 @@ def _value(label: str, text: str, hint: Any) -> Any:
     """Return an option's text as a value of a type.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]

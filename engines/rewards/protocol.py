@@ -1,4 +1,4 @@
-"""What a reward is: a function from images and their prompts to one number per image."""
+"""Protocol of a reward: a function from images and their prompts to one number per image."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from fluvial.engines import plugins
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.options import from_factory, made, parse
 from fluvial.engines.rewards.protocol import Reward
@@ -15,7 +15,7 @@ from fluvial.engines.rewards.signature import reward_problem, signature_of
 
 def select(
     rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards"
-) -> dict[str, tuple[Reward, float]]:  # fmt: skip
+) -> dict[str, tuple[Reward, float]]:
     """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
 
     Args:
@@ -33,13 +33,13 @@ def select(
     for text in names or list(rewards)[:1]:
         name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
         if name in found:
-            raise UsageError(f"{field} is {list(names)}, which names {name!r} twice: name each reward once")
+            raise UsageError(f"`{field}` is {list(names)}, which names {name!r} twice: name each reward once")
         value = 1.0 if weight is None else weight_of(weight)
         if value is None:
             raise UsageError(
-                f"{field} is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
+                f"`{field}` is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
             )
-        label = f"{field} {name!r}"
+        label = f"`{field}` {name!r}"
         if name in makers and name not in rewards:
             reward = makers[name](label, options)
         else:
@@ -89,13 +89,13 @@ def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
             raise UsageError(f"{label} {name!r} {problem}")
 
 
-def check_records(rewards: Mapping[str, Any], prompts: Sequence[str], *, label: str = "reward") -> None:
-    """Raise UsageError, in one line, if a reward asks for something that the records of the prompts have not."""
+def check_records(rewards: Mapping[str, Any], prompts: Sequence[Prompt], *, label: str = "reward") -> None:
+    """Raise UsageError, in one line, if a reward needs a column that the prompts' records lack."""
     for name, reward in rewards.items():
         if signature_of(reward).takes("condition_images"):
-            without = next((prompt for prompt in prompts if as_prompt(prompt).image is None), None)
+            without = next((prompt for prompt in prompts if prompt.image is None), None)
             if without is not None:
                 raise UsageError(
-                    f"{label} {name!r} takes condition_images, and prompt {without!r} has none: give its record a column "
-                    "image"
+                    f"{label} {name!r} takes condition_images, and prompt {without.text!r} has none: give its record a "
+                    "column image"
                 )

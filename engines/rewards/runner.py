@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import FluvialError, RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.groups import GroupBuffer
@@ -58,7 +59,7 @@ class RewardRunner:
         Thread(target=self._serve, name="reward", daemon=True).start()
 
     def submit(
-        self, images: Tensor, prompts: Sequence[str], latents: Tensor | None = None, group: int | None = None
+        self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, group: int | None = None
     ) -> None:
         """Start scoring a chunk, see `Samples`."""
         chunk = (Future[Scored](), Samples(images, prompts, latents, group))
@@ -83,7 +84,7 @@ class RewardRunner:
             try:
                 found.append(future.result(self.timeout))
             except FutureTimeoutError:
-                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(samples.prompts)}") from None
+                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(samples.prompts))}") from None
         self.tally.failed = 0
         return found
 
@@ -100,7 +101,7 @@ class RewardRunner:
         return found.scores
 
     def close(self) -> None:
-        """Let the thread end, without waiting for a call that hangs."""
+        """End the thread, without waiting for a call that hangs."""
         self.work.put(None)
 
     def _serve(self) -> None:
@@ -126,12 +127,12 @@ class RewardRunner:
             return invalid(len(samples.prompts), self._line(error, samples)) if whole else self._one_by_one(samples, error)
 
     def _called(self, samples: Samples) -> Scored:
-        return read_scores(self.signature.call(self.reward, samples), samples.prompts, label=self.label)
+        return read_scores(self.signature.call(self.reward, samples), texts(samples.prompts), label=self.label)
 
     def _line(self, error: BaseException, samples: Samples) -> str:
         """Return why a call gave no scores, in one line."""
         if not isinstance(error, FluvialError):
-            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(samples.prompts)}"
+            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(texts(samples.prompts))}"
         return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
 
     def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
@@ -168,9 +169,13 @@ class RewardRunners:
     """
 
     def __init__(
-        self, weighted: Mapping[str, tuple[Reward, float]], *, timeout: float | None = None, group: int = 0,
+        self,
+        weighted: Mapping[str, tuple[Reward, float]],
+        *,
+        timeout: float | None = None,
+        group: int = 0,
         tolerated: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.names = list(weighted)
         self.runners = [
             RewardRunner(reward, label=f"reward {name!r}", timeout=timeout, tolerated=tolerated)
@@ -198,7 +203,7 @@ class RewardRunners:
         return other
 
     def submit(
-        self, images: Tensor, prompts: Sequence[str], latents: Tensor | None = None, ids: Sequence[int] | None = None
+        self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, ids: Sequence[int] | None = None
     ) -> None:
         """Start scoring a chunk with every reward.
 
@@ -214,11 +219,10 @@ class RewardRunners:
         if self.buffer is not None:
             self._start(self.buffer.add(Samples(images, prompts, latents), ids))
 
-    def collect(self, world: World | None = None, *, batch: int | None = None) -> Collected:
+    def collect(self, *, batch: int | None = None) -> Collected:
         """Return the scores of all chunks submitted since the last call.
 
         Args:
-            world: process group, whose ranks must all take part where `needs_world`.
             batch: number of samples of all ranks; by default those that were submitted.
 
         Raises:
@@ -252,7 +256,7 @@ class RewardRunners:
             self._start(self.buffer.exchange(world))
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         for runner in self.runners:
             runner.close()
 
@@ -264,16 +268,18 @@ class RewardRunners:
                 runner.submit(*samples)
 
 
-def score(reward: Reward, images: Tensor, prompts: Sequence[str], *, label: str = "the reward") -> Tensor:
+def score(reward: Reward, images: Tensor, prompts: Sequence[str | Prompt], *, label: str = "the reward") -> Tensor:
     """Return the scores of images `[B]`, float32 on the CPU, in one call and without a thread.
 
     Raises:
         RunError: the reward raised, or did not return one valid number per image.
     """
+    samples = Samples(images, as_prompts(prompts))
+    asked = texts(samples.prompts)
     try:
-        returned: Any = signature_of(reward).call(reward, Samples(images, prompts))
+        returned: Any = signature_of(reward).call(reward, samples)
     except FluvialError as error:
         raise RunError(f"{label}: {error}") from error
     except Exception as error:
-        raise RunError(f"{label} raised {type(error).__name__} ({one_line(error)}) for {named(prompts)}") from error
-    return as_scores(returned, prompts, label=label)
+        raise RunError(f"{label} raised {type(error).__name__} ({one_line(error)}) for {named(asked)}") from error
+    return as_scores(returned, asked, label=label)

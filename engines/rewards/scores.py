@@ -1,4 +1,4 @@
-"""What a reward returned, as one float32 number per image, and one line for each number that cannot be learnt from."""
+"""Scores of a reward as one float32 number per image, and one line for each that cannot be learnt from."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""What a reward asks for: read once from the names of its parameters, and passed with every call."""
+"""Inputs of a reward: read once from the names of its parameters, and passed with every call."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fluvial.engines.data.images import read_image
-from fluvial.engines.data.records import as_prompt, metadata_of
+from fluvial.engines.data.records import Prompt, metadata_of, texts
 from fluvial.engines.errors import UsageError
 
 SAMPLES = ("images", "videos", "latents")  # a reward takes at least one of these
@@ -22,7 +22,7 @@ class Samples(NamedTuple):
     """Samples that a reward is called with, B of them."""
 
     images: Tensor  # [B, C, H, W] in [0, 1], of videos [B, C, F, H, W]
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     latents: Tensor | None = None  # [B, *event], the samples before they are decoded
     group: int | None = None  # number of their group in the rollout, where they are one whole group
 
@@ -52,7 +52,7 @@ class Signature:
         """Return what a reward returns for samples.
 
         Raises:
-            UsageError: the samples have not what the reward asks for.
+            UsageError: the samples lack an input of the reward.
         """
         found = [_value(name, samples) for name in self.positional]
         return reward(*found, **{name: _value(name, samples) for name in self.named})
@@ -68,7 +68,7 @@ def signature_of(reward: Any) -> Signature:
         reward: anything.
 
     Raises:
-        ValueError: it cannot be called as a reward; the message goes on from the name of the reward.
+        ValueError: it cannot be called as a reward; the message continues after the name of the reward.
     """
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
         raise ValueError(f"is an async function, expected {EXPECTED}: define it with def")
@@ -145,7 +145,7 @@ def _value(name: str, samples: Samples) -> Any:
     values: Mapping[str, Callable[[], Any]] = {
         "images": lambda: samples.images,
         "videos": lambda: samples.images,
-        "prompts": lambda: samples.prompts,
+        "prompts": lambda: texts(samples.prompts),
         "metadata": partial(metadata_of, samples.prompts),
         "group": lambda: samples.group,
         "latents": lambda: samples.latents,
@@ -154,9 +154,8 @@ def _value(name: str, samples: Samples) -> Any:
     return values[name]()
 
 
-def _condition(prompt: str, like: Tensor) -> Tensor:
+def _condition(prompt: Prompt, like: Tensor) -> Tensor:
     """Return the image of a prompt's record, `[C, H, W]` in [0, 1], on the device of the samples."""
-    image = as_prompt(prompt).image
-    if image is None:
-        raise UsageError(f"it takes condition_images, and prompt {prompt!r} has none: give its record a column image")
-    return read_image(image).to(like.device)
+    if prompt.image is None:
+        raise UsageError(f"it takes condition_images, and prompt {prompt.text!r} has none: give its record a column image")
+    return read_image(prompt.image).to(like.device)

@@ -12,7 +12,7 @@ from fluvial.engines.rewards.signature import Samples
 
 
 def warm_up(runners: RewardRunners, blank: Samples, *, count: int, group: int) -> None:
-    """Let every reward score a blank batch; a NaN for a blank image is no failure.
+    """Score a blank batch with every reward; a NaN for a blank image is no failure.
 
     Args:
         runners: the rewards.
@@ -31,7 +31,7 @@ def warm_up(runners: RewardRunners, blank: Samples, *, count: int, group: int) -
 
 
 def warm_up_evaluators(evaluators: Mapping[str, Reward], blank: Samples, *, count: int) -> None:
-    """Let every evaluator score a blank batch, see `warm_up`.
+    """Score a blank batch with every evaluator, see `warm_up`.
 
     Raises:
         RunError: an evaluator failed.

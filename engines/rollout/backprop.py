@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
-import optree
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fluvial.core import gaussian
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler
-from fluvial.engines.rollout.items import Items, Share, flatten, given
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.items.last import LastSteps
+from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
 
 
@@ -36,30 +33,8 @@ def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
     return steps - fitting[0] if fitting else last
 
 
-def last_items(
-    trajectory: Trajectory, schedule: Schedule, share: Share, key: Key, count: int, target_weight: Tensor, weight: Tensor
-) -> Items:
-    """Return one item per sample, before the last `count` steps, with the noise that these steps took.
-
-    Args:
-        trajectory: samples of this rank, with all of their steps.
-        schedule: schedule of the trajectory.
-        share: which samples these are.
-        key: key of the rollout.
-        count: number of steps.
-        target_weight, weight: of each sample, `[B]`.
-    """
-    first, batch = len(schedule.timesteps) - count, len(trajectory.final)
-    flat = flatten(trajectory, schedule, target_weight, weight)
-    items: Items = optree.tree_map(lambda table: table[first * batch : (first + 1) * batch], flat)
-    ids = torch.tensor(share.numbers, device=items.x.device)
-    keys = fold_in(fold_in(fold_in(key, Stream.SAMPLES), ids), Stream.STEPS)
-    noise = [normal(fold_in(keys, first + i), tuple(items.x.shape)) for i in range(count)]
-    return items._replace(noise=torch.stack(noise, dim=1))
-
-
 def final_samples(
-    v: Tensor, items: Items, sampler: Sampler, schedule: Schedule, predict: Callable[[Items], Tensor]
+    v: Tensor, items: LastSteps, sampler: Sampler, schedule: Schedule, predict: Callable[[LastSteps], Tensor]
 ) -> Tensor:
     """Return the clean sample of each item, `[P, *event]`, through which the gradient flows back to every prediction.
 
@@ -67,12 +42,12 @@ def final_samples(
 
     Args:
         v: prediction at the items.
-        items: as `last_items` returns them.
+        items: samples before the last steps.
         sampler: sampler of the steps.
         schedule: schedule of the rollout.
         predict: function that returns the prediction at items.
     """
-    x, noise = items.x, given(items.noise)
+    x, noise = items.x, items.noise
     steps, count = len(schedule.timesteps), noise.shape[1]
     for i, step in enumerate(range(steps - count, steps)):
         level, after = (schedule.levels[at].to(x.device, x.dtype).expand(len(x)) for at in (step, step + 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 from fluvial.core import correction
 from fluvial.core.checks import check_fields
 from fluvial.core.correction import CorrectionInfo, rollout_weights
-from fluvial.engines.rollout.items import Items, Share
+from fluvial.engines.rollout.items import RecordedSteps, Share
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class CorrectionConfig:
 
 
 def correct(
-    items: Items,
+    items: RecordedSteps,
     log_prob: Tensor,
     recorded: Tensor,
     config: CorrectionConfig,
     *,
     share: Share,
     gather: Callable[[Tensor], Tensor],
-) -> tuple[Items, CorrectionInfo]:
+) -> tuple[RecordedSteps, CorrectionInfo]:
     """Return a rollout's items with the update's own log-probs for the old ones, weighted; every rank must take part.
 
     Args:

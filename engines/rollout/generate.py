@@ -5,30 +5,32 @@ the number of ranks nor on the rank that makes it.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import transitions
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Record, Trajectory, Velocity, rollout, unrecorded
+from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unrecorded, unroll
+from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
-from fluvial.engines.data.records import negatives
+from fluvial.engines.data.records import Prompt, negatives, texts
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.after import AfterWindow, Noted, Observer, after_schedule, finish
-from fluvial.engines.rollout.items import concatenate
-from fluvial.engines.rollout.solvers import Solver, sa_schedule, solve
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.items.steps import concatenate
+from fluvial.engines.rollout.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
+from fluvial.engines.rollout.tail import Tail, after_schedule
 from fluvial.engines.rollout.window import Steps
+from fluvial.engines.streams import Stream
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
@@ -60,12 +62,12 @@ class Guidance:
     def __post_init__(self) -> None:
         check_fields(self, "rollout.guidance", scale=(0, math.inf))
         if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
-            raise ValueError(
-                "rollout.guidance.update is conditional, without guidance in the update: expected a scale other than 1, and "
-                "gradient both"
+            raise UsageError(
+                "`rollout.guidance.update` is conditional, without guidance in the update: expected a scale other "
+                "than 1, and gradient both"
             )
 
-    def encode(self, model: DiffusionModel, prompts: Sequence[str], tokens: int | None = None) -> Cond:
+    def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
 
         A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
@@ -76,15 +78,15 @@ class Guidance:
             prompts: prompt of each sample.
             tokens: length that prompts are padded to; by default the model's own.
         """
-        cond = trimmed(model, model.encode(prompts), tokens)
+        cond = trimmed(model, model.encode(texts(prompts)), tokens)
         if not self.is_guided(model):
             return cond
         unconditional = trimmed(model, model.encode(negatives(prompts, self.negative)), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
-    def texts(self, model: DiffusionModel, prompts: Sequence[str]) -> list[str]:
+    def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[str]:
         """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each."""
-        return [*prompts, *(negatives(prompts, self.negative) if self.is_guided(model) else ())]
+        return [*texts(prompts), *(negatives(prompts, self.negative) if self.is_guided(model) else ())]
 
     def is_guided(self, model: DiffusionModel) -> bool:
         """Return whether samples of a model are given the conditioning of a negative prompt."""
@@ -143,13 +145,17 @@ class StochasticSteps:
         """Return the stochastic steps of the samples that are generated together."""
         return self.window(ids) if callable(self.window) else self.window
 
-    def draw(self, transition: Transition, x: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return a draw of a step and its log-probability, as the update computes it."""
-        return sde_step(transition, x, v, implementation=self.implementation, **options)
+    def kernel(self, x: Tensor) -> DrawAndScore | None:
+        """Return the kernel that draws and scores a recorded step of samples like x; None for the reference."""
+        if resolve("rollout", self.implementation, [x]) == "reference":
+            return None
 
-    def draws_noise(self, x: Tensor) -> bool:
-        """Return whether the implementation draws the noise itself, from keys."""
-        return resolve("rollout", self.implementation, [x]) == "triton"
+        def draw(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+            return sde_step(
+                transition, x, v, key=key, form=self.form, reduction=self.reduction, implementation=self.implementation
+            )
+
+        return draw
 
 
 class SharedPrefix(NamedTuple):
@@ -177,7 +183,7 @@ class Sampling:
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
             those outside of the repeated blocks, or none.
         step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
-        observe: function of (x, v, step) that is called at every Euler step, shared ones and those after the window aside.
+        observe: function that is called with every Euler step, except for shared ones and those after the window.
     """
 
     shape: tuple[int, ...]
@@ -189,16 +195,16 @@ class Sampling:
     autocast: bool = False
     prefix: SharedPrefix | None = None
     text_tokens: int | None = None
-    after: AfterWindow = field(default_factory=AfterWindow)
+    after: Tail = field(default_factory=Tail)
     reuse: Literal["all", "outside_blocks", "none"] = "none"
     step_cache: float = 0.0
-    observe: Observer | None = None
+    observe: Callable[[Step], None] | None = None
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
-            raise ValueError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
+            raise UsageError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
 
-    def encode(self, model: DiffusionModel, prompts: Sequence[str]) -> Cond:
+    def encode(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> Cond:
         """Return the conditioning of a chunk, laid out as in an update, which gathers it by row: so bits are the same."""
         return fresh_copy(self.guidance.encode(model, prompts, self.text_tokens), self.schedule.timesteps.device)
 
@@ -211,7 +217,7 @@ class Sampling:
 class Requests(NamedTuple):
     """The samples to make, on one rank, in whole chunks."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     ids: Sequence[int]  # the noise of a sample depends on its id and nothing else
     key: Key
     initial_ids: Sequence[int] | None = None  # ids of the initial noise; samples that share one start from the same noise
@@ -220,7 +226,7 @@ class Requests(NamedTuple):
 class Chunk(NamedTuple):
     """A chunk of generated samples."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     cond: Cond
     trajectory: Trajectory
     images: Tensor  # [b, C, H, W], of videos [b, C, F, H, W], in [0, 1]
@@ -230,7 +236,7 @@ class Chunk(NamedTuple):
 class SampleBatch(NamedTuple):
     """All samples of one rank, of a rollout or from given data."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     cond: Cond
     trajectory: Trajectory
     thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
@@ -252,11 +258,6 @@ def on_device(schedule: Schedule, device: torch.device) -> Schedule:
     return Schedule(schedule.levels.cpu(), schedule.timesteps.to(device))
 
 
-def deterministic_step(prediction: Prediction) -> Sampler:
-    """Return the sampler without noise: Euler's step of a velocity, DDIM's of epsilon."""
-    return transitions.ode if prediction == "velocity" else partial(transitions.ddim, eta=0.0)
-
-
 def generate(
     model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
 ) -> Iterator[Chunk]:
@@ -269,44 +270,43 @@ def generate(
         sampling: how they are made.
         micro_batch: samples per chunk.
     """
-    device, prediction = sampling.schedule.timesteps.device, model.prediction
-    prompts, ids, key = requests.prompts, requests.ids, requests.key
-    first_ids = requests.initial_ids
+    device, key = sampling.schedule.timesteps.device, requests.key
     if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
-    starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else {}
-    for start in range(0, len(ids), micro_batch):
-        rows = slice(start, start + micro_batch)
-        own = fold_in(key, torch.tensor(list(ids[rows]), device=device))
-        first = own if first_ids is None else fold_in(key, torch.tensor(list(first_ids[rows]), device=device))
-        cond = sampling.encode(model, prompts[rows])
-        window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids[rows])
-        velocity = prediction_of(model, module, cond, sampling, exact=window)
+    starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
+    for start in range(0, len(requests.ids), micro_batch):
+        part = slice(start, start + micro_batch)
+        prompts, ids = requests.prompts[part], requests.ids[part]
+        initial_ids = ids if requests.initial_ids is None else requests.initial_ids[part]
+        keys = fold_in(key, torch.tensor(list(ids), device=device))
+        cond = sampling.encode(model, prompts)
         with torch.no_grad():
-            if starts:
-                assert first_ids is not None
-                x = torch.stack([starts[group] for group in first_ids[rows]])
+            if starts is None:
+                x = _initial(fold_in(key, torch.tensor(list(initial_ids), device=device)), sampling)
             else:
-                x = normal(fold_in(first, Stream.INITIAL), (len(prompts[rows]), *sampling.shape))
+                x = torch.stack([starts[group] for group in initial_ids])
+            window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
+            velocity = prediction_of(model, module, cond, sampling, exact=window)
+            steps = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
-                keys, last = fold_in(own, Stream.STEPS), len(sampling.schedule.timesteps)
-                if sampling.after != AfterWindow():
-                    last = max(window) + 1
-                rest, noted = range(sampling.shared_steps, last), Noted(velocity, sampling.observe)
-                trajectory = _walk(noted, x, keys, sampling, prediction, steps=rest, window=window)
-                if last < len(sampling.schedule.timesteps):
-                    schedule = after_schedule(sampling.schedule, last, sampling.after.fraction, sampling.after.least)
-                    onward = prediction_of(model, module, cond, replace(sampling, schedule=schedule))
-                    x = finish(sampling.after.solver, onward, trajectory.final, schedule.levels, noted.estimate)
-                    trajectory = trajectory._replace(final=x)
+                trajectory, before = _unrolled(velocity, x, steps, sampling, model.prediction, window)
             else:
-                found = solve(
-                    sampling.solver, velocity, x, sampling.schedule, prediction=prediction, eta=sampling.eta,
-                    keys=fold_in(own, Stream.STEPS),
-                )  # fmt: skip
-                trajectory = unrecorded(found)
+                solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
+                trajectory, before = unrecorded(solver(velocity, x, sampling.schedule)), None
+            if before is not None:
+                tail = sampling.after
+                rest = after_schedule(sampling.schedule, before.step + 1, tail.fraction, tail.least)
+                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
+                x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=before)
+                trajectory = trajectory._replace(final=x)
             images = model.decode(trajectory.final)
-        yield Chunk(prompts[rows], cond, trajectory, images)
+        yield Chunk(prompts, cond, trajectory, images)
+
+
+def _initial(keys: Key, sampling: Sampling) -> Tensor:
+    """Return the initial noise of samples from a key of each, `[B, *shape]`."""
+    assert isinstance(keys.low, Tensor)
+    return normal(fold_in(keys, Stream.INITIAL), (len(keys.low), *sampling.shape))
 
 
 def _starts(
@@ -321,20 +321,17 @@ def _starts(
     assert sampling.prefix is not None
     prompt_of = dict(zip(requests.initial_ids, requests.prompts, strict=True))
     groups, width = list(prompt_of), -(-micro_batch // sampling.prefix.group)
-    device = sampling.schedule.timesteps.device
+    device, steps = sampling.schedule.timesteps.device, range(sampling.prefix.steps)
     found: dict[int, Tensor] = {}
     for start in range(0, len(groups), width):
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
-        texts = [prompt_of[group] for group in filled]
-        cond = sampling.encode(model, texts)
-        own = fold_in(requests.key, torch.tensor(filled, device=device))
+        cond = sampling.encode(model, [prompt_of[group] for group in filled])
+        keys = fold_in(requests.key, torch.tensor(filled, device=device))
         with torch.no_grad():
-            x = normal(fold_in(own, Stream.INITIAL), (width, *sampling.shape))
-            velocity, keys = prediction_of(model, module, cond, sampling), fold_in(own, Stream.STEPS)
-            steps = range(sampling.shared_steps)
-            walked = _walk(velocity, x, keys, sampling, model.prediction, steps=steps, window=())
-        found.update(zip(part, walked.final, strict=False))
+            x, velocity = _initial(keys, sampling), prediction_of(model, module, cond, sampling)
+            trajectory = scan(velocity, x, _plan(x, sampling, model.prediction, (), steps), fold_in(keys, Stream.STEPS))
+        found.update(zip(part, trajectory.final, strict=False))
     return found
 
 
@@ -368,19 +365,37 @@ def prediction_of(
     return velocity
 
 
-def _walk(
-    velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, *, steps: range, window: Steps
-) -> Trajectory:
-    """Return the trajectory of a part of the schedule, stochastic at the steps of the window."""
-    deterministic, stochastic = deterministic_step(prediction), sampling.stochastic
-    transition, record = deterministic, Record(steps=())
+def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> Plan:
+    """Return the table of a part of the schedule, stochastic at the steps of the window."""
+    still, stochastic = deterministic_step(prediction), sampling.stochastic
+    transition, record = still, Record(steps=())
     if stochastic is not None:
         transition = stochastic.transition
-        record = Record(
-            steps=None if len(window) and stochastic.record else (), form=stochastic.form, reduction=stochastic.reduction,
-            draw=stochastic.draw, by_key=stochastic.draws_noise(x), velocity=stochastic.keep_velocity,
-        )  # fmt: skip
-    return rollout(
-        velocity, x, sampling.schedule.levels, transition=transition, deterministic=deterministic, key=keys,
-        window=window, record=record, steps=steps,
-    )  # fmt: skip
+        recorded = None if len(window) and stochastic.record else ()
+        record = Record(recorded, stochastic.form, stochastic.reduction, velocity=stochastic.keep_velocity)
+    table = partial(plan, sampling.schedule.levels, transition, deterministic=still)
+    return table(batch=len(x), window=window, record=record, steps=steps, device=x.device)
+
+
+def _unrolled(
+    velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
+) -> tuple[Trajectory, Estimate | None]:
+    """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
+    end = len(sampling.schedule.timesteps)
+    last = end if sampling.after == Tail() else max(window) + 1
+    table = _plan(x, sampling, prediction, window, range(sampling.shared_steps, last))
+    draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
+    latest = deque[Step](maxlen=1)
+
+    def taken() -> Iterator[Step]:
+        for step in unroll(velocity, x, table, keys, draw=draw):
+            latest.append(step)
+            if sampling.observe is not None:
+                sampling.observe(step)
+            yield step
+
+    trajectory = stack(table, taken(), x)
+    if last == end:
+        return trajectory, None
+    step, level = latest[0], float(sampling.schedule.levels[last - 1])
+    return trajectory, Estimate(step.t, level, step.x - level * step.v)

@@ -1,19 +1,21 @@
-"""Samplers of a run: the built-in ones by name, and a person's own.
+"""Samplers of a run: stochastic ones, built in and custom, and solvers of the ODE.
 
-An own sampler is a function `(level, level_next, *, eta) -> Transition`. It is named `module:function`, declared as an entry
-point of `fluvial.samplers`, or passed as `RolloutConfig(sampler=function)`. One with more to say is a `SamplerRule`.
+A custom sampler is a function `(level, level_next, *, eta) -> Transition`. It is named `module:function`, declared as an
+entry point of `fluvial.samplers`, or passed as `Stochastic(function)`. One with more to say is a `SamplerRule`.
 """
 
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from fluvial.core import transitions
+from fluvial.core.checks import check_fields
+from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Sampler
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
@@ -29,6 +31,8 @@ class SamplerRule:
         max_eta: largest eta that the sampler is defined for; 0 for a sampler that takes no noise.
         last_step_is_deterministic: the step to the schedule's end has std 0, and so no log-probability.
         std_is_a_rate: std is a rate times sqrt(|dt|), which GRPO-Guard's loss assumes.
+        published_std: what the sampler's published code calls std: that of the step, or the rate std / sqrt(|dt|). A KL
+            that is computed with the rate is |dt| times the exact one.
         prediction: what the models predict that it samples from; None for any.
     """
 
@@ -36,7 +40,13 @@ class SamplerRule:
     max_eta: float = math.inf
     last_step_is_deterministic: bool = False
     std_is_a_rate: bool = False
+    published_std: Literal["step", "rate"] = "step"
     prediction: Prediction | None = "velocity"
+
+    @property
+    def kl_weight(self) -> KLWeight:
+        """Weight of the KL of a step in the sampler's published loss, see `core.step.policy_loss`."""
+        return "rate" if self.published_std == "rate" else "exact"
 
 
 def _built_in(name: transitions.SamplerName, **options: Any) -> SamplerRule:
@@ -44,7 +54,7 @@ def _built_in(name: transitions.SamplerName, **options: Any) -> SamplerRule:
 
 
 SAMPLERS: dict[str, SamplerRule] = {
-    "flow_sde": _built_in("flow_sde", std_is_a_rate=True),
+    "flow_sde": _built_in("flow_sde", std_is_a_rate=True, published_std="rate"),
     "dance_sde": _built_in("dance_sde", std_is_a_rate=True),
     "cps": _built_in("cps", last_step_is_deterministic=True),
     "ddim": _built_in("ddim", last_step_is_deterministic=True, prediction="epsilon"),
@@ -57,14 +67,14 @@ def sampler_rule(sampler: Any) -> SamplerRule:
     """Return the rule of a sampler: of its name, its function, or the rule itself.
 
     Raises:
-        UsageError: it is none of these, or the function cannot be called with (level, level_next, eta=...).
+        UsageError: it is not one of these, or the function cannot be called with (level, level_next, eta=...).
     """
     if isinstance(sampler, str):
         found = plugins.load(sampler, "samplers", _problem, table=SAMPLERS, field="rollout.sampler")
     else:
         found = sampler
         if (problem := _problem(found)) is not None:
-            raise UsageError(f"rollout.sampler {problem}")
+            raise UsageError(f"`rollout.sampler` {problem}")
     if isinstance(found, SamplerRule):
         return found
     name = sampler_name(sampler)
@@ -73,7 +83,7 @@ def sampler_rule(sampler: Any) -> SamplerRule:
         try:
             return transitions.bind(partial(found, eta=eta), eta, levels)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"rollout.sampler {name!r} cannot be used: {error}") from error
+            raise UsageError(f"`rollout.sampler` {name!r} cannot be used: {error}") from error
 
     return SamplerRule(bind)
 
@@ -98,3 +108,86 @@ def _problem(found: Any) -> str | None:
     except TypeError as error:
         return f"has the signature {inspect.signature(found)}, expected {expected}: {error}"
     return None
+
+
+@dataclass(frozen=True)
+class Stochastic:
+    """Steps that take noise, and have a density.
+
+    Args:
+        name: Sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps (Flow-CPS, 2509.05952),
+            ddim (DDPO, 2305.13301, for models that predict epsilon), wan_sde (Flow-GRPO for Wan, with eta 1), or a function
+            `(level, level_next, *, eta) -> Transition`, as itself or as module:name.
+        eta: Scale of the noise, above 0, without a unit.
+    """
+
+    is_deterministic: ClassVar[bool] = False
+    solver: ClassVar[Literal["euler"]] = "euler"
+    name: Any = "flow_sde"
+    eta: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.sampler", eta=(0, math.inf))
+        if self.eta == 0:
+            raise UsageError(
+                "rollout.sampler.eta",
+                0,
+                "a number above 0",
+                f"every step of {self.kind} would be deterministic, without a density, as with sampler ode",
+            )
+        if self.eta > self.rule.max_eta:
+            raise UsageError("rollout.sampler.eta", self.eta, f"at most {self.rule.max_eta:g} for {self.kind}")
+
+    @staticmethod
+    def known_kinds() -> list[str]:
+        """Return the names of the built-in and of the installed samplers."""
+        return [name for name in plugins.names("samplers", SAMPLERS) if name != "ode"]
+
+    @property
+    def kind(self) -> str:
+        """The name under which the sampler is recorded."""
+        return sampler_name(self.name)
+
+    @cached_property
+    def rule(self) -> SamplerRule:
+        """What a run must know of the sampler."""
+        return sampler_rule(self.name)
+
+
+@dataclass(frozen=True)
+class Ode:
+    """Steps without noise: a flow's ODE, or DDIM with eta 0 for models that predict epsilon.
+
+    Args:
+        solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095) or unipc (UniPC, 2302.04867).
+    """
+
+    kind: ClassVar[str] = "ode"
+    is_deterministic: ClassVar[bool] = True
+    eta: ClassVar[float] = 0.0
+    rule: ClassVar[SamplerRule] = SAMPLERS["ode"]
+    solver: Literal["euler", "dpmpp_2m", "unipc"] = "euler"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.sampler")
+
+
+@dataclass(frozen=True)
+class SaSolver:
+    """SA-Solver (arXiv 2309.05019) for flows, whose noise at levels from 0.3 to 0.9 has no density, as in AWM's code.
+
+    Args:
+        eta: Scale of the noise, without a unit.
+    """
+
+    kind: ClassVar[str] = "sa_solver"
+    is_deterministic: ClassVar[bool] = True
+    solver: ClassVar[Literal["sa_solver"]] = "sa_solver"
+    rule: ClassVar[SamplerRule] = replace(SAMPLERS["ode"], prediction="velocity")
+    eta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.sampler", eta=(0, math.inf))
+
+
+SamplerChoice = Stochastic | Ode | SaSolver

@@ -1,4 +1,4 @@
-"""Log-probabilities of trajectories that something else has made, e.g. a serving engine or an earlier policy."""
+"""Log-probabilities of externally generated trajectories, e.g. of a serving engine or an earlier policy."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -56,7 +56,7 @@ def score(
     _check(trajectory, cond, schedule)
     device = trajectory.x.device
     levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
-    step = trajectory.steps.to(device).expand(batch, count).T.flatten()
+    step = trajectory.steps.to(device).T.flatten()
     items = {
         "x": trajectory.x.transpose(0, 1).flatten(0, 1),
         "x_next": trajectory.x_next.transpose(0, 1).flatten(0, 1),
@@ -73,9 +73,14 @@ def score(
             own = optree.tree_map(lambda table, sample=part["sample"]: table[sample.to(table.device)].to(device), cond)
             v = guided_velocity(model, module, part["x"], part["level"], own, timestep=part["timestep"], forwards=forwards)
             yield step_log_prob(
-                sampler(part["level"], part["level_next"]), part["x"], v, part["x_next"],
-                form=form, reduction=reduction, implementation=implementation,
-            )[0]  # fmt: skip
+                sampler(part["level"], part["level_next"]),
+                part["x"],
+                v,
+                part["x_next"],
+                form=form,
+                reduction=reduction,
+                implementation=implementation,
+            )[0]
 
     return torch.cat([*scored()]).unflatten(0, (count, batch)).T
 
@@ -87,8 +92,8 @@ def _check(trajectory: Trajectory, cond: Cond, schedule: Schedule) -> None:
         raise ValueError(
             f"score: x has shape {list(trajectory.x.shape)} and x_next {list(trajectory.x_next.shape)}, expected the same"
         )
-    if trajectory.steps.shape not in ((count,), (batch, count)):
-        raise ValueError(f"score: steps has shape {list(trajectory.steps.shape)}, expected [{count}] or [{batch}, {count}]")
+    if trajectory.steps.shape != (batch, count):
+        raise ValueError(f"score: steps has shape {list(trajectory.steps.shape)}, expected [{batch}, {count}]")
     last = len(schedule.timesteps) - 1
     if int(trajectory.steps.min()) < 0 or int(trajectory.steps.max()) > last:
         raise ValueError(f"score: steps go up to {int(trajectory.steps.max())}, and the schedule has steps 0 to {last}")

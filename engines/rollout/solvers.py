@@ -1,14 +1,19 @@
-"""Deterministic samplers of higher order, through the schedulers of diffusers, for samples whose steps are not recorded."""
+"""Solvers of samples whose steps are not recorded: Euler's method, and those of higher order in diffusers' schedulers."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from fluvial.core.random import Key, fold_in, normal
+from fluvial.core import transitions
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.core.rollout import Velocity, scan
+from fluvial.core.table import plan
+from fluvial.core.transitions import Sampler
 from fluvial.core.types import Samples
+from fluvial.engines.errors import UsageError
 from fluvial.models import Prediction, Schedule
 
 Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver"]
@@ -16,15 +21,29 @@ SolverChoice = Literal["auto", "euler", "dpmpp_2m", "unipc", "sa_solver"]
 NOISY = 0.3, 0.9  # levels between which AWM's SA-Solver adds noise
 
 
+class Estimate(NamedTuple):
+    """The clean estimate of a step, x - sigma v, which a multistep method combines with that of the next step."""
+
+    step: int
+    level: float
+    clean: Samples
+
+
+def deterministic_step(prediction: Prediction) -> Sampler:
+    """Return the sampler without noise: Euler's step of a velocity, DDIM's of epsilon."""
+    return transitions.ode if prediction == "velocity" else partial(transitions.ddim, eta=0.0)
+
+
 def solve(
     solver: Solver,
-    velocity: Callable[[Tensor, Tensor, int], Tensor],
+    velocity: Velocity,
     x: Samples,
     schedule: Schedule,
     *,
     prediction: Prediction,
     eta: float = 0.0,
     keys: Key | None = None,
+    before: Estimate | None = None,
 ) -> Samples:
     """Return samples `[B, *event]`, the solution of the ODE from noise over a model's own schedule.
 
@@ -33,49 +52,68 @@ def solve(
     of order 2 (2309.05019), which adds noise. All evaluate the model once per step, like Euler's method.
 
     Args:
-        solver: dpmpp_2m, unipc or sa_solver; Euler's steps are taken by `core.rollout.rollout`.
+        solver: euler, dpmpp_2m, unipc or sa_solver.
         velocity: prediction of the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
         schedule: T+1 levels and T timesteps; that of `sa_schedule` for sa_solver.
         prediction: velocity, whose levels are sigma, or epsilon, whose levels are alpha_bar.
         eta: noise tau of sa_solver at levels from 0.3 to 0.9.
         keys: key of each sample's noise, `[B]`; with eta only.
+        before: estimate of the step before the schedule, for dpmpp_2m; None takes the first step with first order.
 
     Raises:
-        ValueError: the solver is unknown, or is defined for flows and the model is none.
+        ValueError: the solver is unknown, or is defined for flows and the model is not one.
     """
-    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
-
-    if solver not in ("dpmpp_2m", "unipc", "sa_solver"):
-        raise ValueError(f"solve: solver is {solver!r}, expected 'dpmpp_2m', 'unipc' or 'sa_solver'")
+    if solver not in get_args(Solver):
+        raise UsageError(f"solve: solver is {solver!r}, expected one of {', '.join(map(repr, get_args(Solver)))}")
+    levels, steps = schedule.levels.to(torch.float32), len(schedule.levels) - 1
+    if steps == 0:
+        return x
+    if solver == "euler":
+        still = deterministic_step(prediction)
+        table = plan(levels, still, batch=len(x), window=(), deterministic=still, record=(), device=x.device)
+        return scan(velocity, x, table, key(0)).final
     if solver == "sa_solver":
         if prediction != "velocity":
-            raise ValueError("solve: solver is 'sa_solver', which is for models that predict a velocity: use 'dpmpp_2m'")
+            raise UsageError("solve: solver is 'sa_solver', which is for models that predict a velocity: use 'dpmpp_2m'")
         return _sa_solver(velocity, x, schedule, eta, keys)
-    flow = prediction == "velocity"
-    levels = schedule.levels.to(torch.float32)
-    # diffusers scales a variance-preserving path so that the signal is 1.
-    sigmas = levels if flow else torch.sqrt((1 - levels) / levels)
-    steps = len(levels) - 1
-    options: dict[str, Any] = {
-        "solver_order": 2, "prediction_type": "flow_prediction" if flow else "epsilon", "use_flow_sigmas": flow
-    }  # fmt: skip
-    if solver == "unipc":
-        scheduler = UniPCMultistepScheduler(final_sigmas_type="zero" if flow else "sigma_min", **options)
-        sigmas = torch.cat([sigmas[:1].clamp(max=1 - 1e-6), sigmas[1:]]) if flow else sigmas  # as diffusers does
-    else:
-        scheduler = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **options)
-    with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scheduler.set_timesteps(steps)
-    # The position is counted, never looked up by timestep: the levels are the model's own.
-    scheduler.sigmas, scheduler.timesteps = sigmas, torch.arange(steps)
-    scheduler.set_begin_index(0)
+    scheduler = _multistep(solver, levels, prediction, before)
     per_sample = levels.to(device=x.device, dtype=x.dtype)
     for step in range(steps):
         v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
         x = scheduler.step(v, scheduler.timesteps[step], x, return_dict=False)[0]
     return x
+
+
+def _multistep(solver: Literal["dpmpp_2m", "unipc"], levels: Tensor, prediction: Prediction, before: Estimate | None) -> Any:
+    """Return the scheduler of diffusers at the first of its steps."""
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+
+    flow = prediction == "velocity"
+    # diffusers scales a variance-preserving path so that the signal is 1.
+    sigmas = levels if flow else torch.sqrt((1 - levels) / levels)
+    options: dict[str, Any] = {
+        "solver_order": 2,
+        "prediction_type": "flow_prediction" if flow else "epsilon",
+        "use_flow_sigmas": flow,
+    }
+    if solver == "unipc":
+        scheduler: Any = UniPCMultistepScheduler(final_sigmas_type="zero" if flow else "sigma_min", **options)
+        sigmas = torch.cat([sigmas[:1].clamp(max=1 - 1e-6), sigmas[1:]]) if flow else sigmas  # as diffusers does
+    else:
+        scheduler = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **options)
+    first = 0
+    if before is not None:
+        first, sigmas = 1, torch.cat([sigmas.new_tensor([before.level]), sigmas])
+    with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scheduler.set_timesteps(len(sigmas) - 1)
+    if before is not None:
+        scheduler.model_outputs[-1], scheduler.lower_order_nums = before.clean, 1
+    # The position is counted, never looked up by timestep: the levels are the model's own.
+    scheduler.sigmas, scheduler.timesteps = sigmas, torch.arange(len(sigmas) - 1)
+    scheduler.set_begin_index(first)
+    return scheduler
 
 
 def serving_solver(choice: SolverChoice, model: Any) -> Solver:
@@ -99,9 +137,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
     return Schedule(levels, schedule.timesteps * scale)
 
 
-def _sa_solver(
-    velocity: Callable[[Tensor, Tensor, int], Tensor], x: Samples, schedule: Schedule, eta: float, keys: Key | None
-) -> Samples:
+def _sa_solver(velocity: Velocity, x: Samples, schedule: Schedule, eta: float, keys: Key | None) -> Samples:
     """Return samples of SA-Solver in the mode PEC, with diffusers' coefficients and noise of our own keys.
 
     As in the published code, the first step is not corrected, and the last one returns the clean estimate.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.models import Cond, DiffusionModel
@@ -33,11 +34,10 @@ class TextLengths:
 
     def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
         self.model, self.world = model, world
-        self.padding: Padding | None = None  # of the last prompts; None where nothing is trimmed
         self._known: dict[str, int] = {}
 
-    def of(self, prompts: Sequence[str]) -> int | None:
-        """Return the length that these prompts are padded to, None for the model's own; every rank must take part.
+    def padding(self, prompts: Sequence[str]) -> Padding | None:
+        """Return the padding of these prompts, None for the model's own; every rank must take part.
 
         Args:
             prompts: prompt of each sample of this rank, with the negative prompts of guidance.
@@ -50,16 +50,21 @@ class TextLengths:
         everyone = sums if self.world is None else self.world.gather(sums.to(self.world.device)).cpu()
         longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
         tokens = padded_length(longest, limit=model.text_tokens)
-        self.padding = Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
-        return tokens
+        return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
 
-    def encode(self, guidance: Guidance, prompts: Sequence[str]) -> Cond:
-        """Return the conditioning of this rank's samples, padded to the length of all of them; every rank must take part."""
-        return guidance.encode(self.model, prompts, self.of(guidance.texts(self.model, prompts)))
+    def of(self, prompts: Sequence[str]) -> int | None:
+        """Return the length that these prompts are padded to, None for the model's own; every rank must take part."""
+        padding = self.padding(prompts)
+        return None if padding is None else padding.tokens
+
+    def encode(self, guidance: Guidance, prompts: Sequence[Prompt]) -> tuple[Cond, Padding | None]:
+        """Return the conditioning of this rank's samples and its padding, that of all ranks; every rank must take part."""
+        padding = self.padding(guidance.texts(self.model, prompts))
+        return guidance.encode(self.model, prompts, None if padding is None else padding.tokens), padding
 
     def _tokens(self, prompt: str) -> int:
         """Return the number of tokens of a prompt, which is encoded when it is first asked for."""
         model: Any = self.model
         if prompt not in self._known:
-            self._known[str(prompt)] = int(model.prompt_tokens(model.encode([prompt]))[0])
+            self._known[prompt] = int(model.prompt_tokens(model.encode([prompt]))[0])
         return self._known[prompt]

@@ -1,1 +1,1 @@
-"""The run as an operation: its folder, requests to stop, and restarts by torchrun."""
+"""Running a job: folder, stop requests, restarts."""

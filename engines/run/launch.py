@@ -71,10 +71,13 @@ class _Ranks:
         given = {} if listening is None else {STORE: str(listening.fileno())}
         self.processes.append(
             subprocess.Popen(
-                command, env={**os.environ, **environment, **given}, stdin=subprocess.DEVNULL, pass_fds=sockets,
+                command,
+                env={**os.environ, **environment, **given},
+                stdin=subprocess.DEVNULL,
+                pass_fds=sockets,
                 process_group=0,
             )
-        )  # fmt: skip
+        )
 
     def pass_on(self) -> None:
         """Pass on the signals that have arrived, and those that follow at once."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Scores
 from fluvial.engines.evaluation.table import read_scores, same_samples, write_scores
-from fluvial.engines.report import images, page, plots, trackers
+from fluvial.engines.report import charts, images, page, trackers
+from fluvial.engines.report.records import read_records
 from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import restart
 from fluvial.models.images import as_image
@@ -38,10 +39,10 @@ def claim(out: Path, *, resume: bool) -> None:
     """
     held = (out / CONFIG).exists()
     if resume and not held:
-        raise UsageError(f"{out} holds no run to resume: start one without resume, or set out to the folder of a run")
+        raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
     if held and not resume:
         restart.unmark(out)
-        raise UsageError(f"{out} already holds a run: set resume to continue it, or set out to another folder")
+        raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,9 +64,14 @@ class RunFolder:
     """
 
     def __init__(
-        self, out: Path, config: Mapping[str, Any], *, update: int = 0, tracker: str = "tensorboard",
+        self,
+        out: Path,
+        config: Mapping[str, Any],
+        *,
+        update: int = 0,
+        tracker: str = "tensorboard",
         say: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.out, self.say = out, say
         self.records = self._kept(update)
         self.metrics = out / "metrics.jsonl"
@@ -91,9 +97,15 @@ class RunFolder:
             self.tracker.log(numbers(record), record["update"])
 
     def samples(
-        self, name: str, shown: Tensor | Sequence[Tensor | Image.Image], prompts: Sequence[str],
-        scores: Tensor | Sequence[float] | None, *, title: str, update: int = 0,
-    ) -> Path:  # fmt: skip
+        self,
+        name: str,
+        shown: Tensor | Sequence[Tensor | Image.Image],
+        prompts: Sequence[str],
+        scores: Tensor | Sequence[float] | None,
+        *,
+        title: str,
+        update: int = 0,
+    ) -> Path:
         """Write images as a captioned grid to samples/NAME.png, and return its path.
 
         Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The tracker gets them too.
@@ -140,7 +152,7 @@ class RunFolder:
         updates = [record for record in self.records if "grad_norm" in record]
         evaluations = [record for record in self.records if "exact" in record]
         path = self.out / "curves.png"
-        plots.curves(
+        charts.curves(
             path,
             {
                 "reward while training": {
@@ -216,16 +228,7 @@ class RunFolder:
 
     def _kept(self, update: int) -> list[dict[str, Any]]:
         """Return the records of an interrupted run up to an update; a last line that a crash cut short is dropped."""
-        path = self.out / "metrics.jsonl"
-        records: list[dict[str, Any]] = []
-        for line in path.read_text(errors="replace").splitlines() if update and path.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if not isinstance(record, dict) or not isinstance(record.get("update"), int):
-                break
-            records.append(record)
+        records = read_records(self.out / "metrics.jsonl") if update else ()
         return [record for record in records if record["update"] <= update]
 
 

@@ -1,1 +1,1 @@
-"""Servers: what fluvial computes, for other processes."""
+"""HTTP servers for rollouts and rewards."""

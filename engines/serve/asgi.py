@@ -1,22 +1,25 @@
-"""What every server of fluvial has besides its own work: limits, the API key, errors in one line, an end on a signal."""
+"""Parts that all servers of fluvial share: limits, the API key, errors in one line, an end on a signal."""
 
 import asyncio
 import contextlib
 import hmac
-import json
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fluvial.engines.errors import RunError, UsageError
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
+from fluvial.engines.wire.errors import WireError
 
 Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
@@ -43,11 +46,11 @@ class KeyCheck:
         control: paths of the control endpoints.
     """
 
-    def __init__(self, app: "ASGIApp", key: str, *, admin: str = "", control: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, key: str, *, admin: str = "", control: Collection[str] = ()) -> None:
         self.app, self.control = app, frozenset(control)
         self.expected, self.admin = _token(key), _token(admin)
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 to a request without its key."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             sent = dict(scope["headers"]).get(b"authorization", b"")
@@ -56,9 +59,8 @@ class KeyCheck:
             asks = controls or bool(self.expected)
             if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
                 name = "the admin key" if controls else "an API key"
-                await refused(RequestError(401, f"this server asks for {name}, sent as a bearer token"))(
-                    scope, receive, send
-                )
+                response = refused(RequestError(401, f"this server asks for {name}, sent as a bearer token"))
+                await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -67,11 +69,11 @@ def _token(key: str) -> bytes:
     return f"Bearer {key}".encode() if key else b""
 
 
-async def json_of(request: "Request", *, most_bytes: int) -> Any:
+async def json_of(request: Request, *, most_bytes: int) -> Any:
     """Return the JSON of a request's body, which is read piece by piece and never beyond `most_bytes`.
 
     Raises:
-        RequestError: it is too large, or no JSON.
+        RequestError: it is too large, or is not JSON.
     """
     problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send less at once")
     announced = request.headers.get("content-length", "")
@@ -83,12 +85,12 @@ async def json_of(request: "Request", *, most_bytes: int) -> Any:
         if len(body) > most_bytes:
             raise problem
     try:
-        return await asyncio.to_thread(json.loads, body)
-    except (ValueError, RecursionError):
+        return await asyncio.to_thread(msgspec.json.decode, body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise RequestError(400, "the body is not JSON, or is nested too deeply") from None
 
 
-async def until_gone(request: "Request", work: Awaitable[Result]) -> Result:
+async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
     """Return the result of work, which is cancelled when the client hangs up.
 
     The request's body must have been read.
@@ -108,39 +110,45 @@ async def until_gone(request: "Request", work: Awaitable[Result]) -> Result:
             pending.cancel()
 
 
-async def _hung_up(request: "Request") -> None:
+async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def refused(error: RequestError) -> "Response":
+def refused(error: RequestError) -> JSONResponse:
     """Return the response to a request that is wrong: `{"detail": one line}`."""
-    from starlette.responses import JSONResponse
-
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     return JSONResponse({"detail": error.problem, "error": error.problem}, error.status, headers)
 
 
-def answered(
-    handler: "Callable[[Request], Awaitable[dict[str, Any] | Response]]",
-) -> "Callable[[Request], Awaitable[Response]]":
-    """Return a handler's dict as a JSON response, a response as it is, and what it raises as one line.
+def application(
+    routes: Sequence[Route],
+    *,
+    close: Callable[[], None],
+    key: str = "",
+    admin: str = "",
+    control: Collection[str] = (),
+) -> ASGIApp:
+    """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
-    A RunError is a failure of the server's own work, status 500.
+    Args:
+        routes: its endpoints.
+        close: function that is called at the end.
+        key, admin, control: see `KeyCheck`.
     """
 
-    async def endpoint(request: "Request") -> "Response":
-        from starlette.responses import JSONResponse
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        close()
 
-        try:
-            found = await handler(request)
-            return JSONResponse(found) if isinstance(found, dict) else found
-        except RequestError as error:
-            return refused(error)
-        except RunError as error:
-            return refused(RequestError(500, str(error)))
-
-    return endpoint
+    handlers: dict[Any, Any] = {
+        RequestError: lambda request, error: refused(error),
+        WireError: lambda request, error: refused(RequestError(400, str(error))),
+        RunError: lambda request, error: refused(RequestError(500, str(error))),
+    }
+    app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
+    return KeyCheck(app, key, admin=admin, control=control)
 
 
 def key_of(host: str) -> str:
@@ -152,8 +160,8 @@ def key_of(host: str) -> str:
     key = os.environ.get(KEY_ENV, "").strip()
     if not key and not _is_loopback(host):
         raise UsageError(
-            f"host is {host}, which other machines reach, and there is no API key: export one in {KEY_ENV}, which clients "
-            "then send (key_env), or serve on 127.0.0.1"
+            f"`host` is {host}, which other machines reach, and there is no API key: export one in {KEY_ENV}, "
+            "which clients then send (key_env), or serve on 127.0.0.1"
         )
     return key
 
@@ -168,7 +176,7 @@ def check_address(host: str, port: int) -> None:
     _listening(host, port).close()
 
 
-def serve(app: "ASGIApp", *, host: str, port: int, ready: Callable[[str], None], connections: int = 256) -> None:
+def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], connections: int = 256) -> None:
     """Serve an application until SIGINT or SIGTERM, which let the requests at work finish for five seconds.
 
     Args:
@@ -185,9 +193,14 @@ def serve(app: "ASGIApp", *, host: str, port: int, ready: Callable[[str], None],
 
     listening = _listening(host, port)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on", limit_concurrency=connections, server_header=False,
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        limit_concurrency=connections,
+        server_header=False,
         timeout_graceful_shutdown=5,
-    )  # fmt: skip
+    )
     server = uvicorn.Server(config)
     # uvicorn would raise the signal again at the end, so that a server that was asked to stop would seem to have failed.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -199,7 +212,7 @@ def serve(app: "ASGIApp", *, host: str, port: int, ready: Callable[[str], None],
 
 @contextlib.contextmanager
 def _stopped_by_signals(server: Any) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end a server; a second SIGINT ends it at once."""
+    """End a server on SIGINT and SIGTERM; a second SIGINT ends it at once."""
 
     def stop(number: int, frame: object) -> None:
         server.force_exit = server.should_exit and number == signal.SIGINT
@@ -223,7 +236,7 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        raise UsageError(f"host is {host} and port is {port}, which cannot be listened on: {error}") from error
+        raise UsageError(f"`host` is {host} and `port` is {port}, which cannot be listened on: {error}") from error
     made.set_inheritable(True)
     return made
 

@@ -3,17 +3,22 @@
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from msgspec import Meta, Struct
 from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
+from fluvial.engines.wire.decode import convert
+from fluvial.engines.wire.errors import WireError
+
+T = TypeVar("T")
 
 FILES = ("PNG", "JPEG", "WEBP")
 
@@ -45,38 +50,64 @@ class ScoreRequest(NamedTuple):
     rewards: tuple[str, ...]
 
 
+class Compute(Struct, frozen=True):
+    """A request of Flow-Factory to /compute; images and frames as base64."""
+
+    prompt: Annotated[list[str], Meta(min_length=1)]
+    image: list[str] | None = None
+    video: list[list[str]] | None = None
+    condition_images: list[Annotated[list[str], Meta(max_length=1)]] | None = None
+    condition_videos: list[Any] | None = None
+
+
+class Turn(Struct, frozen=True):
+    """A turn of a history; only that of the last one is scored."""
+
+    text: str | None = None
+    image_b64: str | None = None
+    video_b64: Any = None
+    video_path: Any = None
+
+
+class History(Struct, frozen=True):
+    """A sample of UniRL's format."""
+
+    history: Annotated[list[Turn], Meta(min_length=1)]
+    required_rewards: Annotated[list[str], Meta(min_length=1)]
+    metadata: dict[str, Any] | None = None
+
+
+class Score(Struct, frozen=True):
+    """A request of UniRL to /score."""
+
+    requests: list[History]
+
+
 def flow_factory(value: Any, limits: Limits) -> list[Sample]:
     """Return the samples of a request to /compute.
 
     Raises:
         RequestError: it has another form, or its images have too many pixels.
     """
-    value = _typed(value, dict, "the body")
-    prompts = _texts(value.get("prompt"), "prompt")
-    images, videos, conditions = (value.get(name) for name in ("image", "video", "condition_images"))
-    if value.get("condition_videos"):
+    body = _typed(value, Compute)
+    if body.condition_videos:
         raise RequestError(400, "condition_videos is set, and no reward here takes any")
-    if bool(images) == bool(videos):
+    if bool(body.image) == bool(body.video):
         raise RequestError(400, "the body has image and video, or none of them, expected one of them")
-    name, found = ("image", images) if images else ("video", videos)
-    files = [
-        [file] if images else _typed(file, list, f"video[{number}]") for number, file in enumerate(_typed(found, list, name))
-    ]
-    if len(files) != len(prompts) or (conditions and len(_typed(conditions, list, "condition_images")) != len(prompts)):
-        raise RequestError(400, f"the body has {len(prompts)} prompts and {len(files)} of {name}, expected as many of each")
+    name, files = ("image", [[file] for file in body.image]) if body.image else ("video", body.video or [])
+    conditions = body.condition_images or [[]] * len(files)
+    if not len(files) == len(body.prompt) == len(conditions):
+        raise RequestError(
+            400, f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected as many of each"
+        )
     decoder = _Decoder(limits.most_pixels)
     samples = []
-    for number, (text, frames) in enumerate(zip(prompts, files, strict=True)):
-        condition = None
-        if conditions:
-            given = _typed(conditions[number], list, f"condition_images[{number}]")
-            if len(given) > 1:
-                raise RequestError(400, f"condition_images[{number}] has {len(given)} images, expected one")
-            condition = decoder.checked(given[0], f"condition_images[{number}]") if given else None
+    for number, (text, frames, given) in enumerate(zip(body.prompt, files, conditions, strict=True)):
+        condition = decoder.checked(given[0], f"condition_images[{number}]") if given else None
         decoded = [decoder.decoded(frame, f"{name}[{number}]") for frame in frames]
         if not decoded or len({frame.shape for frame in decoded}) > 1:
             raise RequestError(400, f"{name}[{number}] has no frames, or frames of several sizes")
-        image = decoded[0] if images else torch.stack(decoded, dim=1)
+        image = decoded[0] if body.image else torch.stack(decoded, dim=1)
         samples.append(Sample(image, Prompt(text, image=condition)))
     return samples
 
@@ -87,24 +118,17 @@ def unirl(value: Any, limits: Limits) -> list[ScoreRequest]:
     Raises:
         RequestError: it has another form, or its images have too many pixels.
     """
-    requests = _typed(_typed(value, dict, "the body").get("requests"), list, "requests")
     decoder = _Decoder(limits.most_pixels)
     found = []
-    for number, request in enumerate(requests):
-        where = f"requests[{number}]"
-        request = _typed(request, dict, where)
-        turns = _typed(request.get("history"), list, f"{where}.history")
-        if not turns:
-            raise RequestError(400, f"{where}.history is empty, expected a turn with text and image_b64")
-        turn = _typed(turns[-1], dict, f"{where}.history[-1]")
-        if turn.get("video_b64") is not None or turn.get("video_path") is not None:
+    for number, request in enumerate(_typed(value, Score).requests):
+        turn, where = request.history[-1], f"requests[{number}].history[-1]"
+        if turn.video_b64 is not None or turn.video_path is not None:
             raise RequestError(400, f"{where} has a video, expected image_b64: send the frames of videos to /compute")
-        text = _typed(turn.get("text"), str, f"{where}.history[-1].text")
-        metadata = request.get("metadata")
-        metadata = {} if metadata is None else _typed(metadata, dict, f"{where}.metadata")
-        image = decoder.decoded(turn.get("image_b64"), f"{where}.history[-1].image_b64")
-        rewards = _texts(request.get("required_rewards"), f"{where}.required_rewards")
-        found.append(ScoreRequest(Sample(image, Prompt(text, metadata=metadata)), tuple(dict.fromkeys(rewards))))
+        if turn.text is None or turn.image_b64 is None:
+            raise RequestError(400, f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
+        image = decoder.decoded(turn.image_b64, f"{where}.image_b64")
+        rewards = tuple(dict.fromkeys(request.required_rewards))
+        found.append(ScoreRequest(Sample(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
     return found
 
 
@@ -123,7 +147,7 @@ class _Decoder:
     def __init__(self, most_pixels: int) -> None:
         self.most = self.left = most_pixels
 
-    def decoded(self, text: Any, where: str) -> Tensor:
+    def decoded(self, text: str, where: str) -> Tensor:
         """Return an image `[3, H, W]` of uint8."""
         data = self.checked(text, where)
         try:
@@ -133,10 +157,10 @@ class _Decoder:
             raise RequestError(400, f"{where} is a damaged image") from error
         return torch.from_numpy(array).permute(2, 0, 1)
 
-    def checked(self, text: Any, where: str) -> bytes:
+    def checked(self, text: str, where: str) -> bytes:
         """Return the file of an image whose header says that it is small enough."""
         try:
-            data = base64.b64decode(_typed(text, str, where), validate=True)
+            data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             raise RequestError(400, f"{where} is not base64") from None
         try:
@@ -150,17 +174,9 @@ class _Decoder:
         return data
 
 
-def _texts(value: Any, where: str) -> list[str]:
-    """Return a list of texts with at least one."""
-    found = _typed(value, list, where)
-    if not found or not all(isinstance(text, str) for text in found):
-        raise RequestError(400, f"{where} is empty, or holds what is no text, expected a list of texts")
-    return found
-
-
-def _typed(value: Any, kind: type, where: str) -> Any:
-    """Return a value of a kind."""
-    if not isinstance(value, kind):
-        names: Mapping[type, str] = {dict: "an object", list: "a list", str: "text"}
-        raise RequestError(400, f"{where} is {'missing' if value is None else 'of another type'}, expected {names[kind]}")
-    return value
+def _typed(value: Any, kind: type[T]) -> T:
+    """Return a JSON value as an object of a type."""
+    try:
+        return convert(value, kind)
+    except WireError as error:
+        raise RequestError(400, str(error)) from None

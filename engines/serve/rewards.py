@@ -8,23 +8,34 @@ POST /score                        UniRL's: several rewards at once, with metada
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import read_scores
+from fluvial.engines.rewards.scores import one_line, read_scores
 from fluvial.engines.rewards.signature import Samples, signature_of
-from fluvial.engines.serve.asgi import KeyCheck, RequestError, answered, json_of, until_gone
-from fluvial.engines.serve.batching import Batcher, Outcome
+from fluvial.engines.serve import asgi
+from fluvial.engines.serve.asgi import RequestError, json_of, until_gone
+from fluvial.engines.serve.batching import Batcher
 from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.types import ASGIApp
+
+class Outcome(NamedTuple):
+    """What became of a sample: a score with further numbers, or NaN and a line that says why."""
+
+    score: float
+    parts: dict[str, float]
+    problem: str = ""
+    raised: bool = False  # whether the reward raised, rather than give no valid number
 
 
 class RewardService:
@@ -42,9 +53,14 @@ class RewardService:
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], *, limits: Limits | None = None, batch: int = 16, linger: float = 0.005,
+        self,
+        rewards: Mapping[str, Reward],
+        *,
+        limits: Limits | None = None,
+        batch: int = 16,
+        linger: float = 0.005,
         most_waiting: int = 1024,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not rewards:
             raise UsageError("there are no rewards to serve: name at least one")
         for name, reward in rewards.items():
@@ -52,20 +68,26 @@ class RewardService:
                 if signature_of(reward).takes(asked):
                     raise UsageError(f"reward {name!r} takes {asked}, which requests do not hold: use it within the run")
         self.limits = limits or Limits()
-        self.batchers = {
-            name: Batcher(_scorer(name, reward), batch=batch, linger=linger, most_waiting=most_waiting)
+        self.batchers: dict[str, Batcher[Sample, Outcome]] = {
+            name: Batcher(
+                partial(_outcomes, name, reward),
+                alike=lambda sample: sample.image.shape,
+                size=batch,
+                linger=linger,
+                most_waiting=most_waiting,
+            )
             for name, reward in rewards.items()
         }
 
-    async def health(self, request: "Request") -> dict[str, Any]:
+    async def health(self, request: Request) -> JSONResponse:
         """Return that the server runs."""
-        return {"status": "ok", "rewards": dict.fromkeys(self.batchers, "ok")}
+        return JSONResponse({"status": "ok", "rewards": dict.fromkeys(self.batchers, "ok")})
 
-    async def rewards(self, request: "Request") -> dict[str, Any]:
+    async def rewards(self, request: Request) -> JSONResponse:
         """Return the names of the rewards."""
-        return {"rewards": list(self.batchers)}
+        return JSONResponse({"rewards": list(self.batchers)})
 
-    async def compute(self, request: "Request") -> dict[str, Any]:
+    async def compute(self, request: Request) -> JSONResponse:
         """Return the scores of a request of Flow-Factory; null for a sample that has none.
 
         Raises:
@@ -79,12 +101,12 @@ class RewardService:
             )
         value = await json_of(request, most_bytes=self.limits.most_bytes)
         samples = await asyncio.to_thread(flow_factory, value, self.limits)
-        outcomes = await until_gone(request, self.batchers[name].scored(samples))
+        outcomes = await until_gone(request, self._scored(name, samples))
         if all(outcome.raised for outcome in outcomes):
             raise RunError(f"reward {name!r} {outcomes[0].problem}")
-        return {"rewards": [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]}
+        return JSONResponse({"rewards": [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]})
 
-    async def score(self, request: "Request") -> dict[str, Any]:
+    async def score(self, request: Request) -> JSONResponse:
         """Return the scores of a request of UniRL, and why those that are missing are.
 
         Raises:
@@ -97,9 +119,7 @@ class RewardService:
             if name not in self.batchers:
                 raise RequestError(400, f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
         rows = {name: [number for number, each in enumerate(requests) if name in each.rewards] for name in names}
-        work = asyncio.gather(
-            *(self.batchers[name].scored([requests[number].sample for number in rows[name]]) for name in names)
-        )
+        work = asyncio.gather(*(self._scored(name, [requests[number].sample for number in rows[name]]) for name in names))
         results: list[dict[str, dict[str, float]]] = [{} for _ in requests]
         errors: list[dict[str, str]] = [{} for _ in requests]
         for name, outcomes in zip(names, await until_gone(request, work), strict=True):
@@ -108,55 +128,50 @@ class RewardService:
                     errors[number][name] = outcome.problem
                 else:
                     results[number][name] = {"score": outcome.score, **_finite(outcome.parts)}
-        return {"results": results, "errors": errors}
+        return JSONResponse({"results": results, "errors": errors})
+
+    async def _scored(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
+        return await asyncio.wrap_future(self.batchers[name].submit(samples))
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         for batcher in self.batchers.values():
             batcher.close()
 
 
-def application(service: RewardService, *, key: str = "") -> "ASGIApp":
+def application(service: RewardService, *, key: str = "") -> ASGIApp:
     """Return the ASGI application of a service.
 
     Args:
         service: the handlers.
         key: API key that requests must send; empty asks for none.
     """
-    from starlette.applications import Starlette
-    from starlette.routing import Route
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        service.close()
-
     routes = [
-        Route("/health", answered(service.health)),
-        Route("/rewards", answered(service.rewards)),
-        Route("/compute", answered(service.compute), methods=["POST"]),
-        Route("/{reward}/compute", answered(service.compute), methods=["POST"]),
-        Route("/score", answered(service.score), methods=["POST"]),
+        Route("/health", service.health),
+        Route("/rewards", service.rewards),
+        Route("/compute", service.compute, methods=["POST"]),
+        Route("/{reward}/compute", service.compute, methods=["POST"]),
+        Route("/score", service.score, methods=["POST"]),
     ]
-    return KeyCheck(Starlette(routes=routes, lifespan=lifespan), key)
+    return asgi.application(routes, close=service.close, key=key)
 
 
-def _scorer(name: str, reward: Reward) -> Any:
-    """Return a function that scores samples of one shape with a reward, see `Batcher`."""
-
-    signature, label = signature_of(reward), f"reward {name!r}"
-
-    def scored(samples: Sequence[Sample]) -> list[Outcome]:
-        images, prompts = batch_of(samples)
+def _outcomes(name: str, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+    """Return the outcomes of one call; where it raises, of a call per sample, so that one sample fails alone."""
+    images, prompts = batch_of(samples)
+    try:
         with torch.no_grad():
-            found = read_scores(signature.call(reward, Samples(images, prompts)), prompts, label=label)
-        problem = found.problems[0] if found.problems else ""
-        return [
-            Outcome(score, {part: float(values[number]) for part, values in found.parts.items()}, problem)
-            for number, score in enumerate(found.scores.tolist())
-        ]
-
-    return scored
+            returned = signature_of(reward).call(reward, Samples(images, prompts))
+            found = read_scores(returned, texts(prompts), label=f"reward {name!r}")
+    except BaseException as error:  # also a reward that calls sys.exit: the server goes on
+        if len(samples) > 1:
+            return [outcome for sample in samples for outcome in _outcomes(name, reward, [sample])]
+        return [Outcome(math.nan, {}, f"raised {type(error).__name__} ({one_line(error)})", raised=True)]
+    problem = found.problems[0] if found.problems else ""
+    return [
+        Outcome(score, {part: float(values[number]) for part, values in found.parts.items()}, problem)
+        for number, score in enumerate(found.scores.tolist())
+    ]
 
 
 def _finite(parts: Mapping[str, float]) -> dict[str, float]:

@@ -4,23 +4,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluvial.engines.data.sizes import Size
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import REPLAYED, RolloutConfig
-from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import Behaviour, RolloutSource
-from fluvial.engines.sources.remote import Remote
+from fluvial.engines.sources.sampler_copy import Copy
 from fluvial.engines.sources.stored import Replayed, Storing
-from fluvial.engines.sources.weights import WeightSync
 from fluvial.models import DiffusionModel
 from fluvial.models.lora_layer import Product
 
 
 def build_source(
-    rollout: RolloutConfig, model: DiffusionModel, behaviour: Behaviour, world: World, *, resume: bool = False,
-    adapter: Callable[[int], str] = lambda version: "default", product: Product = "factors",
-    sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None, copy: Copy | None = None,
-) -> RolloutSource:  # fmt: skip
+    rollout: RolloutConfig,
+    model: DiffusionModel,
+    behaviour: Behaviour,
+    world: World,
+    *,
+    resume: bool = False,
+    adapter: Callable[[int], str] = lambda version: "default",
+    product: Product = "factors",
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None,
+    copy: Copy | None = None,
+) -> RolloutSource:
     """Return what makes the samples of a run.
 
     Args:
@@ -42,6 +48,11 @@ def build_source(
         return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
     source: RolloutSource = InProcess(model, behaviour)
     if rollout.is_served:
+        try:  # the packages of the extra `serve` are needed by runs with servers alone
+            from fluvial.engines.sources.remote import Remote
+            from fluvial.engines.sources.weight_sync import WeightSync
+        except ModuleNotFoundError as error:
+            raise UsageError(f"rollouts by servers need {error.name}: pip install 'fluvial[serve]'") from error
         asked = rollout.servers
         sync = WeightSync(
             world if copy is None else copy.world,

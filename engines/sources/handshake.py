@@ -46,10 +46,14 @@ class Handshake:
     def record(self) -> dict[str, Any]:
         """The numbers, for `metrics.jsonl`."""
         return {
-            "servers": list(self.servers), "kind": self.kind, "sigmas": list(self.levels), "timesteps": list(self.timesteps),
-            "shape": list(self.shape), "image": list(self.image),
+            "servers": list(self.servers),
+            "kind": self.kind,
+            "sigmas": list(self.levels),
+            "timesteps": list(self.timesteps),
+            "shape": list(self.shape),
+            "image": list(self.image),
             "log_prob_difference": {str(step): value for step, value in self.differences.items()},
-        }  # fmt: skip
+        }
 
     def with_servers(self, kind: str, servers: Sequence[str]) -> "Handshake":
         """Return the same with the servers that it is of."""
@@ -80,7 +84,7 @@ def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sa
     stochastic = sampling.stochastic
     if stochastic is not None and trajectory.log_prob.shape[1]:
         velocity, device = prediction_of(model, module, chunk.cond, sampling), timesteps.device
-        rows = trajectory.steps.expand(len(chunk.prompts), -1)
+        rows = trajectory.steps
         for place in range(rows.shape[1]):
             for step in rows[:, place].unique().tolist():
                 x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
@@ -89,15 +93,23 @@ def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sa
                     v = velocity(x, level, step)
                     transition: Transition = stochastic.transition(level, after)
                     own, _ = step_log_prob(
-                        transition, x, v, x_next, form=stochastic.form, reduction=stochastic.reduction,
+                        transition,
+                        x,
+                        v,
+                        x_next,
+                        form=stochastic.form,
+                        reduction=stochastic.reduction,
                         implementation=stochastic.implementation,
-                    )  # fmt: skip
+                    )
                 far = (own - trajectory.log_prob[:, place]).abs()[rows[:, place] == step]
                 differences[step] = max(differences.get(step, 0.0), float(far.max()))
     return Handshake(
-        tuple(levels.tolist()), tuple(timesteps.float().tolist()), sampling.shape, tuple(chunk.images.shape[1:]),
+        tuple(levels.tolist()),
+        tuple(timesteps.float().tolist()),
+        sampling.shape,
+        tuple(chunk.images.shape[1:]),
         dict(sorted(differences.items())),
-    )  # fmt: skip
+    )
 
 
 def check(found: Handshake, *, tolerance: float, corrected: bool, world: World) -> None:
@@ -113,6 +125,6 @@ def check(found: Handshake, *, tolerance: float, corrected: bool, world: World) 
         if not found.largest <= tolerance and not corrected:  # NaN too
             raise RunError(
                 f"the servers' log-probabilities are up to {found.largest:.2g} from the trainer's own, above "
-                f"rollout.servers.tolerance {tolerance:g}: serve with the trainer's precision and weights, or set "
-                "correction.mode to truncate"
+                f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's precision and weights, or "
+                "set `correction.mode` to truncate"
             )

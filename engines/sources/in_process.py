@@ -29,7 +29,7 @@ class InProcess:
         """Note the version; the weights are shared."""
         self._version = version
 
-    def greet(self, requests: Requests, sampling: Sampling) -> None:
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> None:
         """Return None: the numbers are this process's own."""
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.wire.weights import PRECISIONS, UNKNOWN
+from fluvial.engines.wire.weight_buckets import PRECISIONS, UNKNOWN
 
 Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
 Sums = dict[str, str]  # checksum by name of a network

@@ -1,4 +1,4 @@
-"""What training asks of whatever makes its samples."""
+"""Protocol of a source of samples."""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -8,8 +8,8 @@ from torch import nn
 
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
-from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.handshake import Handshake
+from fluvial.engines.sources.sampler_copy import Copy
 
 Holder = Engine | Copy  # of the weights that are pushed
 # Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
@@ -35,7 +35,7 @@ class RolloutSource(Protocol):
         ...
 
     def push(self, engine: Holder, version: int) -> None:
-        """Let the samples from here on be made by the weights of now; every rank must take part.
+        """Make later samples with the current weights; every rank must take part.
 
         Args:
             engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
@@ -46,7 +46,7 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def greet(self, requests: Requests, sampling: Sampling) -> Handshake | None:
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         """Return how far the source's numbers are from this process's own, None where they are its own or not comparable.
 
         Every rank must take part.

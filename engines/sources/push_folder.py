@@ -1,18 +1,20 @@
 """The folder in which a trainer leaves weights for servers: complete or not there, and removed with its trainer."""
 
 import fcntl
+import json
 import os
 import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.files import LORA, shared_folder
+from fluvial.engines.wire.weight_buckets import SHARED_FILES, SharedBucket
 
 PREFIX, LOCK = "push-", ".lock"
 
@@ -52,7 +54,9 @@ class PushFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path = made.rename(own / f"{PREFIX}{name}")
         except OSError as error:
-            raise RunError(f"rollout.servers.weights_folder is {own}, which cannot be written: {error.strerror}") from error
+            raise RunError(
+                f"`rollout.servers.weights_folder` is {own}, which cannot be written: {error.strerror}"
+            ) from error
 
     def finish(self, name: str) -> Path:
         """Give the folder `.name` the name `name`, and return it. What had the name before is removed.
@@ -100,3 +104,17 @@ def factors_in(folder: Path) -> dict[str, Tensor]:
 def bytes_in(folder: Path) -> int:
     """Return the bytes of the files of a folder."""
     return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
+
+
+def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:
+    """Write a bucket, uint8 `[bytes]`, to its file, and return the request that names it."""
+    try:
+        Path(bucket.file).write_bytes(flat.cpu().numpy().data)
+    except OSError as error:
+        raise RunError(f"weights cannot be written to {bucket.file}: {error.strerror}") from error
+    return {
+        "load_format": SHARED_FILES,
+        "serialized_named_tensors": [json.dumps(bucket.as_json())],
+        "target_modules": [bucket.module],
+        "weight_version": str(version),
+    }

@@ -2,28 +2,31 @@
 
 import json
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
-from fluvial.engines.sources.asking import Asking, Kind, Order, check_served, check_sglang
-from fluvial.engines.sources.copied import Copy
 from fluvial.engines.sources.handshake import Handshake, compare
 from fluvial.engines.sources.peers import Peer
 from fluvial.engines.sources.protocol import Behaviour, Holder
-from fluvial.engines.sources.reading import Expected, Sample, read_samples
+from fluvial.engines.sources.replies import Expected, Sample, read_samples
+from fluvial.engines.sources.requests import Asking, PromptOrder, check_served, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
+from fluvial.engines.wire.decode import convert
+from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.info import Kind, ServerInfo
 from fluvial.engines.wire.request import written
+from fluvial.engines.wire.threads import in_threads
 from fluvial.models import DiffusionModel
 
 GENERATE, INFO = "/rollout/generate", "/v1/model_info"
@@ -34,7 +37,7 @@ class Sync(Protocol):
     """What gives servers the weights of an engine, e.g. `WeightSync`."""
 
     def push(self, engine: Holder, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
-        """Give servers the weights of now, and return why some did not take them."""
+        """Give servers the current weights, and return why some did not take them."""
         ...
 
     def repeat(self, peer: Peer) -> str | None:
@@ -64,9 +67,16 @@ class Remote:
     """
 
     def __init__(
-        self, rollout: RolloutConfig, model: DiffusionModel, *, behaviour: Behaviour, adapter: Callable[[int], str],
-        world: World, sizes: Mapping[tuple[int, ...], tuple[Size, int]], sync: Sync,
-    ) -> None:  # fmt: skip
+        self,
+        rollout: RolloutConfig,
+        model: DiffusionModel,
+        *,
+        behaviour: Behaviour,
+        adapter: Callable[[int], str],
+        world: World,
+        sizes: Mapping[tuple[int, ...], tuple[Size, int]],
+        sync: Sync,
+    ) -> None:
         check_served(rollout)
         self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
         self.world, self.sync, self.version = world, sync, -1
@@ -80,23 +90,50 @@ class Remote:
         except BaseException:
             self.pool.close()
             raise
-        self.asking = Asking(self.kind, rollout.sampler_name, rollout.eta, model.prediction, sizes)
+        self.asking = Asking(self.kind, rollout.sampler.kind, rollout.sampler.eta, model.prediction, sizes)
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
-        yield from self._chunks(requests, sampling, micro_batch=micro_batch)
+        guided = sampling.guidance.is_guided(self.model)
+        orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
+        expected = Expected(self.kind, sampling, max(self.version, 0), self.rollout.servers.most_mb)
+        steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
+        self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
+        self._seen[requests.key] = set()
+
+        def asked(order: PromptOrder) -> dict[int, Sample]:
+            request = self.asking.request(order, requests.key, sampling, version=expected.version)
+            body = json.dumps(written(request)).encode()
+            samples = self.pool.ask(GENERATE, body, lambda reply: read_samples(reply, order, expected))
+            return dict(zip(order.ids, samples, strict=True))
+
+        threads = self.rollout.servers.in_flight * len(self.pool.servers)
+        with in_threads(asked, orders, at_once=threads) as results:
+            known: dict[int, Sample] = {}
+            for start in range(0, len(requests.ids), micro_batch):
+                part = slice(start, start + micro_batch)
+                while not known.keys() >= {*requests.ids[part]}:
+                    _, made = next(results)
+                    if isinstance(made, FluvialError):
+                        raise made
+                    if isinstance(made, BaseException):  # a fault of the program
+                        raise RunError(f"a reply could not be read: {type(made).__name__}: {made}") from made
+                    self._check_new(made, requests.key)
+                    known |= made
+                ids, prompts = requests.ids[part], requests.prompts[part]
+                yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
 
     def push(self, engine: Holder, version: int) -> None:
-        """Give the weights of now to the servers that answer, see `RolloutSource`.
+        """Give the current weights to the servers that answer, see `RolloutSource`.
 
-        Of a copy rank 0 gives them; the other ranks then call this too, and only note the version.
+        A copy is whole on each rank. Then rank 0 gives the weights, and the other ranks only note the version.
         """
         if version == self.version:
             return
-        if isinstance(engine, Copy) and not self.world.is_main:
+        world = engine.world
+        if world.size < self.world.size and not self.world.is_main:
             self.version = version
             return
-        world = engine.world if isinstance(engine, Copy) else self.world
         with world.agreed():
             if self.world.is_main:
                 self.pool.wait()
@@ -107,7 +144,7 @@ class Remote:
             self.version = version
             self.pool.keep({address for address in given if address not in failed}, failed)
 
-    def greet(self, requests: Requests, sampling: Sampling) -> Handshake:
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake:
         """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
         with self.world.agreed():
             (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
@@ -120,41 +157,13 @@ class Remote:
         self.pool.close()
         self.sync.close()
 
-    def _chunks(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Iterator[Chunk]:
-        guided = sampling.guidance.is_guided(self.model)
-        orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
-        expected = Expected(self.kind, sampling, max(self.version, 0), self.rollout.servers.most_mb)
-        steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
-        self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
-        self._seen[requests.key] = set()
-
-        def asked(order: Order) -> dict[int, Sample]:
-            request = self.asking.request(order, requests.key, sampling, version=expected.version)
-            body = json.dumps(written(request)).encode()
-            samples = self.pool.ask(GENERATE, body, lambda reply: read_samples(reply, order, expected))
-            return dict(zip(order.ids, samples, strict=True))
-
-        threads = self.rollout.servers.in_flight * len(self.pool.servers)
-        with in_threads(asked, orders, threads=threads) as results:
-            known: dict[int, Sample] = {}
-            for start in range(0, len(requests.ids), micro_batch):
-                part = slice(start, start + micro_batch)
-                while not known.keys() >= {*requests.ids[part]}:
-                    made = next(results)
-                    self._check_new(made, requests.key)
-                    known |= made
-                ids, prompts = requests.ids[part], requests.prompts[part]
-                yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
-
     def _chunk(
-        self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[str], sampling: Sampling
+        self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[Prompt], sampling: Sampling
     ) -> Chunk:
         """Return samples as a chunk, on the device and as `generate` makes it."""
         device = sampling.schedule.timesteps.device
         if len({sample.image.shape for sample in samples}) > 1:
             raise RunError("servers sent images of different sizes for one rollout: serve the same model on all of them")
-        own = sampling.stochastic is not None and isinstance(sampling.stochastic.steps_of([0]), Tensor)
-        steps = torch.tensor([list(row) for row in recorded], dtype=torch.int64)
 
         def stacked(*tensors: Tensor) -> Tensor:
             return torch.stack(tensors).to(device)
@@ -163,7 +172,7 @@ class Remote:
         trajectory = Trajectory(
             x=stacked(*(sample.x for sample in samples)),
             x_next=stacked(*(sample.x_next for sample in samples)),
-            steps=(steps if own and steps.shape[1] else steps[0]).to(device),
+            steps=torch.tensor([list(row) for row in recorded], dtype=torch.int64, device=device),
             log_prob=stacked(*(sample.log_prob for sample in samples)),
             velocity=stacked(*velocity) if velocity else None,
             final=stacked(*(sample.final for sample in samples)),
@@ -189,85 +198,34 @@ class Remote:
 
         Raises:
             UsageError: they differ, or make samples of another shape or for another prediction.
+            RunError: none answers.
         """
-        about: dict[str, Any] = {}
+        found: dict[str, ServerInfo] = {}
         for server in self.pool.servers:
             try:
-                about[server.address] = server.control.get(INFO)
-            except RunError as error:
+                found[server.address] = convert(server.control.get(INFO), ServerInfo)
+            except (RunError, WireError) as error:
                 self.pool.drop(server, str(error))
-        if not about:
+        if not found:
             raise RunError(f"rollout.source: {'; '.join(server.problem for server in self.pool.servers)}")
-        kinds: dict[str, Kind] = {
-            address: "fluvial" if isinstance(info, Mapping) and "micro_batch" in info else "sglang"
-            for address, info in about.items()
-        }
+        kinds = {address: info.kind for address, info in found.items()}
         if len(set(kinds.values())) > 1:
-            raise UsageError(f"rollout.source names servers of different programs: {kinds}")
-        for address, info in about.items():
-            if isinstance(info, Mapping) and info.get("prediction", self.model.prediction) != self.model.prediction:
+            raise UsageError(f"`rollout.source` names servers of different programs: {kinds}")
+        for address, info in found.items():
+            if info.prediction not in (None, self.model.prediction):
                 raise UsageError(
-                    f"{address} serves a model that predicts {info['prediction']}, and the run trains one that predicts "
+                    f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
                     f"{self.model.prediction}: serve the model of the run"
                 )
         return next(iter(kinds.values()))
 
     def _revive(self, server: Server) -> str | None:
-        """Let a server that has come back have the weights of now; return why it cannot."""
+        """Give a server that has come back the current weights; return why that is not possible."""
         if self.version < 0:
             return None
         with self._weights:
-            if self.kind == "fluvial":
-                info = server.probe.get(INFO)
-                if isinstance(info, Mapping) and info.get("weight_version") == self.version and not self.world.is_main:
-                    return None
             if not self.world.is_main:
+                if convert(server.probe.get(INFO), ServerInfo).weight_version == self.version:
+                    return None
                 return f"{server.address} has other weights than those of update {self.version}, which rank 0 gives it"
             return self.sync.repeat(server.control)
-
-
-@contextmanager
-def in_threads(
-    function: Callable[[Order], dict[int, Sample]], orders: Sequence[Order], *, threads: int
-) -> Iterator[Iterator[dict[int, Sample]]]:
-    """Yield the results of a function as they come, and leave undone what nobody waits for any more.
-
-    The threads are daemons: one that waits for a server keeps no process from ending.
-    """
-    left, done, news, over = list(reversed(orders)), list[dict[int, Sample] | FluvialError](), threading.Condition(), False
-
-    def work() -> None:
-        while True:
-            with news:
-                if over or not left:
-                    return
-                order = left.pop()
-            result: dict[int, Sample] | FluvialError
-            try:
-                result = function(order)
-            except FluvialError as error:
-                result = error
-            except Exception as error:  # a fault of the program: its thread must not die in silence
-                result = RunError(f"a reply could not be read: {type(error).__name__}: {error}")
-            with news:
-                done.append(result)
-                news.notify_all()
-
-    def results() -> Iterator[dict[int, Sample]]:
-        for _ in orders:
-            with news:
-                while not done:
-                    news.wait(0.5)
-                result = done.pop(0)
-            if isinstance(result, FluvialError):
-                raise result
-            yield result
-
-    started = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(orders)))]
-    for thread in started:
-        thread.start()
-    try:
-        yield results()
-    finally:
-        with news:
-            over = True

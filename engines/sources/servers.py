@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.http.client import START, HttpClient, is_success, retry_after
-from fluvial.engines.http.transport import Reply
-from fluvial.engines.rollout.serving import ServersConfig
+from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.wire.client import START, HttpClient, Reply, is_success, retry_after
 from fluvial.engines.wire.errors import WireError
 
 T = TypeVar("T")
@@ -52,7 +51,7 @@ class Server:
 
 
 class ServerPool:
-    """Servers that can do the same. A request goes to the one with the fewest, and to another one if that fails.
+    """Servers with the same capabilities. A request goes to the one with the fewest, and to another one if that fails.
 
     A server that does not answer leaves, and comes back when it says that it is ready and `revive` has nothing against it.
 
@@ -62,7 +61,7 @@ class ServerPool:
         revive: function that makes a server which has come back as the others are; it returns why that is not possible.
 
     Raises:
-        UsageError: an address is none, or is there twice.
+        UsageError: an address is not one, or is there twice.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ServerPool:
     ) -> None:
         self.servers = [Server(url, config) for url in urls]
         if len({server.address for server in self.servers}) < len(self.servers):
-            raise UsageError(f"rollout.source names a server twice: {', '.join(urls)}")
+            raise UsageError(f"`rollout.source` names a server twice: {', '.join(urls)}")
         self.in_flight, self.patience, self.revive = config.in_flight, config.patience, revive
         self._news, self._closed = threading.Condition(), False
         self._last_good: float | None = None
@@ -137,7 +136,7 @@ class ServerPool:
                 self._news.wait(0.05)
 
     def keep(self, addresses: Collection[str], reasons: dict[str, str] | None = None) -> None:
-        """Send requests to the servers with these addresses alone, which have the weights of now."""
+        """Send requests to the servers with these addresses alone, which have the current weights."""
         with self._news:
             self._pushes += 1
             for server in self.servers:
@@ -145,7 +144,7 @@ class ServerPool:
                     server.problem, server.probe_delay = "", FIRST_PROBE
                 else:
                     reason = (reasons or {}).get(server.address, server.problem)
-                    self._leave(server, reason or f"{server.address} was not given the weights of now")
+                    self._leave(server, reason or f"{server.address} was not given the current weights")
             self._news.notify_all()
 
     def drop(self, server: Server, problem: str) -> None:
@@ -234,5 +233,5 @@ class ServerPool:
         try:
             reply, problem = server.probe.attempt(READY)
             return self.revive(server) if is_success(reply) else problem
-        except FluvialError as error:
+        except (FluvialError, WireError) as error:
             return str(error)

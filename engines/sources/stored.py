@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.files import sync
 from fluvial.engines.fsdp.world import World
@@ -50,11 +51,11 @@ class Storing:
     def __init__(self, source: RolloutSource, folder: Path, world: World, *, resume: bool = False) -> None:
         self.source, self.folder, self.world = source, folder, world
         if not resume and next(folder.glob("*.json"), None) is not None:
-            raise UsageError(f"rollout.store is {folder}, which holds rollouts already: name another folder")
+            raise UsageError(f"`rollout.store` is {folder}, which holds rollouts already: name another folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"rollout.store is {folder}, which cannot be written: {error.strerror}") from error
+            raise UsageError(f"`rollout.store` is {folder}, which cannot be written: {error.strerror}") from error
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the samples of the source, and write them after the last, see `RolloutSource`."""
@@ -69,9 +70,9 @@ class Storing:
         """Push the weights to the source."""
         self.source.push(engine, version)
 
-    def greet(self, requests: Requests, sampling: Sampling) -> Handshake | None:
-        """Let the source be compared with this process."""
-        return self.source.greet(requests, sampling)
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
+        """Compare the source with this process."""
+        return self.source.compare_with_servers(requests, sampling)
 
     def close(self) -> None:
         """Close the source."""
@@ -96,8 +97,8 @@ class Replayed:
         self.folder, self.model = folder, model
         if next(folder.glob("*.json"), None) is None:
             raise UsageError(
-                f"rollout.source is replayed:{folder}, which holds no rollouts: name a folder that a run wrote with "
-                "rollout.store"
+                f"`rollout.source` is replayed:{folder}, which holds no rollouts: name a folder that "
+                "a run wrote with `rollout.store`"
             )
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
@@ -113,8 +114,8 @@ class Replayed:
             found = [rows[number] for number in requests.ids[part]]
             if [row.listed["windows"][row.row] for row in found] != _windows(requests, sampling, part):
                 raise RunError(
-                    f"rollout.source is replayed:{self.folder}, whose samples have other stochastic steps: use the "
-                    "window of the run that stored them, and its micro_batch where the window is drawn per call"
+                    f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
+                    "window of the run that stored them, and its `micro_batch` where the window is drawn per call"
                 )
             tensors = {name: open_files.rows(name, found) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(found))
@@ -128,34 +129,34 @@ class Replayed:
     def push(self, engine: Holder, version: int) -> None:
         """Do nothing: stored samples do not change."""
 
-    def greet(self, requests: Requests, sampling: Sampling) -> None:
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> None:
         """Return None: weights that are gone made the samples."""
 
     def close(self) -> None:
         """Do nothing: files are open while they are read alone."""
 
-    def _rows(self, requests: Requests, sampling: Sampling) -> dict[int, "_Row"]:
+    def _rows(self, requests: Requests, sampling: Sampling) -> dict[int, "_StoredSample"]:
         """Return where the requested samples are, by id."""
-        name, found = name_of(requests.key), dict[int, _Row]()
+        name, found = name_of(requests.key), dict[int, _StoredSample]()
         for path in sorted(self.folder.glob(f"{name}-*.json")):
             index = _index(path)
             if wrong := _difference(index["sampling"], _described(sampling)):
                 raise RunError(f"{path} was sampled in another way than this run asks for: its {wrong}")
             for number, chunk in enumerate(index["chunks"]):
                 for row, own in enumerate(chunk["ids"]):
-                    found.setdefault(own, _Row(path.stem, index["bytes"], index["sha256"], number, row, chunk))
+                    found.setdefault(own, _StoredSample(path.stem, index["bytes"], index["sha256"], number, row, chunk))
         if not found:
             raise RunError(
-                f"rollout.source is replayed:{self.folder}, which has no rollout of key {name}: use the seed, the "
+                f"`rollout.source` is replayed:{self.folder}, which has no rollout of key {name}: use the seed, the "
                 "prompts and the updates per rollout of the run that stored them, and no more updates"
             )
         for number, prompt in zip(requests.ids, requests.prompts, strict=True):
             if number not in found:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            if found[number].prompt != str(prompt):
+            if found[number].prompt != prompt.text:
                 raise RunError(
                     f"{self.folder}: sample {number} of rollout {name} is of the prompt {found[number].prompt!r}, expected "
-                    f"{str(prompt)!r}: use the prompts of the run that stored it"
+                    f"{prompt.text!r}: use the prompts of the run that stored it"
                 )
         return found
 
@@ -183,7 +184,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         given = {**chunk.trajectory._asdict(), "images": chunk.images}
         tensors |= {f"{number}.{name}": given[name].contiguous() for name in FIELDS if given[name] is not None}
         own = slice(start, start + len(chunk.prompts))
-        prompts, windows = [str(prompt) for prompt in chunk.prompts], _windows(requests, sampling, own)
+        prompts, windows = texts(chunk.prompts), _windows(requests, sampling, own)
         listed.append({"version": chunk.version, "ids": list(requests.ids[own]), "prompts": prompts, "windows": windows})
         start += len(prompts)
     stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
@@ -205,7 +206,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-class _Row(NamedTuple):
+class _StoredSample(NamedTuple):
     """Where a stored sample is."""
 
     stem: str
@@ -228,7 +229,7 @@ class _Files:
         self.folder = folder
         self._opened = lru_cache(maxsize=4)(self._open)
 
-    def rows(self, name: str, rows: Sequence[_Row]) -> Tensor | None:
+    def rows(self, name: str, rows: Sequence[_StoredSample]) -> Tensor | None:
         """Return a tensor of the samples in these rows; None where it was not recorded."""
         parts = []
         for stem, size, digest, chunk, row, _ in rows:
@@ -239,8 +240,9 @@ class _Files:
                 raise RunError(f"{self.folder / stem}.safetensors has no tensor {chunk}.{name}")
             whole = file.get_slice(f"{chunk}.{name}")
             shape = whole.get_shape()
-            if name == "steps" and len(shape) == 1:  # the same of all samples
-                return whole[:]
+            if name == "steps" and len(shape) == 1:  # the same of all samples, as earlier versions stored them
+                parts.append(whole[:])
+                continue
             if not shape or row >= shape[0]:
                 raise RunError(f"{self.folder / stem}.safetensors: {chunk}.{name} has shape {shape}, and no row {row}")
             parts.append(whole[row])

@@ -1,18 +1,28 @@
-"""Training runs. The package can be called: `fluvial.engines.train(config, job)` is `trainer.train`.
+"""Training runs."""
 
-A folder and a function of one name would hide each other, depending on which was imported first.
-"""
+from typing import TYPE_CHECKING, Any
 
-import sys
-from types import ModuleType
-from typing import Any
+if TYPE_CHECKING:
+    from rich.console import Console
 
-
-class _CallablePackage(ModuleType):
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        from fluvial.engines.train.trainer import train
-
-        return train(*args, **options)
+    from fluvial.engines.train.config import TrainConfig
+    from fluvial.engines.train.job import Job
 
 
-sys.modules[__name__].__class__ = _CallablePackage
+def train(config: "TrainConfig", job: "Job | None" = None, *, console: "Console | None" = None) -> dict[str, Any]:
+    """Run a training job to its end, or until it is asked to stop, and return its summary (empty if stopped early).
+
+    The run folder `config.out` receives metrics, images, checkpoints, the trained weights and the summary.
+
+    Args:
+        config: the run.
+        job: what is trained; by default what `config.model` names.
+        console: where progress is shown; None is silent.
+
+    Raises:
+        UsageError: the run cannot be done as configured.
+        RunError: it cannot go on.
+    """
+    from fluvial.engines.train.loop import run  # imports torch, which a command's help need not wait for
+
+    return run(config, job, console=console)

@@ -1,22 +1,27 @@
-"""What a run is built from: network, engine, policies, rewards and given preferences, out of a configuration and a job."""
+"""Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
 
 import hashlib
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
 from fluvial.engines.data.prompts import weights_by_source
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.named_models import brings_prompts
 from fluvial.engines.objectives.table import name_of
+from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_records, check_rewards, select
 from fluvial.engines.rewards.runner import RewardRunners
@@ -26,23 +31,26 @@ from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
-from fluvial.engines.sources.copied import Copy
-from fluvial.engines.sources.protocol import RolloutSource
+from fluvial.engines.sources.sampler_copy import Copy
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.asynchronous.ahead import Ahead
-from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.train.asynchronous.prefetch import Ahead
+from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.base import has_one_size
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
 from fluvial.engines.train.jobs.pipeline import is_adapter
 from fluvial.engines.train.jobs.weights import adapter_of, digest
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
+from fluvial.engines.train.probe_passes import choose_micro_batch
 from fluvial.engines.train.rollouts import Rollouts
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
+from fluvial.models.device import has_values
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import load_lora
+from fluvial.models.protocol import Weights
 
 
 @dataclass(frozen=True)
@@ -50,40 +58,46 @@ class Parts:
     """The parts of a run.
 
     Args:
+        config: the run, its micro-batch a number.
+        choice: why that number, where it was chosen here.
         job: job with evaluators, which are the rewards of the run where it names none.
         evaluated: the job as it is evaluated, which may have other prompts, evaluators and sizes.
         engine: engine of the network that is trained.
         policies: policies that the objective compares with.
         schedule: schedule with its timesteps on the device.
         evaluation_schedule: schedule of evaluations, which may have another number of steps.
-        source: maker of samples.
+        rollouts: samples, or given preferences, of each rollout.
         ahead: rollouts ahead of the updates, where they are made so.
-        rollouts: samples of each rollout.
         learner: maker of updates.
         rewards: rewards with their weights, by name; none where the run makes no samples.
         runners: threads of the rewards.
-        preferences: given preferences, where the run learns from a folder of them.
         base: fingerprint of the weights that training starts from.
     """
 
+    config: TrainConfig
+    choice: Choice | None
     job: Job
     evaluated: Job
     engine: Engine
     policies: Policies
     schedule: Schedule
     evaluation_schedule: Schedule
-    source: RolloutSource
     rollouts: Rollouts
     ahead: Ahead | None
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]
     runners: RewardRunners
-    preferences: tuple[Preference, ...] | EncodedPreferences
     base: str
 
 
-def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
+def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Path | str | None = None) -> Parts:
     """Return the parts of a run; every rank must take part.
+
+    Args:
+        config: the run.
+        job: what is trained.
+        world: process group.
+        resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes.
 
     Raises:
         UsageError: configuration and job do not fit together, or something of the job cannot be used.
@@ -100,33 +114,31 @@ def build_parts(config: TrainConfig, job: Job, world: World) -> Parts:
         _check_watched(config, asked, rewards)
     group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
-    try:
+    with ExitStack() as stack:
+        stack.callback(runners.close)
         with world.agreed():
             _warm_up(config, job, asked, runners, world)
-        return _built(config, job, asked, world, rewards, runners)
-    except BaseException:
-        runners.close()
-        raise
+        parts = _built(config, job, asked, rewards, runners, world, resume_from)
+        stack.pop_all()
+    return parts
 
 
 def _built(
-    config: TrainConfig, job: Job, asked: Job, world: World, rewards: dict[str, tuple[Reward, float]], runners: RewardRunners
+    config: TrainConfig,
+    job: Job,
+    asked: Job,
+    rewards: dict[str, tuple[Reward, float]],
+    runners: RewardRunners,
+    world: World,
+    resume_from: Path | str | None,
 ) -> Parts:
-    """Return the parts of a run, whose rewards work; every rank must take part.
-
-    Args:
-        config, job, world: arguments of `build_parts`, the job with its evaluators.
-        asked: the job as it is evaluated.
-        rewards, runners: rewards of the run, and their threads.
-    """
+    """Return the parts of a run, whose rewards work; every rank must take part."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
-        base = (_digest(module) if weights is None else fingerprint(weights)) + adapter
-    engine = Engine(
-        module, job.model.blocks(module), config.optimizer, world,
-        updates=config.updates, sharding=config.engine, weights=weights,
-    )  # fmt: skip
+        base = _base(module, weights, world) + adapter
+    blocks = job.model.blocks(module)
+    engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
     with world.agreed():
         try:
             check_model(config, job.model.prediction, recorded=is_recorded(job.model))
@@ -142,29 +154,54 @@ def _built(
     policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
     schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
-    evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
-    learner = Learner(config, job, world, engine, policies, schedules, texts, rewards)
     copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
+    config, choice = _with_micro_batch(config, job, engine, schedule, resume_from)
+    learner = Learner(config, job, engine, policies, texts, rewards)
     with world.agreed():
-        resume = config.resume or config.resume_from is not None
         # What servers make is compared with the engine's own network, on the main thread.
         apart = copy is not None and not config.rollout.is_served
         behaviour = copy.behaviour if copy is not None and apart else lambda: policies.behaviour(engine)
         source = build_source(
-            config.rollout, job.model, behaviour, world, resume=resume,
-            adapter=lambda version: policies.sampling_adapter(version) or "default", product=config.lora.product,
-            sizes=_pixels(config, job), copy=copy,
-        )  # fmt: skip
-        rollouts = Rollouts(
-            config, job, world, engine=engine, policies=policies, source=source, schedules=schedules, texts=texts, copy=copy
+            config.rollout,
+            job.model,
+            behaviour,
+            world,
+            resume=config.resume or resume_from is not None,
+            adapter=lambda version: policies.sampling_adapter(version) or "default",
+            product=config.lora.product,
+            sizes=_pixels(config, job),
+            copy=copy,
         )
-    ahead = None
-    if copy is not None:
-        ahead = Ahead(config, world, engine=engine, rollouts=rollouts, runners=runners, copy=copy)
-    return Parts(
-        job, asked, engine, policies, schedule, evaluation_schedule, source, rollouts, ahead, learner, rewards, runners,
-        preferences, base,
-    )  # fmt: skip
+        rollouts = Rollouts(config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences)
+    ahead = None if copy is None else Ahead(rollouts, runners, copy)
+    evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
+    parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base
+    return Parts(config, choice, job, asked, *parts)
+
+
+def _with_micro_batch(
+    config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
+) -> tuple[TrainConfig, Choice | None]:
+    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part.
+
+    A run that is resumed takes the number of its checkpoint.
+
+    Raises:
+        UsageError: the passes of a single sample do not fit into the memory.
+    """
+    if config.micro_batch != "auto":
+        return config, None
+    if resume_from is not None:
+        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), None
+    choice = choose_micro_batch(config, job, engine, schedule)
+    return replace(config, micro_batch=choice.micro_batch), choice
+
+
+def _base(module: nn.Module, weights: Weights | None, world: World) -> str:
+    """Return a fingerprint of the weights that training starts from."""
+    if not has_values(world.device):
+        return ""
+    return _digest(module) if weights is None else fingerprint(weights)
 
 
 def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:
@@ -177,14 +214,14 @@ def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Co
 
 def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
     """Return size in pixels and number of frames by the shape of a sample, for a model that has several."""
-    if config.is_built_in:
+    if has_one_size(job.model):
         return {}
     frames, sizes = config.pipeline.frames, job.sizes or {config.pipeline.size: job.shape}
     return {tuple(shape): (size, frames) for size, shape in sizes.items()}
 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
-    """Let every reward and evaluator score a blank batch, before anything expensive.
+    """Score a blank batch with every reward and evaluator, before anything expensive.
 
     Raises:
         RunError: one of them failed.
@@ -200,7 +237,7 @@ def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, 
 
 def _blank(config: TrainConfig, job: Job) -> Tensor:
     """Return one blank image, or video, as the model makes them; for a pipeline without waiting for its VAE."""
-    if config.is_built_in or is_adapter(config.model):
+    if brings_prompts(config.model) or is_adapter(config.model):
         with torch.no_grad():
             return job.model.decode(torch.zeros(1, *job.shape))
     (height, width), frames = config.pipeline.size, config.pipeline.frames
@@ -217,8 +254,8 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
     rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
-            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or set "
-            "rewards to module:name"
+            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
+            "set `rewards` to module:name"
         )
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
@@ -234,15 +271,15 @@ def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]])
     for name in floors:
         if name not in rewards:
             raise UsageError(
-                f"advantage.floors names {name!r}, expected one of the rewards of the run, {', '.join(rewards) or 'none'}"
+                f"`advantage.floors` names {name!r}, expected one of the rewards of the run, {', '.join(rewards) or 'none'}"
             )
         if rewards[name][1] != 1:
             raise UsageError(
-                f"advantage.floors names {name!r}, whose weight is its multiplier, and rewards gives it the weight "
-                f"{rewards[name][1]:g}: leave the weight"
+                f"`advantage.floors` names {name!r}, whose weight is its multiplier, and rewards gives it the weight "
+                f"{rewards[name][1]:g}: remove the weight"
             )
     if floors and not set(rewards) - set(floors):
-        raise UsageError("advantage.floors names every reward of the run: add one to learn from to rewards")
+        raise UsageError("`advantage.floors` names every reward of the run: add one to learn from to rewards")
 
 
 def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
@@ -253,8 +290,9 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
     if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
         what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
         raise UsageError(
-            f"stop_when_gamed is {config.stop_when_gamed}, and {what}: name one that training does not see in "
-            "evaluation.rewards"
+            "stop_when_gamed",
+            config.stop_when_gamed,
+            hint=f"{what}; name one that training does not see in `evaluation.rewards`",
         )
 
 
@@ -267,16 +305,17 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
     folder = config.objective.traits.preferences
     if folder is not None:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
-        split_off = config.model not in BUILT_IN and not config.prompts and not config.pipeline.heldout
-        apart = {"skip": sorted(set(job.heldout) - set(job.prompts))} if split_off else {"heldout": job.heldout}
+        split_off = not brings_prompts(config.model) and not config.prompts and not config.pipeline.heldout
+        heldout = texts(job.heldout)
+        apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
             records = preference_records(folder, check=job.model.check_prompt, **apart)
             return EncodedPreferences(records, job.images)
         return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from data, and this job has none: set data to a folder of images with "
-            "captions, or pass data to the job"
+            f"{name_of(config.objective)} learns from data, and this job has none: set `data` to a folder of "
+            "images with captions, or pass data to the job"
         )
     return ()
 
@@ -285,10 +324,10 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.rollout.guidance
     prompts = (*job.prompts, *job.heldout, *asked.heldout)
-    own = next((prompt for prompt in map(as_prompt, prompts) if prompt.negative is not None), None)
+    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if own is not None and is_recorded(job.model):
         raise UsageError(
-            f"prompt {str(own)!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
+            f"prompt {own.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
             "guidance is fixed: leave the column negative_prompt out"
         )
     check_negatives(prompts, guided=config.is_guided, field="rollout.guidance.scale")
@@ -302,15 +341,15 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
 def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
-    uneven = len({prompt.weight for prompt in map(as_prompt, job.prompts)}) > 1 or len({*weights}) > 1
+    uneven = len({prompt.weight for prompt in job.prompts}) > 1 or len({*weights}) > 1
     if config.prompt_order != "epochs" and uneven:
         raise UsageError(
-            f"prompt_order is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
+            f"`prompt_order` is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
         )
 
 
 def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
-    """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it goes on from."""
+    """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it continues from."""
     module = _network(config, job)
     found = adapter_of(config, job, module)
     if config.train == "lora":

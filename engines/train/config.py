@@ -7,6 +7,7 @@ from typing import Literal
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
 from fluvial.engines.data.sizes import Size, parse_size
+from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
@@ -14,17 +15,14 @@ from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Follower, Objective
 from fluvial.engines.objectives.table import check_objective
-from fluvial.engines.rollout.ahead import AsyncConfig
+from fluvial.engines.rollout.async_config import AsyncConfig
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.rollout.solvers import SolverChoice
 from fluvial.engines.train.validate import DEFAULT_MAX_LOG_RATIO, config_problems
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
-
-BUILT_IN = ("handwriting", "handwriting-unet", "words")  # models that come with fluvial
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,14 @@ class PipelineConfig:
         size = (1, 2**20)
         check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6))
         if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
-            raise ValueError("pipeline.sizes is set, and pipeline.height or width as well: leave these as they are")
+            raise UsageError("`pipeline.height` and `pipeline.width` have no effect with `pipeline.sizes`; remove them")
         try:
             if len(set(map(parse_size, self.sizes))) < len(self.sizes):
                 raise ValueError(f"{' '.join(self.sizes)} names a size twice: name each once")
         except ValueError as error:
-            raise ValueError(f"pipeline.sizes has a wrong value: {error}") from error
+            raise UsageError(f"`pipeline.sizes` has a wrong value: {error}") from error
         if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
-            raise ValueError(f"pipeline.call holds {wrong[0]!r}, expected name=value")
+            raise UsageError(f"`pipeline.call` holds {wrong[0]!r}, expected name=value")
 
     @property
     def size(self) -> Size:
@@ -215,15 +213,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         count, not_negative = (1, 2**31), (0, 2**31)
         check_fields(
-            self, "", seed=(0, 2**63 - 1), data_seed=(0, 2**63 - 1), updates=count, epochs=count, minibatches=count,
-            micro_batch=count, update_micro_batch=count, max_invalid=(0, 0.999),
-            max_log_ratio=(0, 1e30), eval_every=not_negative, eval_samples=count, final_samples=count,
-            stop_when_gamed=not_negative,
-            export_every=not_negative, checkpoint_every=count, keep_checkpoints=count, collective_timeout=(1, 1e6),
-        )  # fmt: skip
+            self,
+            "",
+            **dict.fromkeys(("updates", "epochs", "minibatches", "micro_batch", "update_micro_batch"), count),
+            **dict.fromkeys(("eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"), count),
+            **dict.fromkeys(("eval_every", "stop_when_gamed", "export_every"), not_negative),
+            **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),
+            max_invalid=(0, 0.999),
+            max_log_ratio=(0, 1e30),
+            collective_timeout=(1, 1e6),
+        )
         check_objective(self.objective)
         for problem in config_problems(self):
-            raise ValueError(problem)
+            raise problem
 
     @property
     def checkpoint_folder(self) -> Path | str:
@@ -233,20 +235,10 @@ class TrainConfig:
         return self.checkpoints if "://" in self.checkpoints else Path(self.checkpoints)
 
     @property
-    def is_built_in(self) -> bool:
-        """Whether the model comes with fluvial."""
-        return self.model in BUILT_IN
-
-    @property
-    def asks_of_pipeline(self) -> bool:
-        """Whether something is asked of a pipeline."""
-        return self.pipeline != PipelineConfig()
-
-    @property
     def samples_per_pass(self) -> int:
         """Number of samples per forward pass; ValueError as long as `micro_batch` is auto."""
         if isinstance(self.micro_batch, str):
-            raise ValueError("micro_batch is auto, expected a number: Trainer.settle chooses one")
+            raise UsageError("`micro_batch` is auto, expected a number: Trainer.settle chooses one")
         return self.micro_batch
 
     @property
@@ -274,11 +266,6 @@ class TrainConfig:
     def evaluation_steps(self) -> int:
         """Number of steps of the schedule in evaluations."""
         return self.evaluation.steps or self.rollout.steps
-
-    @property
-    def evaluation_solver(self) -> SolverChoice:
-        """Solver of the ODE in evaluations."""
-        return self.evaluation.solver
 
     @property
     def evaluation_guidance(self) -> Guidance:

@@ -1,8 +1,9 @@
-"""The job of a run: a built-in model's, a pipeline's, or a person's own; and its network."""
+"""The job of a model, built-in, of diffusers or user-defined, and its network."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -11,16 +12,33 @@ from torch import nn
 
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.prompts import read_sources
-from fluvial.engines.errors import UsageError
-from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.named_models import MODELS, brings_prompts
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
 from fluvial.engines.train.jobs.weights import from_run, with_base
 from fluvial.engines.train.jobs.words import words
 from fluvial.models import DiffusionModel
+from fluvial.models.device import default_device
 
-__all__ = ["Job", "build", "fresh", "from_run", "handwriting", "named", "of_run", "opened", "pipeline", "words"]
+__all__ = [
+    "Job",
+    "build",
+    "fresh",
+    "from_run",
+    "handwriting",
+    "named",
+    "of_run",
+    "opened",
+    "pipeline",
+    "to_sample",
+    "to_train",
+    "words",
+]
 
 
 def handwriting(
@@ -42,7 +60,8 @@ def handwriting(
     model = kind(base if weights is None else weights)
     recogniser, heldout = reward_recogniser(), codes("heldout")
     machine, neighbours = recogniser.each()
-    train, weights_of = codes("train"), dict[str, float]()
+    train: Sequence[str | Prompt] = codes("train")
+    weights_of = dict[str, float]()
     if prompts:
         train, weights_of = read_sources(prompts, check=model.check_prompt, heldout=heldout)
     elif data:
@@ -59,10 +78,15 @@ def handwriting(
         heldout=heldout,
         evaluators={"reward": recogniser.characters, "heldout": heldout_recogniser().characters},
         load=kind,
-        data=write,
+        data=lambda key, prompts: write(key, texts(prompts)),
         encode=lambda images: images * 2 - 1,
         source_weights=weights_of,
     )
+
+
+def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return `handwriting` with the UNet; the arguments are the same."""
+    return handwriting(weights=weights, prompts=prompts, data=data, unet=True)
 
 
 def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
@@ -77,14 +101,78 @@ def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (
     Raises:
         UsageError: there is no such model, or the file holds a line that is not a prompt.
     """
-    if model not in BUILT_IN:
+    if not brings_prompts(model):
         raise UsageError(
-            f"model is {model!r}, expected {' or '.join(BUILT_IN)}, a folder, or an id on the Hub such as owner/name "
-            "(fluvial models)"
+            "model", model, f"{' or '.join(MODELS)}, a folder, or an id on the Hub such as owner/name (fluvial models)"
         )
-    if model == "words":
-        return words(weights=weights, prompts=prompts, data=data)
-    return handwriting(weights=weights, prompts=prompts, data=data, unet=model == BUILT_IN[1])
+    job: Job = resolve_name(MODELS[model].job)(weights=weights, prompts=prompts, data=data)
+    return job
+
+
+def to_sample(
+    name: str,
+    settings: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    weights: Path | None = None,
+    compute: torch.dtype = torch.float32,
+) -> Job:
+    """Return the job of a model that is only sampled from: without training prompts, unless they come with the model.
+
+    Args:
+        name: built-in model, folder or id on the Hub of a pipeline, or `module:name`.
+        settings: size of the images, and how a pipeline is opened.
+        steps: number of steps per sample.
+        guidance: guidance of its steps.
+        weights: folder of weights in place of the model's own.
+        compute: dtype that the network computes in.
+
+    Raises:
+        UsageError: there is no such model, or the weights are of another.
+    """
+    if brings_prompts(name):
+        _check_unset(name, settings)
+        return named(name, weights=weights)
+    from fluvial.models.rewards.jpeg import jpeg_compressibility
+
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute)
+    model: Any = job.model
+    load = None if is_adapter(name) else model.with_weights
+    return with_base(replace(job, rewards={"jpeg": jpeg_compressibility}, load=load), weights)
+
+
+def to_train(
+    name: str,
+    settings: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    weights: Path | None = None,
+    compute: torch.dtype = torch.float32,
+    prompts: Sequence[str] = (),
+    data: Sequence[str] = (),
+    preferences: Path | None = None,
+) -> Job:
+    """Return the job of training a model, with its prompts; the arguments are those of `to_sample` and `pipeline`.
+
+    Raises:
+        UsageError: there is no such model, or no prompts.
+    """
+    if brings_prompts(name) or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
+        _check_unset(name, settings)
+        return named(name, weights=weights, prompts=prompts, data=data)
+    job = pipeline(
+        name, settings, prompts=prompts, data=data, preferences=preferences, steps=steps, guidance=guidance, compute=compute
+    )
+    return with_base(job, weights)
+
+
+def _check_unset(name: str, settings: PipelineConfig) -> None:
+    """Raise UsageError for settings of a pipeline, which a built-in model does not take."""
+    for field in fields(settings):
+        if getattr(settings, field.name) != field.default:
+            raise no_effect(f"pipeline.{field.name}", f"with model {name}")
 
 
 def fresh(model: str, seed: int) -> DiffusionModel:
@@ -94,11 +182,8 @@ def fresh(model: str, seed: int) -> DiffusionModel:
         model: name of the model.
         seed: seed of the weights.
     """
-    from fluvial.models.handwriting import Handwriting, HandwritingUNet
-    from fluvial.models.words import Words
-
-    kinds: dict[str, Callable[..., DiffusionModel]] = dict(zip(BUILT_IN, (Handwriting, HandwritingUNet, Words), strict=True))
-    return kinds[model](None, seed=seed)
+    made: DiffusionModel = resolve_name(MODELS[model].model)(None, seed=seed)
+    return made
 
 
 def of_run(config: TrainConfig) -> Job:
@@ -108,19 +193,21 @@ def of_run(config: TrainConfig) -> Job:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
     config = from_run(config)
-    elsewhere = "/" in config.model or Path(config.model).is_dir() or is_adapter(config.model)
-    if config.model in BUILT_IN or not elsewhere:
-        return with_images(named(config.model, weights=config.weights, prompts=config.prompts, data=config.data), config)
-    rollout, device = config.rollout, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    asked = config.pipeline
-    if (config.data or config.objective.traits.preferences is not None) and asked.text_cache is None:
+    asked, preferences = config.pipeline, config.objective.traits.preferences
+    if not brings_prompts(config.model) and (config.data or preferences is not None) and asked.text_cache is None:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
-    job = pipeline(
-        config.model, asked, prompts=config.prompts, data=config.data, preferences=config.objective.traits.preferences,
-        steps=rollout.steps, guidance=rollout.guidance,
-        compute=config.engine.compute_dtype(device),
-    )  # fmt: skip
-    return with_images(with_base(job, config.weights), config)
+    job = to_train(
+        config.model,
+        asked,
+        steps=config.rollout.steps,
+        guidance=config.rollout.guidance,
+        weights=config.weights,
+        compute=config.engine.compute_dtype(default_device()),
+        prompts=config.prompts,
+        data=config.data,
+        preferences=preferences,
+    )
+    return with_images(job, config)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

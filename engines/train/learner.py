@@ -1,7 +1,7 @@
-"""Learning from a rollout: its samples become a flat set of items, and these one or several updates."""
+"""Learning from a rollout: flattens samples into items and runs the updates on them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -10,35 +10,46 @@ from torch import Tensor, nn
 from fluvial.core.correction import CorrectionInfo
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
-from fluvial.core.rollout import Trajectory
+from fluvial.core.transitions import Sampler
 from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.advantages import advantages, extreme
-from fluvial.engines.objectives.losses import LossConfig, add_ema_kl
-from fluvial.engines.objectives.table import check_loss, check_target_weight, located, name_of
+from fluvial.engines.fsdp.items import micro_batches
+from fluvial.engines.objectives.advantages import History, graded
+from fluvial.engines.objectives.checked import checked
+from fluvial.engines.objectives.losses import LossConfig, add_ema_kl, log_prob_and_kl
+from fluvial.engines.objectives.protocol import Gathering
+from fluvial.engines.objectives.table import name_of
+from fluvial.engines.rewards.gather import Rewards
 from fluvial.engines.rewards.gradients import weighted_sum
-from fluvial.engines.rewards.invalid import kept_samples, spread
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.signature import Samples
-from fluvial.engines.rollout.backprop import final_samples, last_items, number_of_steps
+from fluvial.engines.rollout.backprop import final_samples, number_of_steps
 from fluvial.engines.rollout.correction import correct
 from fluvial.engines.rollout.generate import SampleBatch
-from fluvial.engines.rollout.items import Items, Share, flatten, given, rebalance, select
-from fluvial.engines.rollout.noising import noised, preferred
-from fluvial.engines.rollout.schedules import Schedules
-from fluvial.engines.rollout.streams import Stream
-from fluvial.engines.rollout.text import TextLengths
-from fluvial.engines.rollout.window import trained_steps
+from fluvial.engines.rollout.items import (
+    Items,
+    LastSteps,
+    NoisedSamples,
+    Pairs,
+    RecordedSteps,
+    Share,
+    last_steps,
+    noised_pairs,
+    noised_samples,
+    rebalance,
+    recorded_steps,
+    select,
+)
+from fluvial.engines.rollout.text import Padding, TextLengths
+from fluvial.engines.streams import Stream
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
-from fluvial.engines.train.monitoring.signal import parts_of
-from fluvial.engines.train.policies import Policies, predictions
-from fluvial.engines.train.prompt_statistics import History, PromptStatistics
-from fluvial.kernels import step_log_prob
+from fluvial.engines.train.policies import Policies
+from fluvial.engines.train.rollouts import GivenPairs, Rollout
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond
+from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
 
 
@@ -46,21 +57,26 @@ class Learnt(NamedTuple):
     """What the updates of a rollout did."""
 
     updates: list[UpdateInfo]
-    correction: CorrectionInfo | None = None
-    advantage: Tensor | None = None  # of the samples that are learnt from, on the host; None for preferences
+    correction: CorrectionInfo | None
+    advantage: Tensor | None  # of the samples that are learnt from, on the host; None for preferences
+    padding: Padding | None  # of the prompts, where it is trimmed
 
 
 class Work(NamedTuple):
-    """The items of a rollout, from which its updates are made: M items per sample."""
+    """The items of a rollout, and all else that their updates need: M items per sample."""
 
-    items: Items  # this rank's, M * slots, ordered as `adds.T`
+    items: Items  # this rank's, M * slots, ordered as `computed.T`
     cond: Cond  # conditioning of this rank's samples, a pytree of tensors `[slots, ...]`
-    adds: Tensor  # [B, M], of all ranks; 0 for items that need not be computed
+    computed: Tensor  # [B, M], of all ranks; 0 for items that need not be computed
     divisor: int  # number of items that the loss is averaged over, those that need not be computed included
     share: Share
-    correction: CorrectionInfo | None = None
+    prompts: Sequence[Prompt]  # of this rank's samples
+    schedule: Schedule
+    sampler: Sampler | None = None  # of recorded steps
     target_weight: Tensor | None = None  # `[B]` of all samples, on the host; None for preferences
     advantage: Tensor | None = None  # of the samples that are learnt from
+    correction: CorrectionInfo | None = None
+    padding: Padding | None = None
 
 
 class Learner:
@@ -69,177 +85,187 @@ class Learner:
     Args:
         config: the run.
         job: what is trained.
-        world: process group that samples are spread over.
-        engine: engine of the policy.
+        engine: engine of the policy, on the ranks that samples are spread over.
         policies: the policies that the objective compares with.
-        schedules: schedule and sampler by the shape of a sample.
         texts: lengths that prompts are padded to.
         rewards: rewards with their weights, for objectives that follow their gradients.
 
     Raises:
-        UsageError: the sampler cannot be used, or the implementation does not run on this device.
+        UsageError: the implementation does not run on this device.
     """
 
     def __init__(
-        self, config: TrainConfig, job: Job, world: World, engine: Engine, policies: Policies, schedules: Schedules,
-        texts: TextLengths, rewards: Mapping[str, tuple[Reward, float]] | None = None,
-    ) -> None:  # fmt: skip
-        self.config, self.job, self.world, self.engine, self.policies = config, job, world, engine, policies
-        self.schedules, self.texts, self.rewards = schedules, texts, rewards or {}
-        self.schedule, self.sampler = schedules.of(job.shape)
-        self.prompts: tuple[str, ...] = ()  # of this rank's samples, for rewards that are called again
+        self,
+        config: TrainConfig,
+        job: Job,
+        engine: Engine,
+        policies: Policies,
+        texts: TextLengths,
+        rewards: Mapping[str, tuple[Reward, float]],
+    ) -> None:
+        self.config, self.job, self.world, self.engine, self.policies = config, job, engine.world, engine, policies
+        self.texts, self.rewards = texts, rewards
+        self.rank, self.ranks = self.world.data_rank, self.world.data_size
+        self.objective = checked(config.objective)
+        self.traits = self.objective.traits
+        self.has_kl, self.items_per_pass = config.kl.is_on, config.items_per_pass
+        self.compared = config.rollout.window.compared(config.rollout.group)
         self.loss_config = LossConfig(
             config.rollout.form,
             config.rollout.reduction,
             config.kl.coef,
-            config.kl.weight_of(config.rollout.sampler_name),
+            config.kl.weight_of(config.rollout.sampler.rule),
             config.implementation,
             config.kl.ema_coef,
         )
         try:
-            resolve("train", config.implementation, [torch.empty(0, device=world.device)])
+            resolve("train", config.implementation, [torch.empty(0, device=self.world.device)])
         except ValueError as error:
             raise UsageError(str(error).removeprefix("train: ")) from error
-        self.statistics = PromptStatistics(config.advantage) if config.advantage.history else None
-        # An item of preferences is two samples, and the model sees both.
-        self.width = 2 if config.objective.traits.trains_on == "preferences" else 1
 
-    def remember_in(self, history: History) -> None:
-        """Keep the rewards that later advantages depend on in `history`, which checkpoints hold."""
-        if self.statistics is not None:
-            self.statistics.history = history
-
-    def items(self, samples: SampleBatch, rewards: Tensor, weights: Tensor, key: Key) -> Work:
+    def items(self, rollout: Rollout, rewards: Rewards, weights: Tensor, key: Key, history: History) -> Work:
         """Return the items of one rollout; every rank must take part.
 
         The items of recorded steps are views of the samples' trajectory, so that nothing is stored twice.
 
         Args:
-            samples: samples of this rank.
-            rewards: rewards of all samples, `[B, K]`, on the host; groups with NaN are left out.
+            rollout: samples of this rank.
+            rewards: rewards of all samples, on the host.
             weights: weight of each reward, `[K]`.
             key: key of the rollout.
+            history: last rewards of each prompt, to which those of this rollout are added if advantages read them.
         """
-        config, objective, batch = self.config, self.config.objective, self.config.rollout.batch
-        self.schedule, self.sampler = self.schedules.of(tuple(samples.trajectory.final.shape[1:]))
-        traits = objective.traits
-        kept = kept_samples(rewards, config.rollout.group)
-        group, rewards = torch.nonzero(kept).flatten() // config.rollout.compared, rewards[kept]
-        reward = rewards @ weights
-        if traits.trains_on == "preferences":
-            return self._best_and_worst(samples, reward, group, kept, key)
-        if self.statistics is None:
-            valid = advantages(rewards, weights, group, config.advantage)
-        else:
-            asked = self._prompts(samples)
-            valid = self.statistics.advantages(reward, [asked[i] for i in torch.nonzero(kept).flatten().tolist()])
-        with located(objective, "target_weight"):
-            target_weight = objective.target_weight(reward, valid, group)
-        check_target_weight(objective, target_weight, len(group))
-        advantage, target_weight = spread(valid, kept), spread(target_weight, kept)
-        slots = len(samples.prompts)
-        share, device = Share(self.world.data_rank * slots, slots, batch), self.world.device
-        own_target, own_weight = share.rows(target_weight).to(device), share.rows(torch.ones(batch)).to(device)
-        correction = None
-        if traits.through is not None:
-            steps = number_of_steps(key, config.rollout.steps, last=traits.through[0], spread=traits.through[1])
-            taken, self.prompts = torch.ones(batch, 1), tuple(samples.prompts)
-            flat = last_items(samples.trajectory, self.schedule, share, key, steps, own_target, own_weight)
-        elif traits.trains_on == "steps":
-            recorded = samples.trajectory.log_prob.shape[1]
-            trained = config.rollout.trained_of(recorded)
-            taken = trained_steps(fold_in(key, Stream.FRACTION), batch, recorded, trained=trained, pick=config.rollout.pick)
-            flat = flatten(samples.trajectory, self.schedule, own_target, own_weight)
-            if config.correction.mode != "none":
-                flat, correction = self._corrected(flat, samples.cond, samples.trajectory, share)
-        else:
-            taken = torch.ones(batch, config.noising.each)
-            flat = self._noised(samples.trajectory.final, share.numbers, own_target, own_weight, key)
-        taken = taken * spread(extreme(reward, group, config.advantage.extremes).to(taken.dtype), kept)[:, None]
-        # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
-        drops = config.advantage.drop_zero
-        over_kept = traits.mean_over_kept or drops
-        every = not (traits.skips_zero or drops) or (config.kl.is_on and not over_kept)
-        kept = (advantage if drops else target_weight) != 0
-        adds = taken if every else taken * kept.to(taken.dtype)[:, None]
-        count = int((adds if over_kept else taken).sum())
-        return Work(flat, samples.cond, adds, count, share, correction, target_weight, valid)
+        config, samples, kept = self.config, rollout.samples, rewards.kept
+        if self.traits.trains_on == "preferences":
+            return self._best_and_worst(rollout, rewards.scores[kept] @ weights, torch.nonzero(kept).flatten(), key)
+        grades = graded(
+            self.objective,
+            rewards.scores,
+            kept,
+            weights,
+            config.advantage,
+            compared=self.compared,
+            has_kl=self.has_kl,
+            prompts=texts(self._prompts(samples, len(kept))) if config.advantage.history else (),
+            history=history,
+        )
+        share, sampling = Share(self.rank * len(samples.prompts), len(samples.prompts), len(kept)), rollout.plan.sampling
+        items, used, correction = self._made(rollout, share, grades.target_weight, key)
+        return Work(
+            items,
+            samples.cond,
+            used * grades.computed[:, None],
+            int((used * grades.counted[:, None]).sum()),
+            share,
+            samples.prompts,
+            sampling.schedule,
+            None if sampling.stochastic is None else sampling.stochastic.transition,
+            grades.target_weight,
+            grades.advantage,
+            correction,
+            rollout.plan.padding,
+        )
 
-    def preference_items(self, chosen: Sequence[Preference], numbers: Sequence[int], key: Key) -> Work:
+    def _made(
+        self, rollout: Rollout, share: Share, target_weight: Tensor, key: Key
+    ) -> tuple[Items, Tensor, CorrectionInfo | None]:
+        """Return this rank's items, whether each of all ranks' is used, `[B, M]`, and what a correction did."""
+        config, trajectory, batch, device = self.config, rollout.samples.trajectory, share.batch, self.world.device
+        schedule = rollout.plan.sampling.schedule
+        weight, own = share.rows(torch.ones(batch)).to(device), share.rows(target_weight).to(device)
+        if self.traits.trains_on == "noised":
+            keys, levels = self._noising_keys(share.numbers, key)
+            noised = noised_samples(
+                trajectory.final, keys, own, weight, schedule, config.noising, self.job.model.prediction, level_keys=levels
+            )
+            return noised, torch.ones(batch, config.noising.each), None
+        if self.traits.through is not None:
+            last, spread = self.traits.through
+            count = number_of_steps(key, config.rollout.steps, last=last, spread=spread)
+            return last_steps(trajectory, schedule, share, key, count, weight), torch.ones(batch, 1), None
+        assert rollout.plan.transitions is not None
+        steps, correction = recorded_steps(trajectory, schedule, rollout.plan.transitions, own, weight), None
+        if config.correction.mode != "none":
+            steps, correction = self._corrected(steps, rollout.samples, share)
+        return steps, rollout.trained, correction
+
+    def pairs(self, given: GivenPairs, key: Key) -> Work:
         """Return the items of given preferences; each rank takes its share of them.
 
         Args:
-            chosen: the preferences, the same on every rank; none makes updates without a gradient.
-            numbers: index of each preference in its stream of noise.
+            given: the preferences, the same on every rank; none makes updates without a gradient.
             key: key of the rollout.
         """
-        real = len(chosen)
+        chosen, numbers, real = given.preferences, given.numbers, len(given.preferences)
         if not real:
-            chosen, numbers = [self.job.blank_preference()], [0]
-        self.schedule, self.sampler = self.schedules.of(tuple(chosen[0].win.shape))
-        slots = -(-len(chosen) // self.world.data_size)
-        share = Share(self.world.data_rank * slots, slots, real)
-        rows = [(share.first + slot) % len(chosen) for slot in range(slots)]
-        device, prompts = self.world.device, [chosen[row].prompt for row in rows]
-        encoded = self.texts.encode(self.config.rollout.guidance, prompts)
-        cond = optree.tree_map(lambda tensor: tensor.to(device), encoded)
-        ones = share.rows(torch.ones(real)).to(device)
-        win, lose = (
-            self._noised(
-                torch.stack([getattr(chosen[row], side) for row in rows]).to(device), [numbers[row] for row in rows], ones,
-                ones, key,
-            )
-            for side in ("win", "lose")
-        )  # fmt: skip
-        adds = torch.ones(real, self.config.noising.each)
-        return Work(preferred(win, lose), cond, adds, int(adds.sum()), share)
+            zeros = torch.zeros(given.shape)
+            chosen, numbers = [Preference(self.job.prompts[0], zeros, zeros)], [0]
+        slots = -(-len(chosen) // self.ranks)
+        share = Share(self.rank * slots, slots, real)
+        places = [(share.first + slot) % len(chosen) for slot in range(slots)]
+        device, prompts = self.world.device, [chosen[place].prompt for place in places]
+        cond, padding = self.texts.encode(self.config.rollout.guidance, prompts)
+        keys, levels = self._noising_keys([numbers[place] for place in places], key)
+        items = noised_pairs(
+            torch.stack([chosen[place].win for place in places]).to(device),
+            torch.stack([chosen[place].lose for place in places]).to(device),
+            keys,
+            share.rows(torch.ones(real)).to(device),
+            given.schedule,
+            self.config.noising,
+            self.job.model.prediction,
+            level_keys=levels,
+        )
+        computed, cond = torch.ones(real, self.config.noising.each), optree.tree_map(lambda table: table.to(device), cond)
+        return Work(items, cond, computed, computed.numel(), share, prompts, given.schedule, padding=padding)
 
-    def _best_and_worst(self, samples: SampleBatch, reward: Tensor, group: Tensor, kept: Tensor, key: Key) -> Work:
-        """Return the items of the best and the worst sample of each group; groups with equal rewards have none."""
-        found, numbers = best_and_worst(reward, group), torch.nonzero(kept).flatten()
-        places = torch.nonzero(found.valid).flatten().tolist()
+    def _best_and_worst(self, rollout: Rollout, reward: Tensor, places: Tensor, key: Key) -> Work:
+        """Return the items of the best and the worst sample of each group; groups with equal rewards have none.
+
+        Args:
+            rollout: samples of this rank.
+            reward: reward of each sample that is learnt from.
+            places: index of each of them in the rollout.
+            key: key of the rollout.
+        """
+        batch, final = self.config.rollout.batch, rollout.samples.trajectory.final
+        chosen = best_and_worst(reward, places // self.compared)
         # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
-        everyone = self.world.gather_data(samples.trajectory.final)[: self.config.rollout.batch]
-        prompts = self._prompts(samples)
-        own, win, lose = numbers.tolist(), numbers[found.win].tolist(), numbers[found.lose].tolist()
-        chosen = [Preference(prompts[own[i]], everyone[win[i]], everyone[lose[i]]) for i in places]
-        return self.preference_items(chosen, [int(group[i]) for i in places], key)
+        everyone, prompts = self.world.gather_data(final)[:batch], self._prompts(rollout.samples, batch)
+        best, worst = places[chosen.win].tolist(), places[chosen.lose].tolist()
+        found = torch.nonzero(chosen.valid).flatten().tolist()
+        preferences = [Preference(prompts[places[i]], everyone[best[i]], everyone[worst[i]]) for i in found]
+        numbers = [int(places[i]) // self.compared for i in found]
+        return self.pairs(
+            GivenPairs(preferences, numbers, tuple(final.shape[1:]), rollout.plan.sampling.schedule, None), key
+        )
 
-    def _prompts(self, samples: SampleBatch) -> list[str]:
+    def _prompts(self, samples: SampleBatch, batch: int) -> list[Prompt]:
         """Return the prompt of each sample of the rollout, `[B]`; every rank must take part."""
         by_rank = self.world.gather_items(list(samples.prompts))[:: self.world.sequence]
-        return [prompt for part in by_rank for prompt in part][: self.config.rollout.batch]
+        return [prompt for part in by_rank for prompt in part][:batch]
 
-    def _noised(self, x0: Tensor, numbers: Sequence[int], target_weight: Tensor, weight: Tensor, key: Key) -> Items:
-        """Return clean samples with noise on them; each sample's noise depends on its number, or its group's, alone."""
-        root, own, levels = fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device), None
-        if self.config.noising.shared:
-            own, levels = own // self.config.rollout.group, fold_in(root, torch.zeros_like(own))
-        elif self.config.noising.draw == "call":
-            levels = fold_in(root, own // self.config.samples_per_pass)
-        return noised(
-            x0, fold_in(root, own), target_weight, weight, self.schedule, self.config.noising, self.job.model.prediction,
-            level_keys=levels,
-        )  # fmt: skip
+    def _noising_keys(self, numbers: Sequence[int], key: Key) -> tuple[Key, Key | None]:
+        """Return the key of each sample's noise, which depends on its number or its group's, and that of its levels."""
+        root, own = fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device)
+        if self.config.noising.is_shared:
+            own = own // self.config.rollout.group
+            return fold_in(root, own), fold_in(root, torch.zeros_like(own))
+        calls = self.config.noising.draw == "call"
+        return fold_in(root, own), fold_in(root, own // self.config.samples_per_pass) if calls else None
 
-    def _corrected(self, flat: Items, cond: Cond, trajectory: Trajectory, share: Share) -> tuple[Items, CorrectionInfo]:
+    def _corrected(self, items: RecordedSteps, samples: SampleBatch, share: Share) -> tuple[RecordedSteps, CorrectionInfo]:
         """Return recorded steps with the old log-probs, and velocities, that the update itself computes, and weights."""
         with self.engine.inference() as module:
-            v_old = self._predictions(module, flat, cond, len(flat.level))
-        x_next, level_next, parts = given(flat.x_next), given(flat.level_next), []
-        for start in range(0, len(flat.level), self.config.items_per_pass):
-            rows = slice(start, start + self.config.items_per_pass)
-            parts.append(
-                step_log_prob(
-                    self.sampler(flat.level[rows], level_next[rows]), flat.x[rows], v_old[rows], x_next[rows],
-                    form=self.loss_config.form, reduction=self.loss_config.reduction,
-                    implementation=self.loss_config.implementation,
-                )[0]
-            )  # fmt: skip
-        flat, info = correct(
-            flat, torch.cat(parts), trajectory.log_prob, self.config.correction, share=share, gather=self.world.gather_data
-        )
-        return flat if flat.v_old is None else flat._replace(v_old=v_old), info
+            v_old = self._predictions(module, items, samples.cond, len(items.level))
+        log_prob = []
+        for start in range(0, len(items.level), self.items_per_pass):
+            rows = slice(start, start + self.items_per_pass)
+            part = optree.tree_map(lambda tensor, rows=rows: tensor[rows], items)
+            log_prob.append(log_prob_and_kl(v_old[rows], part, self.loss_config, v_ref=None)[0])
+        recorded, gather = samples.trajectory.log_prob, self.world.gather_data
+        items, info = correct(items, torch.cat(log_prob), recorded, self.config.correction, share=share, gather=gather)
+        return _with(items, old=v_old) if "old" in items.predictions else items, info
 
     def update(self, work: Work, key: Key) -> Learnt:
         """Make the optimizer updates of a rollout, `epochs` passes in `minibatches` each; every rank must take part.
@@ -248,147 +274,154 @@ class Learner:
             work: items of this rank.
             key: key of the rollout.
         """
-        config, minibatches, batch = self.config, self.config.minibatches, work.share.batch
-        if self.policies.old_is_the_policy and config.updates_per_rollout > 1:
+        epochs, minibatches, batch = self.config.epochs, self.config.minibatches, work.share.batch
+        if self.policies.old_is_the_policy and epochs * minibatches > 1:
             # Its predictions must be known before the first update; with a single update they are the policy's own.
             with self.engine.inference() as module:
                 v_old = self._predictions(module, work.items, work.cond, len(work.items.level))
-            work = work._replace(items=work.items._replace(v_old=v_old))
+            work = work._replace(items=_with(work.items, old=v_old))
         infos = []
-        for epoch in range(config.epochs):
-            shuffled = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(batch, 1),)).argsort().argsort()
-            part = shuffled[:batch] * minibatches // max(batch, 1)
+        for epoch in range(epochs):
+            if minibatches == 1:
+                infos.append(self._update(work, work.computed, work.divisor))
+                continue
+            drawn = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(batch, 1),))
+            part = drawn.argsort().argsort()[:batch] * minibatches // max(batch, 1)
             for minibatch in range(minibatches):
-                chosen = work.adds * (part == minibatch)[:, None] if minibatches > 1 else work.adds
+                chosen = work.computed * (part == minibatch)[:, None]
                 infos.append(self._update(work, chosen, work.divisor / minibatches))
-        return Learnt(infos, work.correction, work.advantage)
+        return Learnt(infos, work.correction, work.advantage, work.padding)
 
-    def _update(self, work: Work, adds: Tensor, count: float) -> UpdateInfo:
+    def _update(self, work: Work, computed: Tensor, count: float) -> UpdateInfo:
         """Take one optimizer step on the items that add something to the loss.
 
         Args:
             work: the rollout's items.
-            adds: `[B, M]`, 0 for items that this update leaves out.
+            computed: `[B, M]`, 0 for items that this update leaves out.
             count: what the sum of the losses is divided by.
         """
-        if self.config.objective.traits.gathers:
-            work = work._replace(items=self._gathered(work, adds))
-        flat, cond, longest = self._levelled(work, adds)
+        if self.traits.gathers:
+            work = work._replace(items=self._gathered(work, computed))
+        items, cond, longest = self._balanced(work, computed)
         # Predictions that were gathered already are not computed again.
-        flat = self.policies.compare(flat, cond, self.engine, self._predictions, pad_to=longest)
-        # The coefficients of all items at once: a call of the sampler is some twenty small operations.
-        if flat.level_next is not None:
-            flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
+        items = self.policies.compared(items, cond, self.engine, self._predictions, pad_to=longest)
         return self.engine.update(
-            flat,
-            lambda batch: self._loss(batch, cond),
-            flat.weight,
+            items,
+            lambda batch: self._loss(batch, cond, work),
+            items.weight,
             count=max(count, 1),
-            micro_batch=self._items_per_pass(longest),
+            micro_batch=self._pass_size(longest),
             pad_to=longest,
             inputs=cond,
-            parts=parts_of(flat, self.schedule.levels),
+            parts=items.parts(work.schedule.levels),
         )
 
-    def _gathered(self, work: Work, adds: Tensor) -> Items:
-        """Return this rank's items with what the other samples of the update are to the loss; every rank must take part."""
-        objective: Any = self.config.objective
-        share, flat = work.share, work.items
-        if flat.level_next is not None:
-            flat = flat._replace(transition=self.sampler(flat.level, flat.level_next))
-
+    def _gathered(self, work: Work, computed: Tensor) -> Items:
+        """Return this rank's items with what the loss reads of the other samples; every rank must take part."""
+        objective, share, count = cast(Gathering, self.objective), work.share, len(work.items.level)
         with self.engine.inference() as module:
-            v = self._predictions(module, flat, work.cond, len(flat.level))
-        seen = self.policies.compare(flat, work.cond, self.engine, self._predictions, pad_to=len(flat.level))
-        if seen.v_old is None and self.policies.old_is_the_policy:
-            seen = seen._replace(v_old=v)
-        with located(objective, "statistic"):
-            own = objective.statistic(v, seen).unflatten(0, (-1, share.slots)).T.contiguous()
-        everyone = self.world.gather_data(own)[: share.batch].cpu()
-        group, target = torch.arange(share.batch) // self.config.rollout.compared, given(work.target_weight)
-        with located(objective, "gathered"):
-            context = objective.gathered(everyone, target, group, adds != 0)
-        return seen._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))
+            v = self._predictions(module, work.items, work.cond, count)
+        items = self.policies.compared(work.items, work.cond, self.engine, self._predictions, pad_to=count)
+        if self.policies.old_is_the_policy and "old" not in items.predictions:
+            items = _with(items, old=v)
+        statistic = objective.statistic(v, items).unflatten(0, (-1, share.slots)).T.contiguous()
+        everyone = self.world.gather_data(statistic)[: share.batch].cpu()
+        assert work.target_weight is not None
+        assert isinstance(items, RecordedSteps | NoisedSamples)
+        group = torch.arange(share.batch) // self.compared
+        context = objective.gathered(everyone, work.target_weight, group, computed != 0)
+        return items._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))
 
-    def _levelled(self, work: Work, adds: Tensor) -> tuple[Items, Cond, int]:
+    def _balanced(self, work: Work, computed: Tensor) -> tuple[Items, Cond, int]:
         """Return this rank's items of an update, their conditioning, and the largest number of items of any rank.
 
         Items are moved between ranks where that saves a forward pass.
         """
-        world, share = self.world, work.share
-        by_rank = torch.cat([adds, adds.new_zeros((world.data_size * share.slots - len(adds), adds.shape[1]))])
-        by_rank = by_rank.unflatten(0, (world.data_size, share.slots))
+        share = work.share
+        repeats = computed.new_zeros((self.ranks * share.slots - len(computed), computed.shape[1]))
+        by_rank = torch.cat([computed, repeats]).unflatten(0, (self.ranks, share.slots))
         held = [int(number) for number in (by_rank != 0).sum((1, 2))]
-        first: Items = optree.tree_map(lambda tensor: tensor[:1].clone(), work.items)
-        flat, cond = select(work.items, by_rank[world.data_rank].T.flatten()), work.cond
+        items, cond = select(work.items, by_rank[self.rank].T.flatten()), work.cond
         longest = -(-sum(held) // len(held))
-        moves = self.config.objective.traits.through is None  # else the prompts of this rank's samples are needed
-        if moves and -(-max(held) // self.config.items_per_pass) > -(-longest // self.config.items_per_pass):
-            flat, cond = rebalance(flat, cond, held, world)
+        moves = self.traits.through is None  # else the prompts of this rank's samples are needed
+        if moves and -(-max(held) // self.items_per_pass) > -(-longest // self.items_per_pass):
+            items, cond = rebalance(items, cond, held, self.world)
         else:
             longest = max(held)
-        if not len(flat.level):  # a rank without items still takes part in the collectives
-            flat = first._replace(weight=torch.zeros_like(first.weight))
-        return flat, cond, max(longest, 1)
+        if not len(items.level):  # a rank without items still takes part in the collectives
+            first: Items = optree.tree_map(lambda tensor: tensor[:1].clone(), work.items)
+            items = first._replace(weight=torch.zeros_like(first.weight))
+        return items, cond, max(longest, 1)
 
-    def _loss(self, batch: Items, cond: Cond) -> tuple[Tensor, Any]:
+    def _loss(self, batch: Items, cond: Cond, work: Work) -> tuple[Tensor, Any]:
         """Return the loss of each item of a micro-batch, and diagnostics."""
-        objective = self.config.objective
+        module, config = self.engine.module, self.loss_config
         inputs, options = self._inputs(batch, cond)
-        folds = objective.traits.folds_guidance and batch.v_ema is None and is_classifier_free(self.job.model)
-        if folds and isinstance(inputs[-1], Guided):
-            v, v_uncond = guidance_halves(self.job.model, self.engine.module, *inputs, **options)
-            batch = batch._replace(v_uncond=v_uncond, guidance=inputs[-1].scale)
+        folds = self.traits.folds_guidance and "ema" not in batch.predictions and is_classifier_free(self.job.model)
+        if folds and isinstance(inputs[-1], Guided) and isinstance(batch, RecordedSteps):
+            v, v_uncond = guidance_halves(self.job.model, module, *inputs, **options)
+            batch = _with(batch, uncond=v_uncond)._replace(guidance=inputs[-1].scale)
         else:
-            v = self._predict(self.engine.module, batch, cond)
-        if batch.v_old is None and self.policies.old_is_the_policy:
-            batch = batch._replace(v_old=v.detach())
-        config = self.loss_config
-        if objective.traits.rewards == "gradients":
-            config = config._replace(reward=lambda v, items: self._rewarded(v, items, cond))
-        with located(objective, "loss"):
-            loss, info = objective.loss(v, batch, batch.transition, config)
-        check_loss(objective, loss, info, len(batch.level))
-        return add_ema_kl(loss, v, batch, self.loss_config), info
+            v = self._predict(module, batch, cond)
+        if self.policies.old_is_the_policy and "old" not in batch.predictions:
+            batch = _with(batch, old=v.detach())
+        if self.traits.rewards == "gradients":
+            config = config._replace(reward=lambda v, items: self._rewarded(v, items, cond, work))
+        loss, info = self.objective.loss(v, batch, config)
+        return add_ema_kl(loss, v, batch, config), info
 
-    def _rewarded(self, v: Tensor, items: Items, cond: Cond) -> Tensor:
+    def _rewarded(self, v: Tensor, items: LastSteps, cond: Cond, work: Work) -> Tensor:
         """Return the weighted sum of the rewards of each item's clean sample, `[P]`, with gradient.
 
         Raises:
             UsageError: a reward gives no gradient.
         """
+        assert work.sampler is not None
         final = final_samples(
-            v, items, self.sampler, self.schedule, lambda items: self._predict(self.engine.module, items, cond)
+            v, items, work.sampler, work.schedule, lambda items: self._predict(self.engine.module, items, cond)
         )
-        prompts = [self.prompts[i] for i in items.sample.tolist()]
-        samples = Samples(self.job.model.decode(final), prompts, final)
+        samples = Samples(self.job.model.decode(final), [work.prompts[i] for i in items.sample.tolist()], final)
         return weighted_sum(self.rewards, samples, objective=name_of(self.config.objective))
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
-        """Return the prediction at each item; both samples of a preference go through one forward pass."""
+        """Return the prediction at each item; both samples of a pair go through one forward pass."""
         inputs, options = self._inputs(batch, cond)
         v = guided_velocity(self.job.model, module, *inputs, **options)
-        return v if self.width == 1 else v.unflatten(0, (-1, self.width))
+        return v.unflatten(0, (-1, 2)) if isinstance(batch, Pairs) else v
 
     def _inputs(self, batch: Items, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
         """Return the model's inputs (x, level, conditioning) for a micro-batch, and the options of its guidance."""
-        guidance, width = self.config.rollout.guidance, self.width
+        guidance = self.config.rollout.guidance
         if guidance.update == "conditional" and isinstance(cond, Guided):
             cond = cond.cond
         x, level, sample, timestep = batch.x, batch.level, batch.sample, batch.timestep
-        if width > 1:
-            x, level, sample = x.flatten(0, 1), level.repeat_interleave(width), sample.repeat_interleave(width)
-            timestep = None if timestep is None else timestep.repeat_interleave(width)
+        if isinstance(batch, Pairs):
+            x, level, sample = x.flatten(0, 1), level.repeat_interleave(2), sample.repeat_interleave(2)
+            timestep = None if timestep is None else timestep.repeat_interleave(2)
         inputs = x, level, optree.tree_map(lambda table: table[sample], cond)
         return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
 
-    def _predictions(self, module: nn.Module, flat: Items, cond: Cond, pad_to: int) -> Tensor:
-        return predictions(
-            lambda net, batch: self._predict(net, batch, cond), module, flat, micro_batch=self._items_per_pass(pad_to),
-            pad_to=pad_to, device=self.world.device,
-        )  # fmt: skip
+    def _predictions(self, module: nn.Module, items: Items, cond: Cond, pad_to: int) -> Tensor:
+        """Return a network's prediction at each item, `[P, ...]`, computed in the update's own micro-batches.
 
-    def _items_per_pass(self, count: int) -> int:
+        So its bits are those of the update.
+
+        Args:
+            module: the network.
+            items: P items.
+            cond: their conditioning.
+            pad_to: largest P over the ranks, so that all make as many forward passes.
+        """
+        device = self.world.device
+        parts = micro_batches(items, micro_batch=self._pass_size(pad_to), pad_to=pad_to, device=device)
+        return torch.cat([self._predict(module, part, cond) for part in parts])[: len(items.level)]
+
+    def _pass_size(self, count: int) -> int:
         """Return the items per pass of `count` items; by default a rollout's rows, also for fewer items, and so its bits."""
-        size = self.config.items_per_pass
+        size = self.items_per_pass
         return size if self.config.update_micro_batch is None else min(size, count)
+
+
+def _with(items: Any, **predictions: Tensor) -> Any:
+    """Return items with the predictions of further policies."""
+    return items._replace(predictions={**items.predictions, **predictions})

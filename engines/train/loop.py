@@ -1,24 +1,73 @@
-"""The loop of a whole run: updates, with evaluations, records, images and checkpoints between them."""
+"""Whole runs: updates, with evaluations, records, images and checkpoints between them, in a run folder."""
 
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
+from rich.console import Console
+
+from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import as_records, rows
-from fluvial.engines.export import run as exports
-from fluvial.engines.report import images
+from fluvial.engines.fsdp.determinism import deterministic
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.report import images, trackers
 from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.run import run_folder
+from fluvial.engines.run import restart, run_folder
 from fluvial.engines.run.run_folder import RunFolder
-from fluvial.engines.train import metrics
+from fluvial.engines.run.stop import stop_request
+from fluvial.engines.train import exports, metrics
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.monitoring.extremes import KeptImages
 from fluvial.engines.train.monitoring.gaming import Watch, described, evaluator_of, score_of
-
-if TYPE_CHECKING:
-    from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.train.probe_passes import notes
+from fluvial.engines.train.record import as_record
+from fluvial.engines.train.trainer import Trainer
 
 EXTREMES = 8  # best and worst samples that a report shows
+
+
+def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
+    """Run a training job, see `fluvial.engines.train.train`."""
+    deterministically = deterministic(config.engine.deterministic)
+    with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
+        config = _restarted(config if job is not None else jobs.from_run(config), world, console)
+        with world.agreed():
+            trackers.find(config.tracker)  # before anything is written
+            if job is None:
+                job = jobs.of_run(config)
+            if world.is_main:
+                run_folder.claim(config.out, resume=config.resume or config.resume_from is not None)
+        saved = checkpoint.listed(config.checkpoint_folder) if config.resume else []
+        start = saved[-1] if config.resume_from is None and saved else config.resume_from  # None: from the beginning
+        shown = console if world.is_main else None
+        with Trainer(config, job, world, console=shown, stop=stop, resume_from=start) as trainer:
+            record = as_record(trainer.config)  # with the micro-batch that was chosen
+            with ExitStack() as stack:
+                done, folder = trainer.engine.updates, None
+                progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
+                if world.is_main:
+                    folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
+                    stack.callback(folder.close)
+                    stack.enter_context(folder.keeping_warnings())
+                for note in notes(trainer.config, trainer.engine):
+                    progress.say(note)
+                if trainer.choice is not None:
+                    progress.say(str(trainer.choice))
+                    if folder:
+                        folder.log({"update": done, "micro_batch": trainer.choice.record})
+                if (compiled := trainer.warm_up(progress)) is not None:
+                    progress.say(str(compiled))
+                if (handshake := trainer.compare_with_servers()) is not None:
+                    progress.say(str(handshake))
+                    if folder:
+                        folder.log({"update": done, "handshake": handshake.record})
+                return Loop(trainer, folder, progress).run()
 
 
 class Loop:
@@ -30,7 +79,7 @@ class Loop:
         progress: progress bar.
     """
 
-    def __init__(self, trainer: "Trainer", folder: RunFolder | None, progress: RunProgress) -> None:
+    def __init__(self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress) -> None:
         self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
         self.final_samples = self.config.evaluation.whole(len(trainer.evaluated.heldout), self.config.final_samples)
 
@@ -38,9 +87,9 @@ class Loop:
         """Train until the last update or a request to stop, and return the summary (empty if stopped)."""
         trainer, config = self.trainer, self.config
         self._check()
-        trainer.probe = self._probe()
+        probe = self._probe()
         if trainer.progress.before is None:
-            evaluation = self._evaluate("before", self.final_samples)
+            evaluation = self._evaluate("before", self.final_samples, probe)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
             self.progress.say(metrics.evaluation_line("before training", evaluation))
         gamed = ""
@@ -52,7 +101,7 @@ class Loop:
             self.progress.advance(metrics.shown(record), record["seconds"], updates=config.updates_per_rollout)
             done = trainer.engine.updates
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
-                evaluation = self._evaluate(f"update {done:04d}", config.eval_samples)
+                evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
                 gamed = self._watched(evaluation)
             if self._due(config.export_every) and done < config.updates:
@@ -65,11 +114,11 @@ class Loop:
             trainer.saver.wait(trainer.progress)
             self.progress.say(
                 f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
-                f"go on with --resume --out {config.out}"
+                f"continue with --resume --out {config.out}"
             )
             return {}
         trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
-        summary = self._finish(gamed)
+        summary = self._finish(probe, gamed)
         if gamed:
             self.progress.say(gamed)
         return summary
@@ -117,14 +166,14 @@ class Loop:
         done = self.trainer.engine.updates
         return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
 
-    def _evaluate(self, name: str, samples: int, *, extremes: int = 0) -> Evaluation:
+    def _evaluate(self, name: str, samples: int, probe: Probe, *, extremes: int = 0) -> Evaluation:
         kept = KeptImages() if extremes and self.trainer.evaluated.evaluators else None
-        result = self.trainer.evaluate(samples, keep=kept)
+        result = self.trainer.evaluate(samples, keep=kept, probe=probe)
         if self.folder:
             self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
             self.folder.scores(name, result.scores)
             title = metrics.evaluation_title(name, result)
-            shown = result.images, result.prompts, result.images_score
+            shown = result.images, texts(result.prompts), result.images_score
             self.folder.samples(name, *shown, title=title, update=self.trainer.engine.updates)
         if kept is not None:
             self._show(kept, result, extremes)
@@ -152,10 +201,10 @@ class Loop:
             probe.save(path)
         return probe
 
-    def _finish(self, gamed: str = "") -> dict[str, Any]:
+    def _finish(self, probe: Probe, gamed: str) -> dict[str, Any]:
         """Evaluate, export, draw, and return the summary; `gamed` says why the run stopped early, if it did."""
         trainer, config, out = self.trainer, self.config, self.config.out
-        after = self._evaluate("after", self.final_samples, extremes=EXTREMES)
+        after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
         trainer.export(out)
         counted = trainer.progress
         assert counted.before is not None
@@ -188,3 +237,11 @@ class Loop:
             )
             self.progress.say(f"report: {out / 'report.html'}; images: {out / 'samples' / 'before-after.png'}")
         return summary
+
+
+def _restarted(config: TrainConfig, world: World, console: Console | None) -> TrainConfig:
+    """Return the run as it goes on if torchrun has started it before, else as it is configured."""
+    found = restart.restarted(config.out, config.checkpoint_folder, world, console=console)
+    if found is None:
+        return config
+    return replace(config, resume=True, resume_from=config.resume_from if found.checkpoint is None else found.checkpoint)

@@ -1,44 +1,96 @@
-"""What is logged and shown of a run: the record of an update, lines for the console, and the summary."""
+"""Records of a run's updates and evaluations, lines for the console, and the summary."""
 
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from fluvial.engines.data.labels import split
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import overall
 from fluvial.engines.fsdp import flops
-from fluvial.engines.fsdp.engine import UpdateInfo
+from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.report.progress import table
-from fluvial.engines.rewards.gathering import Rewards
-from fluvial.engines.rollout.text import Padding
+from fluvial.engines.rewards.gather import Rewards
+from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.monitoring import signal
 
 PHASES = ("rollout", "reward", "update")
 
 
-def reward_record(
-    found: Rewards, weights: Tensor, names: list[str], asked: Sequence[str], *, group: int
-) -> dict[str, Any]:  # fmt: skip
-    """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
+class RolloutResult(NamedTuple):
+    """What a rollout and its updates gave."""
+
+    learnt: Learnt
+    rewards: Rewards
+    samples: int  # of all ranks
+    weights: Tensor | None = None  # weight of each reward in the record's mean, `[K]`
+    names: Sequence[str] = ()  # of the rewards; none where the run makes no samples
+    asked: Sequence[Prompt] = ()  # prompt of each group, or of each sample
+    size: Size | None = None  # of the samples, where there are several
+    diversity: float | None = None
+    staleness: dict[str, int] | None = None  # of rollouts ahead of the updates
+    multipliers: dict[str, float] | None = None  # of rewards that have a floor
+
+
+def update_record(
+    config: TrainConfig,
+    result: RolloutResult,
+    seconds: dict[str, float],
+    engine: Engine,
+    *,
+    samples: int,
+    compiled: int | None,
+) -> dict[str, Any]:
+    """Return the record of a rollout and its updates.
 
     Args:
-        found: the rewards.
-        weights: weight of each reward, `[K]`.
-        names: name of each reward.
-        asked: prompt of each group or of each sample; its tags and sources split the mean.
-        group: samples per group.
+        config: the run.
+        result: what they gave.
+        seconds: seconds of each phase.
+        engine: engine that made the updates.
+        samples: number of samples so far.
+        compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
     """
-    if not names:
+    learnt, scored, device = result.learnt, result.rewards if result.names else None, engine.world.device
+    optional = {
+        "staleness": result.staleness,
+        "multipliers": result.multipliers,
+        **(signal.advantage_record(learnt.advantage) if scored else {}),
+    }
+    record = {
+        "update": engine.updates,
+        "samples": samples,
+        **learnt_record(learnt, result.size),
+        **signal.parts_record(learnt.updates[-1].parts, steps=config.objective.traits.trains_on == "steps"),
+        **reward_record(result, group=config.rollout.group),
+        **optional,
+        "speed": speed(result, seconds, device, config.engine.compute_dtype(device)),
+        "memory": memory(learnt.updates[-1]),
+        "skipped_steps": engine.skipped,
+        "seconds": seconds,
+        "compiled_programs": compiled,
+        "diversity": result.diversity,
+    }
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def reward_record(result: RolloutResult, *, group: int) -> dict[str, Any]:
+    """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
+
+    Their mean is split by the tags and sources of the prompts.
+    """
+    found, names, weights, asked = result.rewards, list(result.names), result.weights, result.asked
+    if weights is None or not names:
         return {}
     rewards, batch = found.scores[found.kept], len(found.scores)
     prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(found.kept).flatten().tolist()] if asked else []
@@ -52,12 +104,11 @@ def reward_record(
     return {**record, **split(total[:, None], prompts, ["reward"]), **signal.group_record(rewards, weights, group)}
 
 
-def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | None = None) -> dict[str, Any]:
+def learnt_record(learnt: Learnt, size: Size | None = None) -> dict[str, Any]:
     """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
 
     Args:
         learnt: what the updates did.
-        padding: padding of the rollout's prompts, where it is trimmed.
         size: size of the samples, where there are several.
     """
     first, last = learnt.updates[0], learnt.updates[-1]
@@ -75,15 +126,12 @@ def learnt_record(learnt: Learnt, padding: Padding | None = None, size: Size | N
         record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
     if size is not None:
         record["size"] = size._asdict()
-    if padding is not None:
+    if (padding := learnt.padding) is not None:
         record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
     return record
 
 
-def speed(
-    updates: list[UpdateInfo], seconds: Mapping[str, float], samples: int, *, device: torch.device, dtype: torch.dtype,
-    rewards: Rewards | None = None,
-) -> dict[str, float]:  # fmt: skip
+def speed(result: RolloutResult, seconds: Mapping[str, float], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
     FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
@@ -91,22 +139,21 @@ def speed(
     rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
 
     Args:
-        updates: updates of the rollout.
+        result: what the rollout and its updates gave.
         seconds: seconds of each phase.
-        samples: samples of the rollout on all ranks.
         device: device of this rank.
         dtype: dtype of the computation.
-        rewards: rewards of the rollout, if any scored it.
     """
-    work = sum(update.flops for update in updates)
+    work, rewards = sum(update.flops for update in result.learnt.updates), result.rewards
     total = sum(seconds.values())
     found = {
-        "samples_per_second": samples / total, "update_flops": work / seconds["update"],
+        "samples_per_second": result.samples / total,
+        "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
-    }  # fmt: skip
+    }
     if (most := flops.peak(device, dtype)) is not None:
         found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
-    if rewards is not None:
+    if result.names:
         found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return found
 

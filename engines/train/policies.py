@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import optree
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.items import micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.items import Items
@@ -24,10 +22,8 @@ from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.padding import trimmed
 from fluvial.models.protocol import Weights
 
-PREDICTIONS = {"old": "v_old", "ema": "v_ema", "ref": "v_ref"}  # the field of `Items` that holds a follower's prediction
-# predict(module, items) -> v [P, ...]
-Predict = Callable[[nn.Module, Items], Tensor]
-
+# predict(module, items, cond, pad_to) -> v [P, ...]
+Predict = Callable[[nn.Module, Items, Cond, int], Tensor]
 
 START = "start"  # adapter that training started from, where that is not a new one
 
@@ -75,7 +71,7 @@ class Policies:
 
     @contextmanager
     def behaviour(self, engine: Engine) -> Iterator[nn.Module]:
-        """Yield the network that makes the rollouts: the follower that does so by now, else the policy."""
+        """Yield the network that makes the rollouts: the follower that samples at this point, else the policy."""
         with self._of(engine, self.sampling_adapter(engine.updates)) as module:
             yield module
 
@@ -109,32 +105,29 @@ class Policies:
             else:
                 blend_adapter(engine.module, "default", name, decay)
 
-    def compare(
-        self, items: Items, cond: Cond, engine: Engine, predict: Callable[[nn.Module, Items, Cond, int], Tensor], *,
-        pad_to: int,
-    ) -> Items:  # fmt: skip
-        """Return items with the predictions of the other policies; every rank must take part.
+    def compared(self, items: Items, cond: Cond, engine: Engine, predict: Predict, *, pad_to: int) -> Items:
+        """Return items with the predictions of the other policies that they do not have; every rank must take part.
 
         Args:
             items: items of an update.
             cond: their conditioning.
             engine: engine of the policy that is trained.
-            predict: function (network, items, cond, pad_to) that returns a network's prediction at each item.
-            pad_to: see `predictions`.
+            predict: function that returns a network's prediction at each item.
+            pad_to: largest number of items of any rank.
         """
-        for name, field in PREDICTIONS.items():
-            if name in self.followers and getattr(items, field) is None:
-                with self._of(engine, name) as module:
-                    of = self._referring_to(cond) if name == "ref" else cond
-                    found: dict[str, Any] = {field: predict(module, items, of, pad_to)}
-                items = items._replace(**found)
-        if self.needs_reference and items.v_ref is None:
+        found = dict(items.predictions)
+        for name in self.followers:
+            if name == "sampling" or name in found:
+                continue
+            with self._of(engine, name) as module:
+                found[name] = predict(module, items, self._referring_to(cond) if name == "ref" else cond, pad_to)
+        if self.needs_reference and "ref" not in found:
             with self._referring(engine) as module:
-                items = items._replace(v_ref=predict(module, items, self._referring_to(cond), pad_to))
-        if self._teacher is not None and items.v_teacher is None:
+                found["ref"] = predict(module, items, self._referring_to(cond), pad_to)
+        if self._teacher is not None and "teacher" not in found:
             with self._teacher.inference() as module:
-                items = items._replace(v_teacher=predict(module, items, cond, pad_to))
-        return items
+                found["teacher"] = predict(module, items, cond, pad_to)
+        return items._replace(predictions=found)
 
     def _referring_to(self, cond: Cond) -> Cond:
         """Return the conditioning of the reference, whose guidance may be another than the policy's."""
@@ -177,23 +170,6 @@ class Policies:
                 module.onload()
 
 
-def predictions(
-    predict: Predict, module: nn.Module, items: Items, *, micro_batch: int, pad_to: int, device: torch.device
-) -> Tensor:
-    """Return the prediction at each item, `[P, ...]`, computed in the update's own micro-batches, so that bits are the same.
-
-    Args:
-        predict: function that returns the predictions of a micro-batch.
-        module: network.
-        items: P items.
-        micro_batch: number of items per forward pass.
-        pad_to: largest P over the ranks, so that all make as many forward passes.
-        device: where they are computed.
-    """
-    parts = micro_batches(items, micro_batch=micro_batch, pad_to=pad_to, device=device)
-    return torch.cat([predict(module, part) for part in parts])[: len(items.level)]
-
-
 def _frozen(
     config: TrainConfig, job: Job, world: World, build: Callable[[Job], nn.Module], weights: Weights | None
 ) -> ShardedModule:
@@ -202,7 +178,7 @@ def _frozen(
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
                 raise UsageError(
-                    f"{folder} holds no model, config.json is missing: set objective.teacher to a folder of weights"
+                    f"{folder} holds no model, config.json is missing: set `objective.teacher` to a folder of weights"
                 )
         module = build(job).requires_grad_(False)
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)

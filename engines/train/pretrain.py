@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_fields
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import Key, fold_in, key, normal, uniform
+from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
@@ -24,8 +25,8 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots
 from fluvial.engines.rollout.noising import noised_at
-from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.run.run_folder import write_json
+from fluvial.engines.streams import Stream
 from fluvial.engines.train import job as jobs
 from fluvial.models import Cond, Prediction
 
@@ -63,10 +64,9 @@ class PretrainConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
 
     def __post_init__(self) -> None:
-        for name in ("updates", "batch", "micro_batch", "eval_samples"):
-            check_number("pretrain", name, getattr(self, name), low=1, high=2**31)
-        check_number("pretrain", "errors", self.errors, low=0, high=1)
-        check_number("pretrain", "seed", self.seed, low=0, high=2**63 - 1)
+        count = (1, 2**31)
+        bounds = {"updates": count, "batch": count, "micro_batch": count, "eval_samples": count}
+        check_fields(self, "", errors=(0, 1), seed=(0, 2**63 - 1), **bounds)
 
 
 def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
@@ -92,7 +92,7 @@ class Noised(NamedTuple):
 
     x0: Tensor
     noise: Tensor
-    level: Tensor  # sigma, or alpha_bar for a model of epsilon
+    level: Tensor  # sigma, or alpha_bar for an epsilon-prediction model
     cond: Cond
 
 
@@ -112,16 +112,16 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     """
     job = jobs.named(config.model)
     assert job.data is not None, "built-in models have data"
-    model, prompts, write, root = jobs.fresh(config.model, config.seed), job.prompts, job.data, key(config.seed)
+    model, prompts, write, root = jobs.fresh(config.model, config.seed), texts(job.prompts), job.data, key(config.seed)
     letters = sorted(set("".join(prompts)))
     with init_world() as world:
         with world.agreed():
             if (config.out / "config.json").exists():
-                raise UsageError(f"{config.out} already holds a model: set out to another folder")
+                raise UsageError(f"{config.out} already holds a model: set `out` to another folder")
             try:
                 config.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UsageError(f"out is {config.out}, which cannot be made: {error.strerror}") from error
+                raise UsageError(f"`out` is {config.out}, which cannot be made: {error.strerror}") from error
         console = console if world.is_main else None
         module = model.build()
         engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
@@ -138,7 +138,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
                 chosen = [prompts[place] for place in places]
                 drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), chosen, config.errors, letters)
-                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), drawn)
+                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), as_prompts(drawn))
                 u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
                 samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
                 items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
@@ -199,11 +199,11 @@ def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[st
 def levels(u: Tensor, prediction: Prediction) -> Tensor:
     """Return noise levels `[B]` for uniform numbers u `[B]` in [0, 1).
 
-    A flow's are sigma, shifted like the sampling schedule. A model of epsilon's are alpha_bar of a timestep, each of which
-    is equally likely.
+    A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
+    drawn uniformly.
     """
-    from fluvial.models.handwriting.model import SHIFT
     from fluvial.models.handwriting.unet import alphas_cumprod
+    from fluvial.models.pixel_model import SHIFT
 
     if prediction == "velocity":
         return SHIFT * u / (1 + (SHIFT - 1) * u)

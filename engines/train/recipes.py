@@ -9,38 +9,26 @@ from pathlib import Path
 
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.named_models import MODELS, brings_prompts
+from fluvial.engines.objectives import table as objectives
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.table import (
-    AlignProp,
-    Awm,
-    Clipped,
-    Crd,
-    D3po,
-    Dgpo,
-    Distill,
-    Dpo,
-    Dppo,
-    Guard,
-    Nft,
-    Raft,
-    Sft,
-    TempFlow,
-)
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.rollout.noising import ContinuousLevels, NoisingConfig
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import AllSteps, RandomRecorded, RandomWindow
+from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.published.settings import of_model, of_published
 from fluvial.models import LoraConfig
 
-HANDWRITING, UNET, WORDS = BUILT_IN
+HANDWRITING, UNET, WORDS = MODELS
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
-NOISIEST = RolloutConfig(prompts=16, group=8, window=5, window_high=6)
+NOISIEST = RolloutConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
 BATCH = AdvantageConfig(scale="batch")
 # For objectives that need no log-probabilities.
-ODE = RolloutConfig(prompts=16, group=8, sampler="ode", eta=0.0)
+ODE = RolloutConfig(prompts=16, group=8, sampler=Ode())
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -52,7 +40,9 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a KL there:
     train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
-    return of_published("flow_grpo/sd3.5-medium/ocr", model, objective=Clipped(), rollout=NOISIEST, advantage=BATCH)
+    return of_published(
+        "flow_grpo/sd3.5-medium/ocr", model, objective=objectives.Clipped(), rollout=NOISIEST, advantage=BATCH
+    )
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -65,9 +55,14 @@ def dance(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "dancegrpo/flux.1-dev/hpsv2-16gpu",
         model,
-        objective=Clipped(),
+        objective=objectives.Clipped(),
         rollout=RolloutConfig(
-            prompts=16, group=8, shared_noise=True, sampler="dance_sde", eta=0.8, window=7, window_high=7, fraction=5 / 7
+            prompts=16,
+            group=8,
+            shared_noise=True,
+            sampler=Stochastic("dance_sde"),
+            window=AllSteps(high=7),
+            trained=RandomRecorded(5 / 7),
         ),
         advantage=AdvantageConfig(clip=5.0),
     )
@@ -83,8 +78,8 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "flow_grpo/sd3.5-medium/geneval-fast-nocfg",
         model,
-        objective=Clipped(),
-        rollout=replace(NOISIEST, sampler="cps", eta=0.8),
+        objective=objectives.Clipped(),
+        rollout=replace(NOISIEST, sampler=Stochastic("cps")),
         advantage=BATCH,
     )
 
@@ -95,7 +90,9 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     The settings of large models are those of the published run grpo_guard/sd3.5-medium/ocr. On handwriting the clip range
     is 1e-3.
     """
-    return of_published("grpo_guard/sd3.5-medium/ocr", model, objective=Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH)
+    return of_published(
+        "grpo_guard/sd3.5-medium/ocr", model, objective=objectives.Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH
+    )
 
 
 def dppo(model: str = HANDWRITING) -> TrainConfig:
@@ -105,12 +102,12 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
     is 1e-4 nats per dimension.
     """
     return of_published(
-        "unirl/sd3.5-medium/flowdppo", model, objective=Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
+        "unirl/sd3.5-medium/flowdppo", model, objective=objectives.Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
     )
 
 
 def ddpo(model: str = UNET) -> TrainConfig:
-    """DDPO (arXiv 2305.13301): a clipped policy gradient on DDIM steps of a model of epsilon; DPOK with a KL (2305.16381).
+    """DDPO (arXiv 2305.13301): clipped policy gradient on DDIM steps of epsilon models; DPOK with a KL (2305.16381).
 
     The settings of large models are those of the published run ddpo/sd1.4/aesthetic, with a group of 16 samples per prompt
     in place of its statistics per prompt over past rollouts. On handwriting-unet it takes 10 steps, of which a random window
@@ -120,12 +117,12 @@ def ddpo(model: str = UNET) -> TrainConfig:
         "ddpo/sd1.4/aesthetic",
         model,
         **{**ONE_UPDATE, "updates": 24, "micro_batch": 64, "lora": LoraConfig(product="merged")},
-        objective=Clipped(),
-        rollout=RolloutConfig(prompts=16, group=8, sampler="ddim", eta=1.0, window=3, window_high=8),
+        objective=objectives.Clipped(),
+        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
         advantage=BATCH,
         optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if config.is_built_in else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
+    return config if brings_prompts(model) else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
 
 
 def nft(model: str = HANDWRITING) -> TrainConfig:
@@ -139,8 +136,8 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
         "diffusion_nft/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=Nft(beta=1.0),
-        rollout=replace(ODE, solver="dpmpp_2m"),
+        objective=objectives.Nft(beta=1.0),
+        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
         advantage=BATCH,
         noising=NoisingConfig(each=4),
     )
@@ -157,7 +154,7 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
         "awm/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=Awm(weighting="t"),
+        objective=objectives.Awm(weighting="t"),
         rollout=ODE,
         advantage=BATCH,
         noising=NoisingConfig(each=4),
@@ -173,15 +170,10 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_model(
         model,
-        Dpo(beta=2000.0),
-        RolloutConfig(prompts=64, group=8, sampler="ode", eta=0.0),
+        objectives.Dpo(beta=2000.0),
+        RolloutConfig(prompts=64, group=8, sampler=Ode()),
         noising=NoisingConfig(each=4),
-        tuned={
-            **ONE_UPDATE,
-            "objective": Dpo(beta=100.0),
-            "rollout": ODE,
-            "noising": NoisingConfig(each=8),
-        },
+        tuned={**ONE_UPDATE, "objective": objectives.Dpo(beta=100.0), "rollout": ODE, "noising": NoisingConfig(each=8)},
     )
 
 
@@ -196,9 +188,9 @@ def dgpo(model: str = HANDWRITING) -> TrainConfig:
         "dgpo/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=Dgpo(),
-        rollout=replace(ODE, solver="dpmpp_2m"),
-        noising=NoisingConfig(each=4, shared=True),
+        objective=objectives.Dgpo(),
+        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
+        noising=NoisingConfig(each=4, draw="rollout"),
         kl=KLConfig(coef=0.02),
     )
 
@@ -214,7 +206,7 @@ def crd(model: str = HANDWRITING) -> TrainConfig:
         "flow_factory/sd3.5-medium/crd-ocr",
         model,
         **ONE_UPDATE,
-        objective=Crd(),
+        objective=objectives.Crd(),
         rollout=ODE,
         advantage=BATCH,
         noising=NoisingConfig(each=4),
@@ -232,8 +224,8 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "tempflow_grpo/flux.1-dev/hpsv3",
         model,
-        objective=TempFlow(),
-        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=1, window_high=6),
+        objective=objectives.TempFlow(),
+        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)),
     )
 
 
@@ -247,11 +239,11 @@ def d3po(model: str = UNET) -> TrainConfig:
         "d3po/sd1.5/compressibility",
         model,
         **ONE_UPDATE,
-        objective=D3po(beta=100.0),
-        rollout=RolloutConfig(prompts=16, group=8, sampler="ddim", eta=1.0, window=6, window_high=8),
+        objective=objectives.D3po(beta=100.0),
+        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8)),
         optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if config.is_built_in else replace(config, rollout=replace(config.rollout, prompts=20))
+    return config if brings_prompts(model) else replace(config, rollout=replace(config.rollout, prompts=20))
 
 
 def alignprop(model: str = HANDWRITING) -> TrainConfig:
@@ -264,8 +256,8 @@ def alignprop(model: str = HANDWRITING) -> TrainConfig:
         "alignprop/sd1.5/aesthetic",
         model,
         **ONE_UPDATE,
-        objective=AlignProp(last=2),
-        rollout=RolloutConfig(prompts=128, group=1, sampler="ode", eta=0.0),
+        objective=objectives.AlignProp(last=2),
+        rollout=RolloutConfig(prompts=128, group=1, sampler=Ode()),
         rewards=("likeness",),
     )
 
@@ -278,14 +270,10 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_model(
         model,
-        Raft(best=0.25),
-        RolloutConfig(prompts=48, group=24, sampler="ode", eta=0.0),
+        objectives.Raft(best=0.25),
+        RolloutConfig(prompts=48, group=24, sampler=Ode()),
         noising=NoisingConfig(each=4),
-        tuned={
-            **ONE_UPDATE,
-            "rollout": replace(ODE, solver="dpmpp_2m"),
-            "kl": KLConfig(coef=1.0),
-        },
+        tuned={**ONE_UPDATE, "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "kl": KLConfig(coef=1.0)},
     )
 
 
@@ -293,12 +281,12 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
     """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
     return of_model(
         model,
-        Sft(),
-        RolloutConfig(prompts=128, group=1, sampler="ode", eta=0.0),
-        noising=NoisingConfig(each=1, levels="continuous"),
+        objectives.Sft(),
+        RolloutConfig(prompts=128, group=1, sampler=Ode()),
+        noising=NoisingConfig(each=1, levels=ContinuousLevels()),
         tuned={
             **ONE_UPDATE,
-            "noising": NoisingConfig(each=4, levels="continuous"),
+            "noising": NoisingConfig(each=4, levels=ContinuousLevels()),
             "optimizer": OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9),
         },
     )
@@ -312,9 +300,9 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     """
     return of_model(
         model,
-        Distill(teacher=teacher),
-        RolloutConfig(prompts=128, group=1, eta=0.7),
-        tuned={**ONE_UPDATE, "rollout": RolloutConfig(prompts=128, group=1, window=5, window_high=6)},
+        objectives.Distill(teacher=teacher),
+        RolloutConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7)),
+        tuned={**ONE_UPDATE, "rollout": replace(NOISIEST, prompts=128, group=1)},
     )
 
 
@@ -338,23 +326,9 @@ def words(model: str = WORDS) -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
-    "grpo": grpo,
-    "dance": dance,
-    "cps": cps,
-    "guard": guard,
-    "dppo": dppo,
-    "ddpo": ddpo,
-    "nft": nft,
-    "awm": awm,
-    "dpo": dpo,
-    "dgpo": dgpo,
-    "crd": crd,
-    "tempflow": tempflow,
-    "d3po": d3po,
-    "alignprop": alignprop,
-    "raft": raft,
-    "sft": sft,
-    "distill": distill,
-    "handwriting": handwriting,
-    "words": words,
+    recipe.__name__: recipe
+    for recipe in (
+        *(grpo, dance, cps, guard, dppo, ddpo, nft, awm, dpo, dgpo, crd, tempflow, d3po, alignprop, raft, sft, distill),
+        *(handwriting, words),
+    )
 }

@@ -1,10 +1,11 @@
 """A run as JSON: what a run folder's config.json holds, and the run that it is read back as."""
 
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_origin, get_type_hints
 
 import cattrs
 
+from fluvial.engines.choices import is_variant, kinds, required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import name_of, objective_type
@@ -12,12 +13,11 @@ from fluvial.engines.train.config import TrainConfig
 
 
 def as_record(config: TrainConfig) -> dict[str, Any]:
-    """Return a run as JSON holds it: paths as text, tuples as lists, an objective and a sampler by their names.
+    """Return a run as JSON holds it: paths as text, tuples as lists, an objective by its name and a choice by its kind.
 
-    What is a person's own stands there as `module:name`.
+    Custom ones have the name `module:name`.
     """
-    record = CONVERTER.unstructure(config)
-    record["rollout"]["sampler"] = config.rollout.sampler_name
+    record: dict[str, Any] = CONVERTER.unstructure(config)
     return record
 
 
@@ -55,6 +55,29 @@ def _objective(record: dict[str, Any], _: Any) -> Any:
     return CONVERTER.structure(fields, objective_type(fields.pop("name")))
 
 
+def _with_kind(value: Any) -> dict[str, Any]:
+    """Return a choice as an object with its kind and its fields."""
+    return {
+        "kind": value.kind,
+        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in settings(type(value))},
+    }
+
+
+def _chosen(record: Any, union: Any) -> Any:
+    """Return the choice of an object with a kind, or of a kind alone."""
+    fields = {"kind": record} if isinstance(record, str) else record
+    if not isinstance(fields, dict) or "kind" not in fields:
+        raise ValueError(f"is {record!r}, expected an object with a kind, one of {', '.join(kinds(union))}")
+    fields = dict(fields)
+    variant, make = variant_of(union, fields.pop("kind"), "kind")
+    if unknown := sorted(set(fields) - {each.name for each in settings(variant)}):
+        raise ValueError(f"has unknown fields {', '.join(unknown)}")
+    if missing := [name for name in required(variant) if name not in fields]:
+        raise ValueError(f"misses the field {', '.join(missing)}")
+    types = get_type_hints(variant)
+    return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})
+
+
 def _is_literal(kind: Any) -> bool:
     origin: Any = get_origin(kind)
     return origin is Literal
@@ -69,6 +92,8 @@ def _converter() -> cattrs.Converter:
     worded = (int | Literal["auto"], bool | Literal["auto"])
     converter.register_structure_hook_func(lambda kind: kind in worded, lambda value, _: value)
     converter.register_structure_hook_func(_is_literal, lambda value, _: value)
+    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _chosen)
+    converter.register_unstructure_hook_func(is_variant, _with_kind)
     converter.register_unstructure_hook(Objective, _named_objective)
     converter.register_structure_hook(Objective, _objective)
     return converter

@@ -1,7 +1,7 @@
 """Samples of a run: rollouts of the policy, from any source, and clean samples of the job's data."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Literal, NamedTuple
 
 import optree
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
+from fluvial.core.transitions import Transition
 from fluvial.engines.data.buckets import BatchOrder, distinct_batch, drawn_batch, size_of_batch
 from fluvial.engines.data.captions import Captions
 from fluvial.engines.data.order import order_key
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.generate import (
     Chunk,
@@ -30,29 +30,49 @@ from fluvial.engines.rollout.generate import (
     slots,
 )
 from fluvial.engines.rollout.schedules import Schedules
-from fluvial.engines.rollout.streams import Stream
 from fluvial.engines.rollout.text import Padding, TextLengths
-from fluvial.engines.rollout.window import windows
-from fluvial.engines.sources.copied import Copy, held
 from fluvial.engines.sources.handshake import Handshake, check
 from fluvial.engines.sources.protocol import RolloutSource
+from fluvial.engines.sources.sampler_copy import Copy, held
+from fluvial.engines.streams import Stream
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
+from fluvial.models import Schedule
 
-FIRST = 0  # updates before the first rollout
-GREETING = 0  # seed of the samples by which servers are compared with the trainer
+FIRST_ROLLOUT = 0  # updates before the first rollout
+HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
 
 
-class Plan(NamedTuple):
+class RolloutPlan(NamedTuple):
     """A rollout that can be asked for: which samples, and how they are made."""
 
+    asked: list[Prompt]  # prompt of each group, or of each sample; the same on every rank
     requests: Requests  # of this rank
     sampling: Sampling
     numbers: list[int]  # index of each sample in the rollout, -1 for a repeat
     size: Size | None  # of the samples, where there are several sizes
     padding: Padding | None  # of the prompts, where it is trimmed
+    transitions: Transition | None = None  # coefficients of each step of the schedule, `[T]`, where steps are recorded
+
+
+class Rollout(NamedTuple):
+    """This rank's samples of a rollout, or of the job's data."""
+
+    plan: RolloutPlan
+    samples: SampleBatch
+    trained: Tensor  # [B, S], 1 for the recorded steps of each sample of all ranks that are trained on, else 0
+
+
+class GivenPairs(NamedTuple):
+    """Preferences that a rollout's updates learn from, the same on every rank."""
+
+    preferences: list[Preference]
+    numbers: list[int]  # index of each in its stream of noise
+    shape: tuple[int, ...]  # of a sample
+    schedule: Schedule
+    size: Size | None  # of the samples, where there are several sizes
 
 
 class Rollouts:
@@ -61,13 +81,13 @@ class Rollouts:
     Args:
         config: the run.
         job: model and prompts.
-        world: process group.
-        engine: engine whose module is the policy.
+        engine: engine whose module is the policy, on the ranks that samples are spread over.
         policies: the other policies, which are offloaded while samples are made.
         source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
+        given: given preferences, which are learnt from in place of rollouts.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -77,24 +97,27 @@ class Rollouts:
         self,
         config: TrainConfig,
         job: Job,
-        world: World,
-        *,
         engine: Engine,
         policies: Policies,
         source: RolloutSource,
         schedules: Schedules,
         texts: TextLengths,
+        *,
         copy: Copy | None = None,
+        given: tuple[Preference, ...] | EncodedPreferences = (),
     ) -> None:
-        self.config, self.job, self.world = config, job, world
+        self.config, self.job, self.world = config, job, engine.world
         self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
-        self.copy = copy
-        self.size: Size | None = None  # of the last samples, where there are several sizes
-        self._order: BatchOrder | None = None
-        self._has_met = False
+        self.copy, self.given, self._compared = copy, given, False
         self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
+        self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
+        if given:
+            self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
+        seed = config.seed if config.data_seed is None else config.data_seed
+        by_epoch = config.prompt_order == "epochs"
+        self._order = BatchOrder(self._known, order_key(seed), job.source_weights) if by_epoch else None
 
-    def prompts(self, root: Key, updates: int) -> list[str]:
+    def prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
 
         Where the samples of a group are different images, it is the prompt of each sample.
@@ -104,37 +127,47 @@ class Rollouts:
             updates: number of updates before those on this rollout.
         """
         known, rollout = self.job.prompts, self.config.rollout
-        if self._captions is not None:
-            keys, groups = (
-                fold_in(root, Stream.CAPTIONS),
-                enumerate(self._places(root, self._captions.firsts, rollout.prompts, updates)),
-            )
-            drawn = (self._captions.drawn(caption, fold_in(keys, group), rollout.group) for group, caption in groups)
-            return [known[place] for places in drawn for place in places]
-        count = rollout.batch if self.config.objective.traits.groups == "data" else rollout.prompts
-        return [known[place] for place in self._places(root, known, count, updates)]
+        if self._captions is None:
+            count = rollout.batch if self.config.objective.traits.groups == "data" else rollout.prompts
+            return [known[place] for place in self._places(root, count, updates)]
+        asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
+        for group, caption in enumerate(self._places(root, rollout.prompts, updates)):
+            asked += [known[place] for place in self._captions.drawn(caption, fold_in(keys, group), rollout.group)]
+        return asked
 
-    def samples(self, root: Key, asked: list[str], rewards: RewardRunners) -> SampleBatch:
+    def next(self, root: Key, rewards: RewardRunners) -> Rollout:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
 
         Args:
             root: key of the rollout.
-            asked: prompt of each group, or of each sample.
             rewards: scorers of the images; scoring starts while the next chunk is generated.
         """
-        plan = self.plan(root, asked, self.engine.updates)
+        plan = self.plan(root, self.prompts(root, self.engine.updates), self.engine.updates)
         if not self.config.makes_samples:
-            return self._data(plan, rewards)
+            return self.rollout(root, plan, self._data(plan, rewards))
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.policies.offload()
         self.source.push(self.engine, self.engine.updates)
-        if not self.config.rollout.source:
-            return self.made(plan, rewards)
-        with self.world.agreed():  # one rank may fail where no collective tells the others
-            return self.made(plan, rewards)
+        # From elsewhere one rank may fail where no collective tells the others.
+        with self.world.agreed() if self.config.rollout.source else nullcontext():
+            samples = self.made(plan, rewards)
+        return self.rollout(root, plan, samples)
 
-    def greet(self) -> Handshake | None:
+    def rollout(self, root: Key, plan: RolloutPlan, samples: SampleBatch) -> Rollout:
+        """Return a rollout whose samples are made, with a draw of the recorded steps that are trained on.
+
+        Args:
+            root: key of the rollout.
+            plan: how its samples were made.
+            samples: samples of this rank.
+        """
+        batch, recorded = self.config.rollout.batch, samples.trajectory.log_prob.shape[1]
+        if plan.transitions is None:
+            return Rollout(plan, samples, torch.ones(batch, recorded))
+        return Rollout(plan, samples, self.config.rollout.trained.mask(fold_in(root, Stream.FRACTION), batch, recorded))
+
+    def compare_with_servers(self) -> Handshake | None:
         """Compare what servers make of one prompt with the trainer's own numbers, once; every rank must take part.
 
         Returns:
@@ -143,10 +176,10 @@ class Rollouts:
         Raises:
             RunError: they are too far apart.
         """
-        rollout, root = self.config.rollout, fold_in(key(GREETING), FIRST)
-        if self._has_met or not rollout.is_served:
+        rollout, root = self.config.rollout, fold_in(key(HANDSHAKE_SEED), FIRST_ROLLOUT)
+        if self._compared or not rollout.is_served:
             return None
-        self._has_met = True
+        self._compared = True
         plan = self.plan(root, [self.job.prompts[0]] * rollout.prompts, self.engine.updates)
         asked, size = plan.requests, self.config.samples_per_pass
         same = None if asked.initial_ids is None else asked.initial_ids[:size]
@@ -156,13 +189,15 @@ class Rollouts:
             self.copy.load(held(self.engine), self.engine.updates)
             with self.world.agreed():  # the other ranks ask when rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
-        found = self.source.greet(Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling)
+        found = self.source.compare_with_servers(
+            Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling
+        )
         if found is not None:
             corrected = self.config.correction.mode != "none"
             check(found, tolerance=rollout.servers.tolerance, corrected=corrected, world=self.world)
         return found
 
-    def plan(self, root: Key, asked: list[str], updates: int) -> Plan:
+    def plan(self, root: Key, asked: list[Prompt], updates: int) -> RolloutPlan:
         """Return what to ask of the source for a rollout; every rank must take part.
 
         Args:
@@ -170,18 +205,24 @@ class Rollouts:
             asked: prompt of each group, or of each sample.
             updates: number of updates before those on this rollout.
         """
-        rollout = self.config.rollout
+        rollout, sizes = self.config.rollout, self.job.sizes
         ids, real = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
-        prompts, shape = [asked[i * len(asked) // rollout.batch] for i in ids], self._shape(root, asked)
+        prompts = [asked[i * len(asked) // rollout.batch] for i in ids]
+        size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
         negative = [] if self.config.kl.guidance is None else [rollout.guidance.negative]
-        tokens = self.texts.of([*rollout.guidance.texts(self.job.model, prompts), *negative])
-        alike = rollout.shared_noise or rollout.share_prefix or rollout.branches is not None
-        initial_ids = [i // rollout.trunk for i in ids] if alike else None
+        padding = self.texts.padding([*rollout.guidance.texts(self.job.model, prompts), *negative])
+        trunk = rollout.window.trunk(rollout.steps, rollout.group)
+        initial_ids = [i // trunk for i in ids] if rollout.shared_noise or rollout.window.shares_start else None
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
-        return Plan(requests, self._sampling(root, tokens, shape, updates), numbers, self.size, self.texts.padding)
+        shape = self.job.shape if size is None else sizes[size]
+        sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates)
+        levels, stochastic = sampling.schedule.levels.to(self.world.device), sampling.stochastic
+        records = stochastic is not None and stochastic.record
+        transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
+        return RolloutPlan(asked, requests, sampling, numbers, size, padding, transitions)
 
-    def made(self, plan: Plan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] | None = None) -> SampleBatch:
+    def made(self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] | None = None) -> SampleBatch:
         """Return the samples of a rollout as the source makes them with the weights that it has.
 
         Args:
@@ -199,54 +240,33 @@ class Rollouts:
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
 
-    def preferences(self, root: Key, given: tuple[Preference, ...] | EncodedPreferences) -> list[Preference]:
+    def preferences(self, root: Key) -> GivenPairs:
         """Return the given preferences that an update learns from, the same on every rank."""
-        prompts = given.prompts if isinstance(given, EncodedPreferences) else [preference.prompt for preference in given]
-        places = self._places(root, prompts, self.config.rollout.prompts, self.engine.updates)
-        self.size = as_prompt(prompts[places[0]]).size
-        return [given[place] for place in places]
+        places = self._places(root, self.config.rollout.prompts, self.engine.updates)
+        chosen, size = [self.given[place] for place in places], self._known[places[0]].size
+        shape = tuple(chosen[0].win.shape)
+        return GivenPairs(chosen, list(range(len(chosen))), shape, self.schedules.of(shape)[0], size)
 
-    def _places(self, root: Key, of: Sequence[str], count: int, done: int) -> list[int]:
-        """Return the indices of the `count` prompts that the rollout after `done` updates takes."""
+    def _places(self, root: Key, count: int, updates: int) -> list[int]:
+        """Return the indices of the `count` prompts, or preferences, of the rollout after a number of updates."""
         config = self.config
-        if config.prompt_order != "epochs":
-            drawn = root if config.data_seed is None else fold_in(key(config.data_seed), done)
-            batch = drawn_batch if config.prompt_order == "draws" else distinct_batch
-            return batch(of, fold_in(drawn, Stream.PROMPTS), count)
-        if self._order is None:
-            seed = config.seed if config.data_seed is None else config.data_seed
-            self._order = BatchOrder(of, order_key(seed), self.job.source_weights)
-        return self._order.batch(done // config.updates_per_rollout, count)
-
-    def _shape(self, root: Key, asked: Sequence[str]) -> tuple[int, ...]:
-        """Return the shape of the samples of a rollout, the same on every rank: of its prompts' size, or of one drawn."""
-        sizes = self.job.sizes
-        if not sizes:
-            return self.job.shape
-        self.size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes))
-        return sizes[self.size]
+        if self._order is not None:
+            return self._order.batch(updates // config.updates_per_rollout, count)
+        drawn = root if config.data_seed is None else fold_in(key(config.data_seed), updates)
+        batch = drawn_batch if config.prompt_order == "draws" else distinct_batch
+        return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
 
     def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
         stochastic, done = None, updates // config.updates_per_rollout
-        first = fold_in(key(config.seed), FIRST)  # key of the first rollout
+        first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
         schedule, sampler = self.schedules.of(shape)
-        if on_steps or not rollout.is_deterministic:
+        if on_steps or not rollout.sampler.is_deterministic:
+            keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
                 sampler,
-                windows(
-                    fold_in(first if rollout.window_draw == "run" else root, Stream.WINDOW),
-                    done,
-                    rollout.steps,
-                    rollout.window_size,
-                    *rollout.window_range,
-                    draw=rollout.window_draw,
-                    contiguous=rollout.contiguous,
-                    moves=rollout.moves,
-                    group=rollout.group,
-                    branches=rollout.branches,
-                ),
+                rollout.window.steps_of(*keys, done=done, steps=rollout.steps, group=rollout.group),
                 record=on_steps,
                 form=config.recorded_form,
                 reduction=rollout.reduction,
@@ -254,11 +274,19 @@ class Rollouts:
                 implementation=config.implementation,
             )
         return Sampling(
-            shape, schedule, rollout.guidance, rollout.solver,
-            rollout.eta if rollout.is_deterministic else 0.0, stochastic, autocast=rollout.autocast,
-            prefix=self._prefix(stochastic) if rollout.share_prefix else None, text_tokens=tokens, after=rollout.after,
-            reuse=self._reuse(), step_cache=rollout.step_cache,
-        )  # fmt: skip
+            shape,
+            schedule,
+            rollout.guidance,
+            rollout.sampler.solver,
+            rollout.sampler.eta if rollout.sampler.is_deterministic else 0.0,
+            stochastic,
+            autocast=rollout.autocast,
+            prefix=self._prefix(stochastic),
+            text_tokens=tokens,
+            after=rollout.window.tail,
+            reuse=self._reuse(),
+            step_cache=rollout.step_cache,
+        )
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
         """Return which layers that see the prompt alone are computed once.
@@ -269,14 +297,14 @@ class Rollouts:
             return "none"
         return "outside_blocks" if self.engine.compiles or self.config.rollout.step_cache else "all"
 
-    def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix:
+    def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix | None:
         """Return the steps that the samples of a group share: those before every window of the rollout."""
         rollout = self.config.rollout
-        assert stochastic is not None
-        same = rollout.window_draw == "rollout"
-        return SharedPrefix(min(stochastic.steps_of([0])) if same else rollout.window_low, rollout.group)
+        if stochastic is None or not rollout.window.share_prefix:
+            return None
+        return SharedPrefix(rollout.window.shared_steps(stochastic.steps_of([0])), rollout.group)
 
-    def _data(self, plan: Plan, rewards: RewardRunners) -> SampleBatch:
+    def _data(self, plan: RolloutPlan, rewards: RewardRunners) -> SampleBatch:
         """Return clean samples of the job's data; rewards score their images, where the objective compares them."""
         assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []

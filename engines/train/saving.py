@@ -12,11 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.train.asynchronous.ahead import Ahead
+from fluvial.engines.train.asynchronous.prefetch import Ahead
 from fluvial.engines.train.asynchronous.stored import PREFIX
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
@@ -26,11 +25,11 @@ from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
 FREE = {
-    "out", "prompts", "weights", "updates", "eval_every", "eval_samples", "final_samples", "checkpoint_every",
-    "checkpoint_async", "checkpoints", "keep_checkpoints", "export_dtype", "tracker", "collective_timeout", "resume",
-    "resume_from", "engine", "evaluation", "export_every", "export_as", "max_invalid",
-    "stop_when_gamed",
-}  # fmt: skip
+    *("out", "prompts", "weights", "updates", "engine", "tracker", "collective_timeout", "resume", "resume_from"),
+    *("eval_every", "eval_samples", "final_samples", "evaluation", "max_invalid", "stop_when_gamed"),
+    *("checkpoint_every", "checkpoint_async", "checkpoints", "keep_checkpoints"),
+    *("export_dtype", "export_every", "export_as"),
+}
 
 
 @dataclass
@@ -42,11 +41,9 @@ class Progress:
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
-    evaluations: list[list[float]] = field(
-        default_factory=list
-    )  # during the run: update, score and reward, see `gaming.Watch`
+    evaluations: list[list[float]] = field(default_factory=list)  # update, score and reward of each, see `gaming.Watch`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
-    multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `rewards.constraint`
+    multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `rewards.floors`
 
 
 class Saver:
@@ -55,7 +52,6 @@ class Saver:
     Args:
         config: the run.
         engine: engine whose state is saved.
-        world: process group.
         prompts: prompts that are trained on.
         base: fingerprint of the weights that training starts from.
         console: where a failed background checkpoint and a changed environment are reported; None is silent.
@@ -63,14 +59,19 @@ class Saver:
     """
 
     def __init__(
-        self, config: TrainConfig, engine: Engine, world: World, *, prompts: tuple[str, ...], base: str,
-        console: Console | None, ahead: Ahead | None = None,
-    ) -> None:  # fmt: skip
-        self.ahead = ahead
-        self.config, self.engine, self.world, self.console = config, engine, world, console
-        self.prompts, self.base = prompts, base
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        prompts: tuple[Prompt, ...],
+        base: str,
+        *,
+        console: Console | None,
+        ahead: Ahead | None = None,
+    ) -> None:
+        self.config, self.engine, self.world, self.console = config, engine, engine.world, console
+        self.prompts, self.base, self.ahead = prompts, base, ahead
         self.saved_at = 0
-        self.background = world.background() if config.checkpoint_async else None
+        self.background = self.world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
 
     def save(self, progress: Progress, *, blocking: bool = False) -> None:
@@ -86,9 +87,12 @@ class Saver:
             return
         self.saved_at = update
         meta = {
-            "engine": self.engine.counters(), **asdict(progress), "runs_on": self._environment(),
-            "run": as_record(self.config), "lora": lora_settings(self.engine.module),  # with these it can be exported alone
-        }  # fmt: skip
+            "engine": self.engine.counters(),
+            **asdict(progress),
+            "runs_on": self._environment(),
+            "run": as_record(self.config),
+            "lora": lora_settings(self.engine.module),  # with these it can be exported alone
+        }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
         best = Watch(progress.evaluations, progress.recent).best
@@ -123,7 +127,7 @@ class Saver:
                 )
 
     def close(self) -> None:
-        """Let a checkpoint that is being written complete, whatever else went wrong."""
+        """Wait for a pending checkpoint."""
         if self.pending is not None:
             wait([self.pending])
 
@@ -148,7 +152,7 @@ class Saver:
         self.saved_at = self.engine.updates
         if self.config.updates < self.engine.updates:
             raise UsageError(
-                f"updates is {self.config.updates}, but {path} is after update {self.engine.updates}, expected at least that"
+                "updates", self.config.updates, hint=f"{path} is after update {self.engine.updates}, expected at least that"
             )
         if self.console:
             now = self._environment()
@@ -166,12 +170,12 @@ class Saver:
         return {**versions(), "ranks": self.world.size, "threads": torch.get_num_threads(), **engine}
 
 
-def run_fingerprint(config: TrainConfig, prompts: tuple[str, ...], base: str) -> dict[str, Any]:
+def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:
     """Return what a run that resumes from this one's checkpoints must have in common with it."""
     settings = {name: value for name, value in _flat(as_record(config)).items() if name.split(".")[0] not in FREE}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
-    records = ((prompt, prompt.source, prompt.weight, prompt.negative) for prompt in map(as_prompt, prompts))
+    records = ((prompt.text, prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
     digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
     return {**settings, "train_prompts": digest, "base_weights": base}
 

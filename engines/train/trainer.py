@@ -1,8 +1,7 @@
-"""Training: samples -> rewards -> update, a rollout at a time; and whole runs with folder, evaluations and checkpoints."""
+"""Training: samples -> rewards -> update, a rollout at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +10,6 @@ from rich.console import Console
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.fsdp.config import DTYPES
@@ -20,28 +18,22 @@ from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.parallelize import compiled_programs
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.plan.warm_up import WarmUp
-from fluvial.engines.report import trackers
 from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.rewards.constraint import free_weights, learnt_weights, updated
-from fluvial.engines.rewards.gathering import Rewards, gather_rewards
+from fluvial.engines.rewards.floors import free_weights, learnt_weights, updated
+from fluvial.engines.rewards.gather import Rewards, gather_rewards
 from fluvial.engines.rollout.solvers import serving_solver
-from fluvial.engines.run import restart, run_folder
-from fluvial.engines.run.run_folder import RunFolder
-from fluvial.engines.run.stop import StopRequest, stop_request
+from fluvial.engines.run.stop import StopRequest
 from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
+from fluvial.engines.train.asynchronous.prefetch import Requested
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
-from fluvial.engines.train.learner import Learnt
-from fluvial.engines.train.loop import Loop
-from fluvial.engines.train.monitoring import signal
+from fluvial.engines.train.metrics import RolloutResult
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
-from fluvial.engines.train.passes import choose_micro_batch, compile_blocks, notes
-from fluvial.engines.train.record import as_record
+from fluvial.engines.train.probe_passes import compile_blocks
 from fluvial.engines.train.saving import Progress, Saver
 
 
@@ -54,23 +46,31 @@ class Trainer:
             trainer.export(Path("trained"))
 
     Nothing is written unless `save` or `export` is called. `train` is the loop with run folder, evaluations, checkpoints
-    and restarts.
+    and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen; `choice` says why.
 
     Args:
         config: the run.
         job: what is trained; by default what `config.model` names.
         world: process group; by default one is opened, and closed with the trainer.
         console: where the progress of checkpoints is shown; None is silent.
+        stop: request to stop that is looked at after each rollout.
+        resume_from: checkpoint of this run to continue from.
 
     Raises:
         UsageError: the run cannot be done as configured.
     """
 
     def __init__(
-        self, config: TrainConfig, job: Job | None = None, world: World | None = None, *, console: Console | None = None
+        self,
+        config: TrainConfig,
+        job: Job | None = None,
+        world: World | None = None,
+        *,
+        console: Console | None = None,
+        stop: StopRequest | None = None,
+        resume_from: Path | str | None = None,
     ) -> None:
-        self.config = config = config if job is not None else jobs.from_run(config)
-        self.console = console
+        config = config if job is not None else jobs.from_run(config)
         with ExitStack() as stack:
             if world is None:
                 world = _opened_world(config, stack)
@@ -78,27 +78,22 @@ class Trainer:
             if job is None:
                 with world.agreed():
                     job = jobs.of_run(config)
-            parts = build_parts(config, job, world)
+            parts = build_parts(config, job, world, resume_from=resume_from)
+            self.config, self.choice = parts.config, parts.choice
             self.job, self.evaluated = parts.job, parts.evaluated
             self.engine, self.policies = parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.rollouts, self.learner, self.preferences = parts.rollouts, parts.learner, parts.preferences
-            self.ahead = parts.ahead
-            self.saver = Saver(
-                config, self.engine, world, prompts=self.job.prompts, base=parts.base, console=console, ahead=parts.ahead
-            )
+            self.rollouts, self.ahead, self.learner = parts.rollouts, parts.ahead, parts.learner
             self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
-            stack.callback(parts.source.close)
+            stack.callback(self.rollouts.source.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.close)
+            self.saver = Saver(self.config, self.engine, self.job.prompts, parts.base, console=console, ahead=self.ahead)
             stack.callback(self.saver.close)
-            self.progress, self.probe, self._is_open = Progress(), None, config.micro_batch == "auto"
-            self.learner.remember_in(self.progress.rewards)
-            self.stop, self.stopping = StopRequest(), False
+            self.console, self.stop, self.stopping = console, StopRequest() if stop is None else stop, False
+            self.progress = Progress() if resume_from is None else self.saver.restore(resume_from)
             self._stack = stack.pop_all()
-
-    probe: Probe | None
 
     def __enter__(self) -> Self:
         return self
@@ -121,110 +116,70 @@ class Trainer:
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
-        self.greet()
+        self.compare_with_servers()
         programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
-        asked = [] if self.preferences or self.ahead else self.rollouts.prompts(root, self.engine.updates)
-        learnt, rewards, spread = self._learn(root, asked, seconds)
+        result = self._learn_preferences(root, seconds) if self.rollouts.given else self._learn(root, seconds)
         if self.config.followers:
             with metrics.timed(seconds, "update"):
                 self.policies.follow(self.engine, rollouts + 1)
-        samples = 2 * self.config.rollout.prompts if self.preferences else self.config.rollout.batch
-        self.progress.samples += samples
+        self.progress.samples += result.samples
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
-        self._watch_ratio(learnt.updates[0])
-        dtype, floors = self.config.engine.compute_dtype(self.world.device), self.config.advantage.floor_of
-        record: dict[str, Any] = {
-            "update": self.engine.updates,
-            "samples": self.progress.samples,
-            **metrics.learnt_record(learnt, self.learner.texts.padding, self.rollouts.size),
-            **signal.parts_record(learnt.updates[-1].parts, steps=self.config.objective.traits.trains_on == "steps"),
-            **metrics.reward_record(
-                rewards,
-                free_weights(self.runners.weights, list(self.rewards), floors),
-                list(self.rewards),
-                asked if self.ahead is None else self.ahead.current.asked,
-                group=self.config.rollout.group,
-            ),
-            **({} if self.ahead is None else {"staleness": self.ahead.staleness()}),
-            **({"multipliers": dict(self.progress.multipliers)} if floors else {}),
-            **(signal.advantage_record(learnt.advantage) if self.rewards else {}),
-            "speed": metrics.speed(
-                learnt.updates,
-                seconds,
-                samples,
-                device=self.world.device,
-                dtype=dtype,
-                rewards=rewards if self.rewards else None,
-            ),
-            "memory": metrics.memory(learnt.updates[-1]),
-            "skipped_steps": self.engine.skipped,
-            "seconds": seconds,
-        }
-        if self.engine.compiles:
-            record["compiled_programs"] = compiled_programs() - programs
-        return record if spread is None else {**record, "diversity": spread}
+        self._watch_ratio(result.learnt.updates[0])
+        compiled = compiled_programs() - programs if self.engine.compiles else None
+        samples = self.progress.samples
+        return metrics.update_record(self.config, result, seconds, self.engine, samples=samples, compiled=compiled)
 
     def evaluate(
-        self, samples: int | None = None, *, keep: Callable[[Sequence[str], Tensor], None] | None = None
+        self,
+        samples: int | None = None,
+        *,
+        keep: Callable[[Sequence[str], Tensor], None] | None = None,
+        probe: Probe | None = None,
     ) -> Evaluation:
         """Return the scores of held-out prompts; every rank must take part.
 
         Args:
             samples: number of samples, by default `config.eval_samples`.
             keep: function of the names and the images of each chunk of this rank.
+            probe: probe of the model that training began with, for the drift from it.
         """
-        self.settle()
         config = self.config
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
-                self.evaluated, module, schedule=self.evaluation_schedule, samples=samples or config.eval_samples,
-                seeds=config.evaluation.seeds, micro_batch=config.samples_per_pass, world=self.world,
-                guidance=config.evaluation_guidance, keep=keep,
-                solver=serving_solver(config.evaluation.solver, self.evaluated.model), max_invalid=config.max_invalid,
-            )  # fmt: skip
-            if self.probe is not None:
-                drift = self.probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)
+                self.evaluated,
+                module,
+                schedule=self.evaluation_schedule,
+                samples=samples or config.eval_samples,
+                seeds=config.evaluation.seeds,
+                micro_batch=config.samples_per_pass,
+                world=self.world,
+                guidance=config.evaluation_guidance,
+                keep=keep,
+                solver=serving_solver(config.evaluation.solver, self.evaluated.model),
+                max_invalid=config.max_invalid,
+            )
+            if probe is not None:
+                drift = probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)
                 result = result._replace(velocity_drift=drift)
         return result
 
-    def settle(self) -> Choice | None:
-        """Choose `config.micro_batch` where it is auto, and return why; every rank must take part.
-
-        A run that is resumed takes the number of its checkpoint, and returns None, as one with a number of its own does.
-
-        Raises:
-            UsageError: the passes of a single sample do not fit into the memory.
-        """
-        if self.config.micro_batch != "auto":
-            return None
-        choice = choose_micro_batch(self.config, self.job, self.engine, self.schedule)
-        self._take(choice.micro_batch)
-        return choice
-
     def warm_up(self, progress: RunProgress | None = None) -> WarmUp | None:
-        """Let the blocks compile now, if they are compiled at all, and not in the first rollout; every rank must take part.
+        """Compile the blocks now instead of in the first rollout, if they are compiled at all; every rank must take part.
 
         Raises:
             UsageError: they cannot be compiled, and `engine.compile` is True.
         """
         if not self.engine.compiles:
             return None
-        self.settle()
         return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
 
-    def greet(self) -> Handshake | None:
-        """Compare servers that make the samples with the trainer, once, see `Rollouts.greet`; every rank must take part."""
-        self.settle()
-        return self.rollouts.greet()
-
-    def _take(self, micro_batch: int) -> None:
-        """Set the number of samples per forward pass."""
-        self.config = replace(self.config, micro_batch=micro_batch)
-        self.rollouts.config = self.learner.config = self.saver.config = self.config
+    def compare_with_servers(self) -> Handshake | None:
+        """Compare servers that make the samples with the trainer, once; every rank must take part."""
+        return self.rollouts.compare_with_servers()
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
@@ -232,58 +187,75 @@ class Trainer:
 
     def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption."""
-        if self._is_open:
-            self._take(checkpoint.setting(path, "micro_batch", world=self.world))
         self.progress = self.saver.restore(path)
-        self.learner.remember_in(self.progress.rewards)
 
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
-        written: dict[str, Any] = {
-            "average": self.engine.averaged() if self.config.evaluation.average else None,
-            "dtype": DTYPES[self.config.export_dtype], "world": self.world,
-        }  # fmt: skip
-        lora = self.config.train == "lora"
-        export(self.engine.module, folder / "weights", merge=lora, **written)
+        average = self.engine.averaged() if self.config.evaluation.average else None
+        lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
+        export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
         if lora:
-            write_lora(self.engine.module, folder / "lora", **written)
+            write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
 
-    def _learn(self, root: Key, asked: list[str], seconds: dict[str, float]) -> tuple[Learnt, Rewards, float | None]:
-        """Make a rollout and its updates; return what was learnt, the rewards and the diversity of the samples."""
-        if self.preferences:
-            with metrics.timed(seconds, "rollout"):
-                chosen = self.rollouts.preferences(root, self.preferences)
-            with metrics.timed(seconds, "reward"):
-                rewards = self._rewards()
-            with metrics.timed(seconds, "update"):
-                work = self.learner.preference_items(chosen, list(range(len(chosen))), root)
-                return self.learner.update(work, root), rewards, None
+    def _learn_preferences(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
+        """Make the updates on given preferences."""
         with metrics.timed(seconds, "rollout"):
-            batch = self.ahead.next() if self.ahead else self.rollouts.samples(root, asked, self.runners)
+            given = self.rollouts.preferences(root)
         with metrics.timed(seconds, "reward"):
-            if self.config.engine.offload == "phases" and self.config.makes_samples:
+            rewards = self._gathered(None)
+        with metrics.timed(seconds, "update"):
+            learnt = self.learner.update(self.learner.pairs(given, root), root)
+        return RolloutResult(learnt, rewards, 2 * len(given.preferences), size=given.size)
+
+    def _learn(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
+        """Make a rollout and its updates."""
+        config, requested = self.config, None
+        with metrics.timed(seconds, "rollout"):
+            if self.ahead is not None:
+                rollout, requested = self.ahead.next()
+            else:
+                rollout = self.rollouts.next(root, self.runners)
+        plan, thumbnails = rollout.plan, rollout.samples.thumbnails
+        with metrics.timed(seconds, "reward"):
+            if config.engine.offload == "phases" and config.makes_samples:
                 self.engine.offload()
-            rewards = self._rewards()
-            spread = None if batch.thumbnails is None else self._diversity(batch.thumbnails)
+            rewards = self._gathered(requested)
+            spread = None if thumbnails is None else self._diversity(thumbnails)
             self.engine.onload()
             self.policies.onload()
         with metrics.timed(seconds, "update"):
-            work = self.learner.items(batch, rewards.scores, self._weights(rewards), root)
-            del batch  # the items are a copy of its trajectory
-            return self.learner.update(work, root), rewards, spread
+            work = self.learner.items(rollout, rewards, self._weights(rewards), root, self.progress.rewards)
+            del rollout  # its trajectory is freed with the items
+            learnt = self.learner.update(work, root)
+        floors = config.advantage.floor_of
+        return RolloutResult(
+            learnt,
+            rewards,
+            config.rollout.batch,
+            weights=free_weights(self.runners.weights, list(self.rewards), floors),
+            names=list(self.rewards),
+            asked=plan.asked,
+            size=plan.size,
+            diversity=spread,
+            staleness=None if self.ahead is None or requested is None else self.ahead.staleness(requested),
+            multipliers=dict(self.progress.multipliers) if floors else None,
+        )
 
-    def _rewards(self) -> Rewards:
+    def _gathered(self, requested: Requested | None) -> Rewards:
         """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part.
+
+        Args:
+            requested: the rollout, if it was made ahead of the updates.
 
         Raises:
             RunError: too many groups have no valid reward.
         """
-        if self.ahead is None:
+        if self.ahead is not None and requested is not None:
+            own = self.ahead.collect(requested)
+        else:
             self.runners.exchange(self.world)
             with self.world.agreed():
                 own = self.runners.collect(batch=self.config.rollout.batch)
-        else:
-            own = self.ahead.collect()
         rewards, self.stopping = gather_rewards(
             own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
         )
@@ -317,64 +289,10 @@ class Trainer:
         self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
-                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above max_log_ratio "
-                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set correction.mode to "
-                "truncate"
+                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above `max_log_ratio` "
+                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set `correction.mode` "
+                "to truncate"
             )
-
-
-def train(config: TrainConfig, job: Job | None = None, *, console: Console | None = None) -> dict[str, Any]:
-    """Run a training job to its end, or until it is asked to stop, and return its summary (empty if stopped early).
-
-    The run folder `config.out` receives metrics, images, checkpoints, the trained weights and the summary.
-
-    Args:
-        config: the run.
-        job: what is trained; by default what `config.model` names.
-        console: where progress is shown; None is silent.
-
-    Raises:
-        UsageError: the run cannot be done as configured.
-        RunError: it cannot go on.
-    """
-    deterministically = deterministic(config.engine.deterministic)
-    with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
-        config = _restarted(config if job is not None else jobs.from_run(config), world, console)
-        with world.agreed():
-            trackers.find(config.tracker)  # before anything is written
-            if job is None:
-                job = jobs.of_run(config)
-            if world.is_main:
-                run_folder.claim(config.out, resume=config.resume or config.resume_from is not None)
-        with Trainer(config, job, world, console=console if world.is_main else None) as trainer:
-            saved = checkpoint.listed(config.checkpoint_folder)
-            if config.resume_from is not None:
-                trainer.resume(config.resume_from)
-            elif config.resume and saved:  # a run that died before its first checkpoint starts from the beginning
-                trainer.resume(saved[-1])
-            trainer.stop = stop
-            choice = trainer.settle()
-            record = as_record(trainer.config)  # with the micro-batch that was chosen
-            with ExitStack() as stack:
-                done, folder = trainer.engine.updates, None
-                progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
-                if world.is_main:
-                    folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
-                    stack.callback(folder.close)
-                    stack.enter_context(folder.keeping_warnings())
-                for note in notes(trainer.config, trainer.engine):
-                    progress.say(note)
-                if choice is not None:
-                    progress.say(str(choice))
-                    if folder:
-                        folder.log({"update": done, "micro_batch": choice.record})
-                if (compiled := trainer.warm_up(progress)) is not None:
-                    progress.say(str(compiled))
-                if (met := trainer.greet()) is not None:
-                    progress.say(str(met))
-                    if folder:
-                        folder.log({"update": done, "handshake": met.record})
-                return Loop(trainer, folder, progress).run()
 
 
 def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
@@ -387,11 +305,3 @@ def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
         raise UsageError("trainer: a process group is open already: pass the world of init_world()")
     stack.enter_context(deterministic(config.engine.deterministic))
     return stack.enter_context(init_world(timeout=config.collective_timeout))
-
-
-def _restarted(config: TrainConfig, world: World, console: Console | None) -> TrainConfig:
-    """Return the run as it goes on if torchrun has started it before, else as it is configured."""
-    found = restart.restarted(config.out, config.checkpoint_folder, world, console=console)
-    if found is None:
-        return config
-    return replace(config, resume=True, resume_from=config.resume_from if found.checkpoint is None else found.checkpoint)

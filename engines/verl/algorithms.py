@@ -1,4 +1,4 @@
-"""What a batch of each of verl-omni's model types becomes: items, outputs of the model, and what the loss function reads.
+"""Batches of each of verl-omni's model types as items, outputs of the model, and what the loss function reads.
 
 | model type | items | outputs |
 |---|---|---|
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
 from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.engines.verl.batch import Batch, Fields, step_by_step
 from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.settings import Settings
@@ -55,8 +56,12 @@ class PolicyGradient:
 
     NUMBERS = ("old_log_probs", "advantages")
     OPTIONAL = (
-        "ref_log_prob", "ref_prev_sample_mean", "teacher_prev_sample_mean", "old_prev_sample_mean", "rollout_is_weights"
-    )  # fmt: skip
+        "ref_log_prob",
+        "ref_prev_sample_mean",
+        "teacher_prev_sample_mean",
+        "old_prev_sample_mean",
+        "rollout_is_weights",
+    )
 
     def check(self, settings: Settings) -> None:
         """See `Algorithm.check`; nothing is needed."""
@@ -100,7 +105,8 @@ class PolicyGradient:
         log_prob, _ = step_log_prob(transition, x, v, items["x_next"], form=settings.form)
         mean = denoiser.architecture.pack(gaussian.mean(transition, x, v))
         sqrt_dt = torch.sqrt(level - level_next)
-        std = transition.std / sqrt_dt if settings.sampler == "flow_sde" else transition.std
+        is_rate = SAMPLERS[settings.sampler].published_std == "rate"
+        std = transition.std / sqrt_dt if is_rate else transition.std
         return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
 
 
@@ -141,9 +147,12 @@ class Nft:
             with use_adapter(module, None):
                 reference = denoiser.predict(module, items, cond)
         samples = {
-            "old_prediction": old, "forward_prediction": denoiser.predict(module, items, cond),
-            "ref_forward_prediction": reference, "x0": items["x0"], "xt": items["x"],
-        }  # fmt: skip
+            "old_prediction": old,
+            "forward_prediction": denoiser.predict(module, items, cond),
+            "ref_forward_prediction": reference,
+            "x0": items["x0"],
+            "xt": items["x"],
+        }
         packed = {name: denoiser.architecture.pack(value) for name, value in samples.items()}
         return {**packed, "t_expanded": per_sample(items["level"], packed["xt"])}
 
@@ -196,9 +205,11 @@ class Preferences:
         """See `Algorithm.outputs`: noise_pred, noise, latent and timesteps `[b]`."""
         pack = denoiser.architecture.pack
         return {
-            "noise_pred": pack(denoiser.predict(module, items, cond)), "noise": pack(items["noise"]),
-            "latent": pack(items["x0"]), "timesteps": items["timestep"],
-        }  # fmt: skip
+            "noise_pred": pack(denoiser.predict(module, items, cond)),
+            "noise": pack(items["noise"]),
+            "latent": pack(items["x0"]),
+            "timesteps": items["timestep"],
+        }
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -1,4 +1,4 @@
-"""What verl-omni's fields of a batch are to each model: its conditioning, and its samples as the model takes them."""
+"""Fields of verl-omni's batches for each model: its conditioning, and its samples as the model takes them."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple

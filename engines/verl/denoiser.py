@@ -43,9 +43,7 @@ class Denoiser:
                 f"model.architecture is {settings.architecture}, and {settings.folder} is {self.model.pipeline}"
             )
         self.schedule = cache(self._schedule)
-        # verl-omni counts a scale of up to 1 as no guidance.
-        scale = settings.scale[self.architecture.scale]
-        self.scale = scale if scale > 1 else 1.0
+        self.scale = settings.scale[self.architecture.scale]
 
     def shape(self, fields: Fields) -> Shape:
         """Return the shape of a sample, (C, H, W).
@@ -105,7 +103,7 @@ class Denoiser:
             UsageError: a field is missing or has a wrong shape.
         """
         cond = self._cond(fields, "")
-        if self.scale > 1:
+        if self.scale > 1:  # verl-omni counts a scale of up to 1 as no guidance
             cond = Guided(cond, self._cond(fields, "negative_"), torch.full((fields.samples,), self.scale))
         return optree.tree_map(lambda tensor: tensor.to(self.device), cond)
 
@@ -133,9 +131,7 @@ class Denoiser:
         Guidance makes two forward passes, so that a pass has as many samples as verl's setting says.
         """
         own: Any = optree.tree_map(lambda table: table[items["sample"]], cond)
-        v = guided_velocity(
-            self.model, module, items["x"], items["level"], own, timestep=items["timestep"], forwards="two"
-        )  # fmt: skip
+        v = guided_velocity(self.model, module, items["x"], items["level"], own, timestep=items["timestep"], forwards="two")
         return v.float()
 
     def noised(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
@@ -150,6 +146,10 @@ class Denoiser:
         sigma = level.view(-1, *[1] * (x0.ndim - 1))
         sample = torch.arange(fields.samples).repeat(len(level) // fields.samples)
         return {
-            "x": (1 - sigma) * x0 + sigma * noise, "level": level, "timestep": timestep.float(),
-            "sample": sample.to(level.device), "x0": x0, "noise": noise,
-        }  # fmt: skip
+            "x": (1 - sigma) * x0 + sigma * noise,
+            "level": level,
+            "timestep": timestep.float(),
+            "sample": sample.to(level.device),
+            "x0": x0,
+            "noise": noise,
+        }

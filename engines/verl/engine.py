@@ -25,9 +25,9 @@ from fluvial.engines.verl.batch import Fields
 from fluvial.engines.verl.checkpoints import Checkpoints, check_remote
 from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.passes import LossFunction, Passes
+from fluvial.engines.verl.rollout_weights import peft_config, stream
 from fluvial.engines.verl.schedule import lr_factor
 from fluvial.engines.verl.settings import Settings, read_settings
-from fluvial.engines.verl.weights import peft_config, stream
 from fluvial.models import add_lora
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
@@ -181,9 +181,14 @@ class VerlEngine:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
         passes = Passes(
             self.algorithm.batch(self.denoiser, fields, loss=loss_function is not None),
-            self.algorithm, self.denoiser, self.world,
-            micro_batch=int(size), loss_function=loss_function, group=self._group, append=type(self).append,
-        )  # fmt: skip
+            self.algorithm,
+            self.denoiser,
+            self.world,
+            micro_batch=int(size),
+            loss_function=loss_function,
+            group=self._group,
+            append=type(self).append,
+        )
         with deterministic(self.settings.engine.deterministic):
             return passes.infer(self._sharded()) if forward_only else passes.train(self._trained("a backward pass"))
 
@@ -261,9 +266,13 @@ class VerlEngine:
             raise UsageError(f"adapter_name is {adapter!r}, expected one of {', '.join(settings.adapters)}")
         reference = adapter == REFERENCE
         tensors = stream(
-            self.module, self._onloaded, adapter=adapter, base=reference or not base_sync_done,
-            merge=settings.merge and not reference, dtype=DTYPES[settings.sent],
-        )  # fmt: skip
+            self.module,
+            self._onloaded,
+            adapter=adapter,
+            base=reference or not base_sync_done,
+            merge=settings.merge and not reference,
+            dtype=DTYPES[settings.sent],
+        )
         if adapter is None or reference or settings.merge:
             return tensors, None
         return tensors, peft_config(self.module, adapter)

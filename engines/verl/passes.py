@@ -41,9 +41,17 @@ class Passes:
     """
 
     def __init__(
-        self, batch: Batch, algorithm: Algorithm, denoiser: Denoiser, world: World, *, micro_batch: int,
-        loss_function: LossFunction | None, group: Any, append: Callable[[dict[str, Any], dict[str, Any]], None],
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        algorithm: Algorithm,
+        denoiser: Denoiser,
+        world: World,
+        *,
+        micro_batch: int,
+        loss_function: LossFunction | None,
+        group: Any,
+        append: Callable[[dict[str, Any], dict[str, Any]], None],
+    ) -> None:
         self.batch, self.algorithm, self.denoiser, self.world = batch, algorithm, denoiser, world
         self.micro_batch, self.loss_function, self.group, self.append = micro_batch, loss_function, group, append
         if micro_batch < 1 or micro_batch % batch.width:

@@ -37,6 +37,6 @@ def lr_factor(config: Any) -> Callable[[int], float]:
         if step < warmup:
             return step / warmup
         wave = math.cos(2 * math.pi * cycles * (step - warmup) / max(1, total - warmup))
-        return max(floor, (1 - floor) / 2 * wave + (1 + floor) / 2)
+        return (1 - floor) / 2 * wave + (1 + floor) / 2
 
     return constant if kind == "constant" else cosine

@@ -18,8 +18,12 @@ SAMPLERS: dict[str, tuple[SamplerName, Literal["density", "unscaled"]]] = {
 }
 OPTIMIZERS: dict[str, OptimizerName] = {"AdamW": "adamw", "AdamW8bit": "adamw8bit"}
 DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
-    "fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"
-}  # fmt: skip
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
 # Fields of the model config that change the network in a way that the engine has not.
 ABSENT = ("exclude_modules", "target_parameters", "config_path")
 
@@ -166,10 +170,13 @@ def _optimizer(config: Any) -> OptimizerConfig:
     first, second = (float(decay) for decay in config.betas)
     try:
         return OptimizerConfig(
-            name=OPTIMIZERS[config.optimizer], lr=float(config.lr), betas=(first, second), eps=eps,
+            name=OPTIMIZERS[config.optimizer],
+            lr=float(config.lr),
+            betas=(first, second),
+            eps=eps,
             weight_decay=float(config.weight_decay),
             max_grad_norm=float(config.clip_grad),
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise UsageError(f"optim: {error}") from error
 
@@ -199,10 +206,12 @@ def _lora(model: Any) -> LoraConfig | None:
     if init not in ("gaussian", "default", True):
         raise UsageError(f"model.lora_init_weights is {init!r}, expected gaussian or True")
     return LoraConfig(
-        rank=int(model.lora_rank), alpha=float(model.lora_alpha), init="gaussian" if init == "gaussian" else "default",
+        rank=int(model.lora_rank),
+        alpha=float(model.lora_alpha),
+        init="gaussian" if init == "gaussian" else "default",
         targets=None if path is not None else tuple(map(str, targets)),
         weights=None if path is None else Path(path),
-    )  # fmt: skip
+    )
 
 
 def _adapters(model: Any) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What is wrong with a message, in one line."""
+"""Errors of a message, in one line."""
 
 
 class WireError(ValueError):

@@ -1,24 +1,31 @@
 """A request of `POST /rollout/generate`: sglang-diffusion's fields, and fluvial's own below `extra_sampling_params`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
+from msgspec import Meta, Struct, to_builtins
+
+from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import MAX_ETA, SAMPLERS
-from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.wire.decode import SEEDS, convert
 from fluvial.engines.wire.errors import WireError
-from fluvial.engines.wire.fields import SEEDS, Fields
-from fluvial.engines.wire.names import SDE_TYPES, SdeType, form_of, sampler_of
+from fluvial.engines.wire.names import SdeType, form_of, sampler_of
 
-EXTENSION = "fluvial"  # name of fluvial's own fields in extra_sampling_params
-DEBUG = ("rollout_variance_noises", "rollout_prev_sample_means", "rollout_noise_std_devs", "rollout_model_outputs")
+Debug = Literal["rollout_variance_noises", "rollout_prev_sample_means", "rollout_noise_std_devs", "rollout_model_outputs"]
+DEBUG: tuple[Debug, ...] = get_args(Debug)
 MOST_STEPS = 4096
-SOLVERS: tuple[Solver, ...] = get_args(Solver)
-REUSE = ("all", "outside_blocks", "none")
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+Scale = Annotated[float, Meta(ge=0, le=1e6)]
+Id = Annotated[int, Meta(ge=0, le=SEEDS)]
+Word = Annotated[int, Meta(ge=0, lt=2**32)]
+Ids = Annotated[tuple[Id, ...], Meta(max_length=4096)]
+Steps = Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_STEPS)], ...], Meta(max_length=MOST_STEPS)]
+Boundaries = Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_STEPS)], ...], Meta(max_length=MOST_STEPS)]
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,8 @@ class RequestLimits:
     characters: int = 65536
 
 
-@dataclass(frozen=True)
-class FluvialOptions:
-    """What a request to fluvial's own server may say beyond sglang's fields.
+class FluvialOptions(Struct, frozen=True, omit_defaults=True):
+    """Fields of a request that fluvial's own server takes beyond sglang's.
 
     Args:
         key: the two words of the `core.random.Key` that the noise is drawn from; None takes the seeds.
@@ -62,27 +68,35 @@ class FluvialOptions:
         version: version of the weights that the samples must be made by; with any other the request fails with 409.
     """
 
-    key: tuple[int, int] | None = None
-    ids: tuple[int, ...] | None = None
-    initial_ids: tuple[int, ...] | None = None
+    key: tuple[Word, Word] | None = None
+    ids: Ids | None = None
+    initial_ids: Ids | None = None
     sampler: str | None = None
     solver: Solver = "euler"
-    windows: tuple[tuple[int, ...], ...] | None = None
+    windows: Annotated[tuple[Steps, ...], Meta(max_length=4096)] | None = None
     recorded_only: bool = False
     form: Form | None = None
     reduction: Reduction = "mean"
     forwards: Literal["one", "two"] = "one"
-    text_tokens: int | None = None
+    text_tokens: Positive | None = None
     autocast: bool = False
     reuse: Literal["all", "outside_blocks", "none"] = "none"
-    after: AfterWindow = field(default_factory=AfterWindow)
-    prefix: tuple[int, int] | None = None
-    debug: tuple[str, ...] = DEBUG
-    version: int | None = None
+    after: Tail = Tail()
+    prefix: tuple[Positive, Positive] | None = None
+    debug: tuple[Debug, ...] = DEBUG
+    version: Id | None = None
 
 
-@dataclass(frozen=True)
-class RolloutRequest:
+class ExtraParams(Struct, frozen=True, omit_defaults=True):
+    """Further settings: a server of fluvial reads its own, and ignores the rest."""
+
+    fluvial: FluvialOptions = FluvialOptions()
+
+
+NO_EXTRA = ExtraParams()  # the default, which is left out of what is written
+
+
+class RolloutRequest(Struct, frozen=True, omit_defaults=True):
     """A prompt, and how its samples are made. Fields and defaults are sglang's; see the schema for their meaning.
 
     Args:
@@ -105,36 +119,39 @@ class RolloutRequest:
         rollout_return_step_indices: boundaries of steps, 0 to T, whose latents are returned; None is all of them.
         rollout_video_dtype: "uint8" quantises videos.
         suppress_logs: leave out `peak_memory_mb`.
-        extra_sampling_params: further settings; fluvial's server reads `fluvial` there, and ignores the rest.
-        fluvial: the settings that were read there.
+        extra_sampling_params: further settings, fluvial's own among them.
     """
 
     prompt: str
     negative_prompt: str | None = None
-    seed: int | None = None
-    generator_device: str = "cuda"
-    width: int | None = None
-    height: int | None = None
-    num_inference_steps: int | None = None
-    num_outputs_per_prompt: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    num_frames: int | None = None
-    fps: int | None = None
-    image_path: tuple[str, ...] | None = None
+    seed: Id | None = None
+    generator_device: Annotated[str, Meta(max_length=64)] = "cuda"
+    width: Positive | None = None
+    height: Positive | None = None
+    num_inference_steps: Positive | None = None
+    num_outputs_per_prompt: Positive | None = None
+    guidance_scale: Scale | None = None
+    true_cfg_scale: Scale | None = None
+    num_frames: Positive | None = None
+    fps: Positive | None = None
+    image_path: Annotated[tuple[str, ...], Meta(max_length=4096)] | None = None
     rollout: bool = True
     rollout_sde_type: SdeType = "sde"
-    rollout_noise_level: float = 0.7
+    rollout_noise_level: Annotated[float, Meta(ge=0, le=1e3)] = 0.7
     rollout_log_prob_no_const: bool = False
     rollout_debug_mode: bool = True
     rollout_return_denoising_env: bool = False
     rollout_return_dit_trajectory: bool = False
-    rollout_sde_step_indices: tuple[int, ...] | None = None
-    rollout_return_step_indices: tuple[int, ...] | None = None
-    rollout_video_dtype: str | None = None
+    rollout_sde_step_indices: Steps | None = None
+    rollout_return_step_indices: Boundaries | None = None
+    rollout_video_dtype: Literal["uint8"] | None = None
     suppress_logs: bool = False
-    extra_sampling_params: Mapping[str, Any] | None = None
-    fluvial: FluvialOptions = field(default_factory=FluvialOptions)
+    extra_sampling_params: ExtraParams = NO_EXTRA
+
+    @property
+    def fluvial(self) -> FluvialOptions:
+        """Fluvial's own fields."""
+        return self.extra_sampling_params.fluvial
 
     @property
     def outputs(self) -> int:
@@ -152,6 +169,11 @@ class RolloutRequest:
         return self.fluvial.form or form_of(self.rollout_log_prob_no_const)
 
     @property
+    def debug(self) -> tuple[Debug, ...]:
+        """Names of the debug tensors that are asked for."""
+        return self.fluvial.debug if self.rollout and self.rollout_debug_mode else ()
+
+    @property
     def scale(self) -> float | None:
         """Guidance scale; None takes the server's."""
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
@@ -161,58 +183,26 @@ def read_request(value: Any, limits: RequestLimits | None = None) -> RolloutRequ
     """Return the request of a JSON value; unknown fields are ignored, and null is the default.
 
     Raises:
-        WireError: it breaks the schema, asks for what has no answer, or is too large.
+        WireError: it breaks the schema, its values contradict each other, or it is too large.
     """
-    limits, given = limits or RequestLimits(), Fields(value)
-    prompt = given.text("prompt", most=limits.characters)
-    if prompt is None:
-        raise WireError("prompt is missing, expected a text")
-    extra = given.inner("extra_sampling_params")
-    request = RolloutRequest(
-        prompt=prompt,
-        negative_prompt=given.text("negative_prompt", most=limits.characters),
-        seed=given.integer("seed", low=SEEDS[0], high=SEEDS[1]),
-        generator_device=given.text("generator_device", "cuda", most=64) or "cuda",
-        width=given.integer("width", low=1),
-        height=given.integer("height", low=1),
-        num_inference_steps=given.integer("num_inference_steps", low=1, high=min(limits.steps, MOST_STEPS)),
-        num_outputs_per_prompt=given.integer("num_outputs_per_prompt", low=1, high=limits.outputs),
-        guidance_scale=given.number("guidance_scale"),
-        true_cfg_scale=given.number("true_cfg_scale"),
-        num_frames=given.integer("num_frames", low=1),
-        fps=given.integer("fps", low=1),
-        image_path=given.texts("image_path"),
-        rollout=given.flag("rollout", True),
-        rollout_sde_type=given.choice("rollout_sde_type", "sde", SDE_TYPES),
-        rollout_noise_level=given.number("rollout_noise_level", 0.7, high=1e3) or 0.0,
-        rollout_log_prob_no_const=given.flag("rollout_log_prob_no_const", False),
-        rollout_debug_mode=given.flag("rollout_debug_mode", True),
-        rollout_return_denoising_env=given.flag("rollout_return_denoising_env", False),
-        rollout_return_dit_trajectory=given.flag("rollout_return_dit_trajectory", False),
-        rollout_sde_step_indices=given.integers("rollout_sde_step_indices", high=MOST_STEPS - 1),
-        rollout_return_step_indices=given.integers("rollout_return_step_indices", high=MOST_STEPS),
-        rollout_video_dtype=given.choice("rollout_video_dtype", "", ("uint8",)) or None,
-        suppress_logs=given.flag("suppress_logs", False),
-        extra_sampling_params=None if extra is None else extra.value,
-        fluvial=_options(None if extra is None else extra.inner(EXTENSION)),
-    )
+    request, limits = convert(value, RolloutRequest, lenient=True), limits or RequestLimits()
     pixels = (request.width or 1) * (request.height or 1) * (request.num_frames or 1)
-    if pixels > limits.pixels:
-        raise WireError(f"width, height and num_frames make {pixels} pixels, expected at most {limits.pixels} per sample")
+    for name, size, most in (
+        ("prompt", len(request.prompt), limits.characters),
+        ("negative_prompt", len(request.negative_prompt or ""), limits.characters),
+        ("num_inference_steps", request.num_inference_steps or 1, min(limits.steps, MOST_STEPS)),
+        ("num_outputs_per_prompt", request.outputs, limits.outputs),
+        ("width times height times num_frames", pixels, limits.pixels),
+    ):
+        if size > most:
+            raise WireError(f"{name}: got {size}, expected at most {most}")
     _check(request)
     return request
 
 
 def written(request: RolloutRequest) -> dict[str, Any]:
-    """Return the JSON value of a request: only the fields that differ from their defaults, which sglang's are."""
-    value = _changed(request, {"prompt", "fluvial", "extra_sampling_params"})
-    extra, own = dict(request.extra_sampling_params or {}), _changed(request.fluvial, {"after"})
-    extra.pop(EXTENSION, None)
-    if request.fluvial.after != AfterWindow():
-        own["after"] = _changed(request.fluvial.after, set())
-    if own:
-        extra[EXTENSION] = own
-    return {"prompt": str(request.prompt), **value, **({"extra_sampling_params": extra} if extra else {})}
+    """Return the JSON value of a request, without the fields that are at their defaults, which sglang's are."""
+    return to_builtins(request)
 
 
 def check_steps(request: RolloutRequest, steps: int) -> None:
@@ -233,50 +223,11 @@ def check_steps(request: RolloutRequest, steps: int) -> None:
         raise WireError(f"prefix has {request.fluvial.prefix[0]} steps, expected at most {steps}")
 
 
-def _options(given: Fields | None) -> FluvialOptions:
-    if given is None:
-        return FluvialOptions()
-    words, prefix = given.integers("key", high=2**32 - 1), given.integers("prefix", low=1)
-    for name, pair in (("key", words), ("prefix", prefix)):
-        if pair is not None and len(pair) != 2:
-            raise WireError(f"{given.name(name)} has {len(pair)} numbers, expected 2")
-    sampler, form = given.choice("sampler", "", SAMPLERS) or None, given.choice("form", "", FORMS) or None
-    debug = given.texts("debug", accepted=DEBUG)
-    return FluvialOptions(
-        key=None if words is None else (words[0], words[1]),
-        ids=given.integers("ids", high=SEEDS[1]),
-        initial_ids=given.integers("initial_ids", high=SEEDS[1]),
-        sampler=sampler,
-        solver=given.choice("solver", "euler", SOLVERS),
-        windows=given.rows("windows", high=MOST_STEPS - 1),
-        recorded_only=given.flag("recorded_only", False),
-        form=form,
-        reduction=given.choice("reduction", "mean", REDUCTIONS),
-        forwards=given.choice("forwards", "one", ("one", "two")),
-        text_tokens=given.integer("text_tokens", low=1),
-        autocast=given.flag("autocast", False),
-        reuse=given.choice("reuse", "none", REUSE),
-        after=_after(given.inner("after")),
-        prefix=None if prefix is None else (prefix[0], prefix[1]),
-        debug=DEBUG if debug is None else debug,
-        version=given.integer("version", high=SEEDS[1]),
-    )
-
-
-def _after(given: Fields | None) -> AfterWindow:
-    if given is None:
-        return AfterWindow()
-    try:
-        return AfterWindow(
-            **{name: given.value[name] for name in (part.name for part in fields(AfterWindow)) if given.has(name)}
-        )
-    except (TypeError, ValueError) as error:
-        raise WireError(f"{given.where}: {error}") from None
-
-
 def _check(request: RolloutRequest) -> None:
     """Raise WireError for values that do not go together."""
     own, eta = request.fluvial, request.rollout_noise_level
+    if own.sampler is not None and own.sampler not in SAMPLERS:
+        raise WireError(f"sampler is {own.sampler[:60]!r}, expected one of {', '.join(SAMPLERS)}")
     stochastic = request.sampler != "ode"
     if request.rollout and not stochastic and request.form != "unscaled":
         raise WireError(
@@ -318,17 +269,6 @@ def _check(request: RolloutRequest) -> None:
 def _check_rising(name: str, indices: Sequence[int] | None) -> None:
     if indices is not None and any(after <= before for before, after in pairwise(indices)):
         raise WireError(f"{name} does not rise, expected rising indices without repeats")
-
-
-def _changed(value: Any, left_out: set[str]) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults, as JSON values."""
-    plain = type(value)(prompt="") if isinstance(value, RolloutRequest) else type(value)()
-    names = [part.name for part in fields(value) if part.name not in left_out]
-    return {name: _json(getattr(value, name)) for name in names if getattr(value, name) != getattr(plain, name)}
-
-
-def _json(value: Any) -> Any:
-    return [_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 def guidance_of(request: RolloutRequest, default: Guidance) -> Guidance:

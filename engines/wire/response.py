@@ -1,19 +1,23 @@
 """The response of `POST /rollout/generate`: a list with one map per sample."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Raw, Struct
 from torch import Tensor
 
+from fluvial.engines.wire.decode import SEEDS, unpack
 from fluvial.engines.wire.errors import WireError
-from fluvial.engines.wire.fields import SEEDS, Fields
-from fluvial.engines.wire.tensors import MessageLimits, is_envelope, packed, tensor_of, tree_of, unpacked, unpacked_json
+from fluvial.engines.wire.tensors import Envelope, packed
 
 MSGPACK, JSON = "application/msgpack", "application/json"
-FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MOST_SAMPLES = 4096  # per response
+FLOATING = ("torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
+Quantity = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=SEEDS)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class RolloutSample:
         generated_output: image `[C, H, W]` or video `[C, F, H, W]`, floating-point in [0, 1] or uint8.
         rollout_log_probs: log-probability of each step, `[T]` float32, 0 at steps without noise.
         rollout_debug_tensors: what each step was computed from, each `[T, ...]`.
-        denoising_env: conditioning of the network, maps and lists with tensors in them.
+        denoising_env: conditioning of the network, maps and lists with tensors in them; as it was received, msgpack for
+            `tensors.tree_of`, because no trainer reads it.
         dit_trajectory: latents and schedule.
         inference_time_s: seconds that the sample took.
         peak_memory_mb: largest memory of the device so far.
@@ -57,150 +62,135 @@ class RolloutSample:
     generated_output: Tensor
     rollout_log_probs: Tensor | None = None
     rollout_debug_tensors: Mapping[str, Tensor] | None = None
-    denoising_env: Mapping[str, Any] | None = None
+    denoising_env: Mapping[str, Any] | bytes | None = None
     dit_trajectory: DitTrajectory | None = None
     inference_time_s: float | None = None
     peak_memory_mb: float | None = None
     weight_version: int | None = None
 
 
-@dataclass(frozen=True)
-class ResponseLimits:
-    """Largest response that a client reads.
-
-    Args:
-        message: limits of the message.
-        samples: samples per response.
-    """
-
-    message: MessageLimits = field(default_factory=MessageLimits)
-    samples: int = 4096
-
-
 def write_response(samples: Sequence[RolloutSample]) -> bytes:
     """Return samples as the msgpack body of a response."""
-    return packed([_map_of(sample) for sample in samples])
+    return packed([replace(sample, dit_trajectory=_with_tensor(sample.dit_trajectory)) for sample in samples])
 
 
-def read_response(data: bytes, limits: ResponseLimits | None = None, *, media_type: str = MSGPACK) -> list[RolloutSample]:
+def read_response(data: bytes, *, most_bytes: int = 4_000_000_000, media_type: str = MSGPACK) -> list[RolloutSample]:
     """Return the samples of a response.
 
     Args:
         data: body of the response.
-        limits: largest response.
+        most_bytes: largest body.
         media_type: media type of the body; JSON is what servers sent before July 2026.
 
     Raises:
         WireError: it breaks the schema, or is too large.
     """
-    limits = limits or ResponseLimits()
+    if len(data) > most_bytes:
+        raise WireError(f"the response has {len(data)} bytes, expected at most {most_bytes}")
     kind = media_type.partition(";")[0].strip().lower()
     if kind not in (MSGPACK, JSON):
         raise WireError(f"the response is of type {kind[:60]!r}, expected {MSGPACK}")
-    tree = (unpacked if kind == MSGPACK else unpacked_json)(data, limits.message)
-    if not isinstance(tree, list) or len(tree) > limits.samples:
-        raise WireError(f"the response is no list of at most {limits.samples} samples")
-    return [_sample_of(value, f"sample {number}") for number, value in enumerate(tree)]
+    return [sample.read() for sample in unpack(data, _Samples, json=kind == JSON, name="response")]
 
 
-def _map_of(sample: RolloutSample) -> dict[str, Any]:
-    trajectory = sample.dit_trajectory
-    indices = None if trajectory is None else trajectory.latent_step_indices
-    return {
-        "request_id": sample.request_id,
-        "prompt": sample.prompt,
-        "seed": sample.seed,
-        "generated_output": sample.generated_output,
-        "rollout_log_probs": sample.rollout_log_probs,
-        "rollout_debug_tensors": None if sample.rollout_debug_tensors is None else dict(sample.rollout_debug_tensors),
-        "denoising_env": None if sample.denoising_env is None else dict(sample.denoising_env),
-        "dit_trajectory": None
-        if trajectory is None
-        else {
-            "latents": trajectory.latents,
-            "timesteps": trajectory.timesteps,
-            "sigmas": trajectory.sigmas,
-            "latent_step_indices": None if indices is None else torch.tensor(indices, dtype=torch.int64),
-        },
-        "inference_time_s": sample.inference_time_s,
-        "peak_memory_mb": sample.peak_memory_mb,
-        "weight_version": sample.weight_version,
-    }
+class _Trajectory(Struct, frozen=True):
+    """A trajectory on the wire."""
+
+    latents: Envelope
+    sigmas: Envelope
+    timesteps: Envelope | None = None
+    latent_step_indices: Envelope | Annotated[tuple[int, ...], Meta(max_length=4097)] | None = None
+
+    def __post_init__(self) -> None:
+        boundaries = _numbers("sigmas", self.sigmas)
+        if len(self.latents.shape) < 2 or self.latents.dtype not in FLOATING:
+            raise _wrong("latents", self.latents, "floating-point numbers [K, ...]")
+        if self.timesteps is not None and len(self.timesteps.shape) != 1:
+            raise _wrong("timesteps", self.timesteps, "numbers [T]")
+        count, indices = self.latents.shape[0], self.indices
+        if indices is None:
+            if count > boundaries:
+                raise WireError(f"there are {count} latents, expected at most {boundaries}, one per boundary of a step")
+            return
+        if len(indices) != count:
+            raise WireError(f"there are {count} latents and {len(indices)} latent_step_indices")
+        if any(after <= before for before, after in pairwise((-1, *indices, boundaries))):
+            raise WireError(f"latent_step_indices do not rise within 0 to {boundaries - 1}")
+
+    @property
+    def indices(self) -> tuple[int, ...] | None:
+        """Boundary of each of the latents."""
+        indices = self.latent_step_indices
+        if not isinstance(indices, Envelope):
+            return indices
+        if len(indices.shape) != 1 or indices.shape[0] > 4097 or indices.dtype not in ("torch.int64", "torch.int32"):
+            raise _wrong("latent_step_indices", indices, "integers [K]")
+        return tuple(indices.tensor.tolist())
+
+    def read(self) -> DitTrajectory:
+        timesteps = None if self.timesteps is None else self.timesteps.tensor
+        return DitTrajectory(self.latents.tensor, timesteps, self.sigmas.tensor, self.indices)
 
 
-def _sample_of(value: Any, where: str) -> RolloutSample:
-    given = Fields(value, where)
-    log_probs = _tensor(given, "rollout_log_probs")
-    if log_probs is not None and (log_probs.ndim != 1 or log_probs.dtype not in FLOATING):
-        raise WireError(
-            f"{where}.rollout_log_probs is {log_probs.dtype} {list(log_probs.shape)}, expected floating-point numbers [T]"
-        )
-    output = _tensor(given, "generated_output")
-    if output is None or output.ndim < 3 or output.dtype not in (*FLOATING, torch.uint8):
-        found = "missing" if output is None else f"{output.dtype} {list(output.shape)}"
-        raise WireError(f"{where}.generated_output is {found}, expected an image [C, H, W] or a video")
-    trajectory = given.inner("dit_trajectory")
-    read = None if trajectory is None else _trajectory_of(trajectory)
-    if log_probs is not None and read is not None and len(read.sigmas) != len(log_probs) + 1:
-        raise WireError(
-            f"{where} has {len(log_probs)} log-probabilities and {len(read.sigmas)} sigmas, expected one sigma more"
-        )
-    request_id, prompt = given.text("request_id", ""), given.text("prompt", "", most=2**20)
-    return RolloutSample(
-        request_id=request_id or "",
-        prompt=prompt or "",
-        seed=given.integer("seed", high=SEEDS[1]),
-        generated_output=output,
-        rollout_log_probs=log_probs,
-        rollout_debug_tensors=_debug_of(given.inner("rollout_debug_tensors")),
-        denoising_env=None if (env := given.inner("denoising_env")) is None else tree_of(dict(env.value), env.where),
-        dit_trajectory=read,
-        inference_time_s=given.number("inference_time_s", high=1e9),
-        peak_memory_mb=given.number("peak_memory_mb", high=1e12),
-        weight_version=given.integer("weight_version", high=SEEDS[1]),
-    )
+class _Sample(Struct, frozen=True):
+    """A sample on the wire."""
 
+    generated_output: Envelope
+    request_id: str | None = None
+    prompt: str | None = None
+    seed: Count | None = None
+    rollout_log_probs: Envelope | None = None
+    rollout_debug_tensors: dict[str, Envelope | None] | None = None
+    denoising_env: Raw = Raw(b"\xc0")
+    dit_trajectory: _Trajectory | None = None
+    inference_time_s: Quantity | None = None
+    peak_memory_mb: Quantity | None = None
+    weight_version: Count | None = None
 
-def _trajectory_of(given: Fields) -> DitTrajectory:
-    latents, sigmas, timesteps = (_tensor(given, name) for name in ("latents", "sigmas", "timesteps"))
-    if latents is None or latents.ndim < 2 or latents.dtype not in FLOATING:
-        raise WireError(f"{given.where}.latents are missing, or no floating-point tensor [K, ...]")
-    if sigmas is None or sigmas.ndim != 1 or len(sigmas) < 2 or sigmas.dtype not in FLOATING:
-        raise WireError(f"{given.where}.sigmas are missing, or no floating-point numbers [T+1]")
-    if timesteps is not None and timesteps.ndim != 1:
-        raise WireError(f"{given.where}.timesteps are {list(timesteps.shape)}, expected one dimension")
-    indices = _indices(given, most=len(sigmas) - 1)
-    if indices is None and len(latents) > len(sigmas):
-        raise WireError(
-            f"{given.where} has {len(latents)} latents, expected at most {len(sigmas)}, one per boundary of a step"
-        )
-    if indices is not None and len(indices) != len(latents):
-        raise WireError(f"{given.where} has {len(latents)} latents and {len(indices)} latent_step_indices")
-    return DitTrajectory(latents, timesteps, sigmas, indices)
-
-
-def _indices(given: Fields, *, most: int) -> tuple[int, ...] | None:
-    """Return the boundaries of the latents, which are a list or a tensor."""
-    value = given.value.get("latent_step_indices")
-    if is_envelope(value):
-        tensor = tensor_of(value, given.name("latent_step_indices"))
-        if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
+    def __post_init__(self) -> None:
+        output, log_probs, trajectory = self.generated_output, self.rollout_log_probs, self.dit_trajectory
+        if len(output.shape) < 3 or output.dtype not in (*FLOATING, "torch.uint8"):
+            raise _wrong("generated_output", output, "an image [C, H, W] or a video")
+        steps = None if log_probs is None else _numbers("rollout_log_probs", log_probs)
+        if steps is not None and trajectory is not None and trajectory.sigmas.shape[0] != steps + 1:
             raise WireError(
-                f"{given.name('latent_step_indices')} is {tensor.dtype} {list(tensor.shape)}, expected integers [K]"
+                f"there are {steps} log-probabilities and {trajectory.sigmas.shape[0]} sigmas, expected one sigma more"
             )
-        given = Fields({"latent_step_indices": tensor.tolist()[:4097]}, given.where)
-    found = given.integers("latent_step_indices", high=most)
-    if found is not None and any(after <= before for before, after in pairwise(found)):
-        raise WireError(f"{given.name('latent_step_indices')} do not rise")
-    return found
+
+    def read(self) -> RolloutSample:
+        debug, env = self.rollout_debug_tensors or {}, bytes(self.denoising_env)
+        return RolloutSample(
+            request_id=self.request_id or "",
+            prompt=self.prompt or "",
+            seed=self.seed,
+            generated_output=self.generated_output.tensor,
+            rollout_log_probs=None if self.rollout_log_probs is None else self.rollout_log_probs.tensor,
+            rollout_debug_tensors={name: each.tensor for name, each in debug.items() if each is not None} or None,
+            denoising_env=None if env in (b"\xc0", b"null") else env,
+            dit_trajectory=None if self.dit_trajectory is None else self.dit_trajectory.read(),
+            inference_time_s=self.inference_time_s,
+            peak_memory_mb=self.peak_memory_mb,
+            weight_version=self.weight_version,
+        )
 
 
-def _debug_of(given: Fields | None) -> dict[str, Tensor] | None:
-    if given is None:
-        return None
-    return {str(name): tensor_of(value, given.name(str(name))) for name, value in given.value.items() if value is not None}
+_Samples = Annotated[list[_Sample], Meta(max_length=MOST_SAMPLES)]
 
 
-def _tensor(given: Fields, field: str) -> Tensor | None:
-    value = given.value.get(field)
-    return None if value is None else tensor_of(value, given.name(field))
+def _numbers(name: str, value: Envelope) -> int:
+    """Return how many floating-point numbers there are; raise WireError for anything else."""
+    if len(value.shape) != 1 or value.dtype not in FLOATING:
+        raise _wrong(name, value, "floating-point numbers in one dimension")
+    return value.shape[0]
+
+
+def _wrong(name: str, value: Envelope, expected: str) -> WireError:
+    return WireError(f"{name} is {value.dtype} {list(value.shape)}, expected {expected}")
+
+
+def _with_tensor(trajectory: DitTrajectory | None) -> Any:
+    """Return a trajectory as the schema has it, with its indices as a tensor."""
+    if trajectory is None or trajectory.latent_step_indices is None:
+        return trajectory
+    indices: Any = torch.tensor(trajectory.latent_step_indices, dtype=torch.int64)
+    return replace(trajectory, latent_step_indices=indices)

@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.guidance import classifier_free
-from fluvial.core.sigmas import from_scheduler
 from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
-from fluvial.models.handwriting.weights import build
-from fluvial.models.protocol import Prediction, Schedule
+from fluvial.models.pixel_model import PixelTransformer
 
 BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain handwriting`
-SHIFT = 3.0
 
 # Settings of diffusers' SD3Transformer2DModel: 0.6 million parameters.
 CONFIG = {
@@ -41,49 +37,8 @@ class CodeCond(NamedTuple):
     pooled: Tensor  # [B, 40] all digits, one-hot
 
 
-class Handwriting:
-    """The model protocol over the handwriting transformer, which predicts a velocity.
-
-    Args:
-        weights: folder of the transformer as diffusers saves it; None for random weights.
-        seed: seed of random weights.
-    """
-
-    prediction: Prediction = "velocity"
-    guide = staticmethod(classifier_free)
-    prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
-    lora_targets = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "net.0.proj",
-        "net.2",
-        "linear",
-    )
-
-    def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
-        self.weights, self.seed = weights, seed
-
-    def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the transformer with its weights, in float32, or `empty`, with parameters on the meta device.
-
-        Raises:
-            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
-        """
-        from diffusers import SD3Transformer2DModel
-
-        return build(SD3Transformer2DModel, CONFIG, self.weights, name="handwriting", seed=self.seed, empty=empty)
-
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the joint transformer blocks."""
-        blocks = module.transformer_blocks
-        assert isinstance(blocks, nn.ModuleList)
-        return list(blocks)
+class Codes:
+    """Prompts and image size of the handwriting models."""
 
     def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
         """Return (1, 8, 32), the shape of the only supported size."""
@@ -92,19 +47,6 @@ class Handwriting:
                 f"the size is {height}x{width} of {frames} frames, expected {SIZE}x{DIGITS * SIZE} of 1: codes have one size"
             )
         return (1, SIZE, DIGITS * SIZE)
-
-    def scheduler(self, steps: int) -> Any:
-        """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
-        return scheduler
-
-    def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
-        """Return the schedule of the scheduler."""
-        scheduler = self.scheduler(steps)
-        return Schedule(from_scheduler(scheduler), scheduler.timesteps)
 
     def check_prompt(self, prompt: str) -> None:
         """Raise ValueError unless the prompt is a code of four digits."""
@@ -121,18 +63,16 @@ class Handwriting:
         position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
 
-    def predict(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
-    ) -> Tensor:
-        """Return v `[B, 1, 8, 32]`."""
-        return module(
-            hidden_states=x,
-            encoder_hidden_states=cond.tokens,
-            pooled_projections=cond.pooled,
-            timestep=sigma * 1000 if timestep is None else timestep,
-            return_dict=False,
-        )[0]
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
-        return ((latents.float() + 1) / 2).clamp(0, 1)
+class Handwriting(Codes, PixelTransformer):
+    """The model protocol over the handwriting transformer, which predicts a velocity.
+
+    Args:
+        weights: folder of the transformer as diffusers saves it; None for random weights.
+        seed: seed of random weights.
+    """
+
+    name, settings = "handwriting", CONFIG
+
+    def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
+        super().__init__(weights, seed=seed)

@@ -1,4 +1,4 @@
-"""The handwriting UNet: a small convolutional model of epsilon for 1x8x32 images of 4-digit codes."""
+"""The handwriting UNet: a small convolutional epsilon-prediction model for 1x8x32 images of 4-digit codes."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.guidance import classifier_free
 from fluvial.models.handwriting.data import DIGITS, SIZE
-from fluvial.models.handwriting.model import CodeCond, Handwriting
-from fluvial.models.handwriting.weights import build
+from fluvial.models.handwriting.model import CodeCond, Codes
+from fluvial.models.pixel_model import PixelModel
 from fluvial.models.protocol import Prediction, Schedule
 
 BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, from `fluvial pretrain handwriting-unet`
@@ -41,53 +40,28 @@ SCHEDULER = {
     "steps_offset": 1,
     "timestep_spacing": "trailing",
 }
-PIXELS = Handwriting(None)  # prompts and images are those of the transformer
 
 
-class HandwritingUNet:
-    """The model protocol over the handwriting UNet, which predicts epsilon.
+class HandwritingUNet(Codes, PixelModel):
+    """The model protocol over the handwriting UNet, which predicts epsilon and attends to the tokens of a prompt only.
 
     Args:
         weights: folder of the UNet as diffusers saves it; None for random weights.
         seed: seed of random weights.
     """
 
+    name, network, settings = "handwriting-unet", "UNet2DConditionModel", CONFIG_UNET
     prediction: Prediction = "epsilon"
-    guide = staticmethod(classifier_free)
     prompt_layers = ("*.attn2.to_k", "*.attn2.to_v")
-    lora_targets = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "net.0.proj",
-        "net.2",
-        "proj_in",
-        "proj_out",
-        "time_emb_proj",
-    )
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_in", "proj_out", "time_emb_proj")
 
     def __init__(self, weights: Path | None = BASE_UNET, *, seed: int = 0) -> None:
-        self.weights, self.seed = weights, seed
-
-    def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the UNet with its weights, in float32, or `empty`, with parameters on the meta device.
-
-        Raises:
-            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
-        """
-        from diffusers import UNet2DConditionModel
-
-        return build(UNet2DConditionModel, CONFIG_UNET, self.weights, name="handwriting-unet", seed=self.seed, empty=empty)
+        super().__init__(weights, seed=seed)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the down blocks, the middle block and the up blocks."""
         down, up = (module.get_submodule(name).children() for name in ("down_blocks", "up_blocks"))
         return [*down, module.get_submodule("mid_block"), *up]
-
-    def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
-        """Return (1, 8, 32), the shape of the only supported size."""
-        return PIXELS.latent_shape(height, width, frames)
 
     def scheduler(self, steps: int) -> Any:
         """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to `steps` steps."""
@@ -113,14 +87,6 @@ class HandwritingUNet:
         levels = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod[None]])
         return Schedule(levels, scheduler.timesteps.to(torch.float32))
 
-    def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError unless the prompt is a code of four digits."""
-        PIXELS.check_prompt(prompt)
-
-    def encode(self, prompts: Sequence[str]) -> CodeCond:
-        """Return the codes one-hot, with zeros for the empty prompt; the UNet attends to the tokens only."""
-        return PIXELS.encode(prompts)
-
     def predict(
         self, module: nn.Module, x: Tensor, level: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
     ) -> Tensor:
@@ -131,10 +97,6 @@ class HandwritingUNet:
             encoder_hidden_states=cond.tokens,
             return_dict=False,
         )[0]
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
-        return PIXELS.decode(latents)
 
 
 def timestep_of(alpha_bar: Tensor) -> Tensor:

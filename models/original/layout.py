@@ -115,9 +115,11 @@ def _sd3(config: Any) -> Names:
         "proj_out": "final_layer.linear",
         "norm_out.linear": "final_layer.adaLN_modulation.1 swapped",
     }
-    attentions = (("attn", "x_block.attn", "to_q to_k to_v norm_q norm_k to_out.0"),
-                  ("attn", "context_block.attn", "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"),
-                  ("attn2", "x_block.attn2", "to_q to_k to_v norm_q norm_k to_out.0"))  # fmt: skip
+    attentions = (
+        ("attn", "x_block.attn", "to_q to_k to_v norm_q norm_k to_out.0"),
+        ("attn", "context_block.attn", "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"),
+        ("attn2", "x_block.attn2", "to_q to_k to_v norm_q norm_k to_out.0"),
+    )
     for ours, theirs, layers in attentions:
         originals = ("qkv 0/3", "qkv 1/3", "qkv 2/3", "ln_q", "ln_k", "proj")
         for layer, original in zip(layers.split(), originals, strict=True):
@@ -149,8 +151,10 @@ def _flux(config: Any) -> Names:
         f"{single}attn.norm_q.weight": "single_blocks.*.norm.query_norm.scale",
         f"{single}attn.norm_k.weight": "single_blocks.*.norm.key_norm.scale",
     }
-    layers = {"img": "to_q to_k to_v norm_q norm_k to_out.0",
-              "txt": "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"}  # fmt: skip
+    layers = {
+        "img": "to_q to_k to_v norm_q norm_k to_out.0",
+        "txt": "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out",
+    }
     for theirs, ours in (("img", ""), ("txt", "_context")):
         q, k, v, norm_q, norm_k, out = layers[theirs].split()
         start = f"double_blocks.*.{theirs}"

@@ -3,9 +3,13 @@
 from typing import Any
 
 RESNET = {
-    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
-    "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
-}  # fmt: skip
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
 
 
 def unet_names(config: Any) -> dict[str, str]:
@@ -18,10 +22,14 @@ def unet_names(config: Any) -> dict[str, str]:
         config: settings of the network.
     """
     names = {
-        "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
-        "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
-        "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
-    }  # fmt: skip
+        "conv_in": "input_blocks.0.0",
+        "conv_norm_out": "out.0",
+        "conv_out": "out.2",
+        "time_embedding.linear_1": "time_embed.0",
+        "time_embedding.linear_2": "time_embed.2",
+        "add_embedding.linear_1": "label_emb.0.0",
+        "add_embedding.linear_2": "label_emb.0.2",
+    }
     each, stages = config["layers_per_block"], len(config["block_out_channels"])
     depths = config["transformer_layers_per_block"]
     deepest = depths if isinstance(depths, int) else max(depths)

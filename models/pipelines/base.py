@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
+from fluvial.models.device import default_device, has_values
+from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
@@ -51,6 +53,7 @@ class Pipeline(ABC):
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     lora_targets: ClassVar[tuple[str, ...]]
+    conditioning: ClassVar[type]  # type of the conditioning, whose fields are the tensors of `text`
     prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
@@ -69,7 +72,7 @@ class Pipeline(ABC):
     ) -> None:
         self.folder = local_folder(folder, trust_remote_code=trust_remote_code)
         self.dtype, self.cache, self.trust_remote_code = dtype, cache, trust_remote_code
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = default_device() if device is None else torch.device(device)
         default, most = self.text_lengths
         self.text_tokens = default if text_tokens is None else text_tokens
         if not 1 <= self.text_tokens <= most:
@@ -80,7 +83,7 @@ class Pipeline(ABC):
         if decode_chunk < 1:
             raise ValueError(f"decode_chunk is {decode_chunk}, expected at least 1")
         self.decode_chunk = decode_chunk
-        self.parts = parts_of(self.folder, self.pipeline, self.part)
+        self.parts = parts_of(self.folder, self.pipeline, self.part, weights=has_values(self.device))
         self.weights: Weights = self.folder / self.part
         self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
         if self.config.get("_class_name") != self.network:
@@ -103,11 +106,12 @@ class Pipeline(ABC):
     def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """See `DiffusionModel.predict`."""
 
-    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """See `DiffusionModel.decode`."""
+        """Return images `[B, 3, height, width]`, float in [0, 1]."""
+        config = self.vae.config
+        unscaled = latents / config.scaling_factor
+        return self.decode_with_vae(unscaled if config.shift_factor is None else unscaled + config.shift_factor)
 
-    @abstractmethod
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Return clean samples `[B, *event]`, which `decode` turns back into the images up to the error of the VAE.
 
@@ -115,6 +119,8 @@ class Pipeline(ABC):
             images: images `[B, C, H, W]` of 1 or 3 channels, or videos `[B, C, F, H, W]`, in [0, 1].
             key: keys `[B]`, one per image, that a sample of the VAE's distribution is drawn with; without, it is the mean.
         """
+        config, latents = self.vae.config, self.encode_with_vae(images, key)
+        return (latents if config.shift_factor is None else latents - config.shift_factor) * config.scaling_factor
 
     @abstractmethod
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
@@ -125,9 +131,9 @@ class Pipeline(ABC):
             prompt: the prompt.
         """
 
-    @abstractmethod
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of a batch of encoded prompts, tensors `[B, ...]` by the names that `text` gives them."""
+        return self.conditioning(**texts)
 
     @abstractmethod
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
@@ -156,7 +162,8 @@ class Pipeline(ABC):
         if empty:
             from accelerate import init_empty_weights
 
-            with init_empty_weights(include_buffers=False):
+            unread = not has_values(self.device)
+            with torch.device("meta") if unread else init_empty_weights(include_buffers=False):
                 return kind.from_config(read_settings(self.folder / part / "config.json"))
         folder = self.weights if isinstance(self.weights, Path) else self.weights[part]
         with quietly():
@@ -216,6 +223,10 @@ class Pipeline(ABC):
         if self._vae is None:
             import diffusers
 
+            if not has_values(self.device):
+                kind, folder = self.parts["vae"], self.folder / "vae"
+                self._vae = unfilled.network(diffusers, kind, folder, dtype=self.dtype, device=self.device)
+                return self._vae
             with quietly():
                 kind = getattr(diffusers, self.parts["vae"])
                 vae = kind.from_pretrained(
@@ -308,6 +319,13 @@ class Pipeline(ABC):
         from diffusers import DiffusionPipeline
 
         left_out = {name: None for name, kind in entries(self.folder).items() if kind is None or not name.startswith(wanted)}
+        if not has_values(self.device):
+            parts = {name: kind for name, kind in self.parts.items() if name.startswith(wanted)}
+            extra = {self.part: self.build_part(self.part, empty=True)}
+            with quietly():
+                return unfilled.pipeline(
+                    self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, device=self.device
+                )
         with quietly():
             return DiffusionPipeline.from_pretrained(
                 self.folder,

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from fluvial.core.checks import check_number
-from fluvial.core.random import Key
+from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -40,19 +40,7 @@ class Flux(Pipeline):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     text_lengths = (512, 512)
     prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
-    lora_targets = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "net.0.proj",
-        "net.2",
-        "proj_mlp",
-    )
+    lora_targets = (*JOINT_ATTENTION, "net.0.proj", "net.2", "proj_mlp")
 
     def __init__(self, folder: str | Path, *, embedded_guidance: float = 3.5, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -107,12 +95,3 @@ class Flux(Pipeline):
             return_dict=False,
         )[0]
         return rearrange(v, "b (h w) (c p q) -> b c (h p) (w q)", h=height, p=PATCH, q=PATCH)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, 3, height, width]`, float in [0, 1]."""
-        return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)
-
-    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
-        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        config = self.vae.config
-        return (self.encode_with_vae(images, key) - config.shift_factor) * config.scaling_factor

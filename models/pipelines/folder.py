@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fluvial.models.device import default_device, has_values
+
 INDEX = "model_index.json"  # lists the parts of a pipeline
 # Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
+CONFIGURATIONS = Path(__file__).parents[1] / "configurations"  # settings of published models, without weights
 
 
 def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
@@ -21,6 +24,8 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
     """
     if Path(name_or_path).expanduser().is_dir():
         return Path(name_or_path).expanduser()
+    if not has_values(default_device()) and (folder := configuration(str(name_or_path))) is not None:
+        return folder
     from diffusers import DiffusionPipeline
 
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
@@ -29,6 +34,12 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
+
+
+def configuration(name: str) -> Path | None:
+    """Return the folder of the settings of a published model, as they come with fluvial; None if they do not."""
+    folder = CONFIGURATIONS / name.rpartition("/")[2]
+    return folder if folder.is_dir() else None
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -56,13 +67,14 @@ def entries(folder: Path) -> dict[str, str | None]:
     return {name: entry[1] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
 
 
-def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
+def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:
     """Return the class of each part in a pipeline's folder by name.
 
     Args:
         folder: folder of the pipeline.
         pipeline: expected class of the pipeline.
         network: name of the part that is trained.
+        weights: whether tokenizers and files of weights must be there, too, and not settings alone.
 
     Raises:
         ValueError: the folder holds another pipeline, or a part or file is missing.
@@ -73,7 +85,7 @@ def parts_of(folder: Path, pipeline: str, network: str) -> dict[str, str]:
     for name in (network, "vae", "scheduler"):
         if name not in parts:
             raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
-    for name in parts:
+    for name in parts if weights else ():
         if lacks := _lacks(folder / name, weights=name.startswith((network, "vae", "text_encoder"))):
             raise ValueError(f"{folder / name} is incomplete: there is no {lacks}; save or download the pipeline again")
     return parts

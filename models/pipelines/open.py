@@ -101,7 +101,7 @@ def _imported(spec: str, label: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # the module is a person's own: it may raise anything
+    except (Exception, SystemExit) as error:  # the module is user-defined: it may raise anything
         raise ValueError(f"adapter {label!r} cannot be imported: {one_line(error)}") from error
     return found
 

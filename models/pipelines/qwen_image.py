@@ -1,6 +1,5 @@
 """Qwen-Image: packed latents, masked tokens of a vision-language model, and guidance that keeps the norm of each token."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key
+from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -32,10 +32,11 @@ class QwenImage(Pipeline):
 
     pipeline = "QwenImagePipeline"
     network = "QwenImageTransformer2DModel"
+    conditioning = QwenCond
     block_lists = ("transformer_blocks",)
     text_lengths = (512, 1024)
     prompt_layers = ("txt_norm", "txt_in")
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_targets = JOINT_ATTENTION
 
     @property
     def vae_scale(self) -> int:
@@ -69,10 +70,6 @@ class QwenImage(Pipeline):
         pad = self.text_tokens - tokens.shape[1]
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
         return {"tokens": nn.functional.pad(tokens, (0, 0, 0, pad)), "mask": nn.functional.pad(mask, (0, pad))}
-
-    def cond(self, texts: Mapping[str, Tensor]) -> QwenCond:
-        """Return the conditioning."""
-        return QwenCond(**texts)
 
     def prompt_tokens(self, cond: QwenCond) -> Tensor:
         """Return the number of tokens of each prompt, `[B]`."""

@@ -1,11 +1,9 @@
 """Stable Diffusion 3 and 3.5: joint attention over text and image, with two CLIP encoders and T5."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -26,10 +24,21 @@ class SD3(Pipeline):
 
     pipeline = "StableDiffusion3Pipeline"
     network = "SD3Transformer2DModel"
+    conditioning = TextCond
     block_lists = ("transformer_blocks",)
     text_lengths = (256, 512)
     prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    # As Flow-GRPO's scripts: the second attention of the dual blocks of SD3.5 medium (attn2) is not adapted.
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Return (C, height / s, width / s) for a VAE that scales by s.
@@ -65,10 +74,6 @@ class SD3(Pipeline):
         )
         return {"tokens": tokens, "pooled": pooled}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> TextCond:
-        """Return the conditioning."""
-        return TextCond(**texts)
-
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TextCond, *, timestep: Tensor | None = None
     ) -> Tensor:
@@ -80,12 +85,3 @@ class SD3(Pipeline):
             timestep=sigma * 1000 if timestep is None else timestep,
             return_dict=False,
         )[0]
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, 3, height, width]`, float in [0, 1]."""
-        return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)
-
-    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
-        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        config = self.vae.config
-        return (self.encode_with_vae(images, key) - config.shift_factor) * config.scaling_factor

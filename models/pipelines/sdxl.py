@@ -9,7 +9,7 @@ from fluvial.models.pipelines.unet import StableDiffusion
 
 
 class StableDiffusionXL(StableDiffusion):
-    """The model protocol over a StableDiffusionXLPipeline (arXiv 2307.01952), a model of epsilon.
+    """The model protocol over a StableDiffusionXLPipeline (arXiv 2307.01952), an epsilon-prediction model.
 
     With `force_zeros_for_empty_prompt` in the folder, the empty prompt is encoded to zeros, as in the pipeline without a
     negative prompt.

@@ -1,6 +1,6 @@
 """Stable Diffusion 1 and 2: UNets that attend to CLIP tokens and predict epsilon or v, which is converted to epsilon."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
-from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
@@ -22,7 +21,7 @@ class UNetCond(NamedTuple):
 
 
 class StableDiffusion(Pipeline):
-    """The model protocol over a StableDiffusionPipeline (1 and 2, arXiv 2112.10752), a model of epsilon.
+    """The model protocol over a StableDiffusionPipeline (1 and 2, arXiv 2112.10752), an epsilon-prediction model.
 
     Its levels are those of diffusers' DDIMScheduler with the settings of the folder's scheduler, whichever that is.
 
@@ -32,6 +31,7 @@ class StableDiffusion(Pipeline):
 
     pipeline = "StableDiffusionPipeline"
     network = "UNet2DConditionModel"
+    conditioning = UNetCond
     part = "unet"
     text_lengths = (77, 77)
     prompt_layers: ClassVar[tuple[str, ...]] = ("*.attn2.to_k", "*.attn2.to_v")
@@ -95,10 +95,6 @@ class StableDiffusion(Pipeline):
         encoders.tokenizer.model_max_length = self.text_tokens  # the pipeline pads to it
         return {"tokens": encoders.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)[0]}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> UNetCond:
-        """Return the conditioning."""
-        return UNetCond(**texts)
-
     def predict(
         self, module: nn.Module, x: Tensor, level: Tensor, cond: UNetCond, *, timestep: Tensor | None = None
     ) -> Tensor:
@@ -118,11 +114,3 @@ class StableDiffusion(Pipeline):
         output: Tensor = module(x, **given)[0]
         power = per_sample(level, x)
         return torch.sqrt(power) * output + torch.sqrt(1 - power) * x if self.predicts_v else output
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, 3, height, width]`, float in [0, 1]."""
-        return self.decode_with_vae(latents / self.vae.config.scaling_factor)
-
-    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
-        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        return self.encode_with_vae(images, key) * self.vae.config.scaling_factor

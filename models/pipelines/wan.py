@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: videos from text, with one transformer, or with one each for high and low noise levels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Wan(Pipeline):
 
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"
+    conditioning = WanCond
     text_lengths = (512, 512)
     prompt_layers = ("*condition_embedder.text_embedder", "*.attn2.to_k", "*.attn2.to_v", "*.attn2.norm_k")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
@@ -98,10 +99,6 @@ class Wan(Pipeline):
         options = {"max_sequence_length": self.text_tokens, "device": self.device}
         return {"tokens": encoders.encode_prompt(prompt, do_classifier_free_guidance=False, **options)[0]}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> WanCond:
-        """Return the conditioning."""
-        return WanCond(**texts)
-
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: WanCond, *, timestep: Tensor | None = None
     ) -> Tensor:
@@ -115,17 +112,16 @@ class Wan(Pipeline):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos `[B, 3, frames, height, width]`, float in [0, 1]."""
-        mean, std = (
-            torch.tensor(self.vae_config[name], device=latents.device).view(1, -1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
+        mean, std = self._moments(latents)
         return self.decode_with_vae(latents / (1 / std) + mean)  # the operations of diffusers' pipeline, for the same bits
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Return clean samples `[B, C, f, h, w]` of videos `[B, 3, F, H, W]`, or of images as videos of one frame."""
         videos = images if images.ndim == 5 else images.unsqueeze(2)
-        mean, std = (
-            torch.tensor(self.vae_config[name], device=images.device).view(1, -1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
+        mean, std = self._moments(images)
         return (self.encode_with_vae(videos, key) - mean) / std
+
+    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the VAE's latents per channel, on a tensor's device."""
+        mean, std = (torch.tensor(self.vae_config[f"latents_{name}"], device=like.device) for name in ("mean", "std"))
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -1,12 +1,10 @@
 """Z-Image: one stream of image and text tokens; its network takes lists, time 1 - sigma, and predicts x0 - eps."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.random import Key
 from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
 from fluvial.models.protocol import Schedule
 
@@ -32,6 +30,7 @@ class ZImage(Pipeline):
 
     pipeline = "ZImagePipeline"
     network = "ZImageTransformer2DModel"
+    conditioning = ZImageCond
     block_lists = ("noise_refiner", "context_refiner", "layers")
     text_lengths = (512, 512)
     prompt_layers = ("cap_embedder", "context_refiner.*")
@@ -69,10 +68,6 @@ class ZImage(Pipeline):
         padded = nn.functional.pad(tokens, (0, 0, 0, self.text_tokens - len(tokens)))
         return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> ZImageCond:
-        """Return the conditioning."""
-        return ZImageCond(**texts)
-
     def prompt_tokens(self, cond: ZImageCond) -> Tensor:
         """Return the number of tokens of each prompt, `[B]`."""
         return cond.lengths
@@ -93,12 +88,3 @@ class ZImage(Pipeline):
             return_dict=False,
         )[0]
         return -torch.stack(out).squeeze(2)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, 3, height, width]`, float in [0, 1]."""
-        return self.decode_with_vae(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor)
-
-    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
-        """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        config = self.vae.config
-        return (self.encode_with_vae(images, key) - config.shift_factor) * config.scaling_factor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.core.rollout import Record
+from fluvial.core.table import Record
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
@@ -254,8 +254,12 @@ class AnyPipeline(Pipeline):
     ) -> dict[str, Any]:
         """Return the arguments of the pipeline's call apart from the prompt."""
         asked: dict[str, Any] = {
-            "height": height, "width": width, "num_inference_steps": steps, "output_type": "latent", "return_dict": False
-        }  # fmt: skip
+            "height": height,
+            "width": width,
+            "num_inference_steps": steps,
+            "output_type": "latent",
+            "return_dict": False,
+        }
         if "num_frames" in self.takes:
             asked["num_frames"] = frames
         elif frames != 1:
@@ -286,9 +290,13 @@ class AnyPipeline(Pipeline):
             stand_in = _stand_in(self.build(empty=True), self.device, self.compute)
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = DiffusionPipeline.from_pretrained(
-                    self.folder, transformer=None, torch_dtype=self.dtype, local_files_only=True, use_safetensors=True,
+                    self.folder,
+                    transformer=None,
+                    torch_dtype=self.dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
                     trust_remote_code=self.trust_remote_code,
-                )  # fmt: skip
+                )
                 for part in pipe.components.values():
                     if isinstance(part, nn.Module):
                         part.requires_grad_(False).eval().to(self.device)
@@ -320,9 +328,10 @@ class AnyPipeline(Pipeline):
         with foreign(self.pipeline, "be trained without an adapter"):
             scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
         with (
-            quietly(), capture.watching(pipe, scheduler),
+            quietly(),
+            capture.watching(pipe, scheduler),
             scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
-        ):  # fmt: skip
+        ):
             with foreign(self.pipeline, f"be called with {shown(self.asked)}"):
                 pipe(**asked)
             if capture.initial is None:

@@ -153,8 +153,9 @@ class Capture:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
         own, module = pipe.scheduler, pipe.components[self.component]
         handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True), module.register_forward_hook(self._after),
-        ]  # fmt: skip
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after),
+        ]
         scheduler.step = self._following(scheduler.step)
         pipe.scheduler = scheduler
         try:

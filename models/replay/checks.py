@@ -1,4 +1,4 @@
-"""What a pipeline without an adapter is refused for, and its exceptions in one line."""
+"""Checks of a pipeline without an adapter, and its exceptions in one line."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from fluvial.core.checks import can_look, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in
-from fluvial.core.rollout import Record, Trajectory
+from fluvial.core.rollout import Trajectory
+from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples
 from fluvial.models.protocol import Cond, Prediction, Schedule
@@ -151,8 +152,12 @@ def record(
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
     asked: dict[str, Any] = {
-        "prompt": list(prompts), "num_inference_steps": steps, "output_type": "pt", "return_dict": False, **options
-    }  # fmt: skip
+        "prompt": list(prompts),
+        "num_inference_steps": steps,
+        "output_type": "pt",
+        "return_dict": False,
+        **options,
+    }
     if asked.get("generator") is None and asked.get("latents") is None:
         asked["generator"] = generators(fold_in(keys, INITIAL))
 
@@ -164,10 +169,12 @@ def record(
     with (
         capture.watching(pipe, scheduler),
         scheduler.recording(
-            key=fold_in(keys, STEPS), window=window, on_step=capture.step,
+            key=fold_in(keys, STEPS),
+            window=window,
+            on_step=capture.step,
             record=Record(record, form=form, reduction=reduction, velocity=True, debug=debug),
         ) as recorder,
-    ):  # fmt: skip
+    ):
         with foreign(name, "be run"):
             images = pipe(**asked)[0]
         if capture.initial is None:
@@ -175,7 +182,7 @@ def record(
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.sigmas, scheduler.timesteps)
     recipes, cond = capture.recipes()
-    model = RecordedModel(name, recorder.sigmas[trajectory.steps.cpu()], recipes)
+    model = RecordedModel(name, recorder.sigmas[trajectory.steps[0].cpu()], recipes)
     recording = Recording(
         trajectory, schedule, recorder.transition, images, model, cond, capture.initial, tuple(capture.taken)
     )
@@ -200,7 +207,7 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
     trajectory = recording.trajectory
     sigma = recording.schedule.levels.to(step.device)[step]
     if x is None:
-        position = (step[:, None] == trajectory.steps).int().argmax(dim=1)
+        position = (step[:, None] == trajectory.steps[sample]).int().argmax(dim=1)
         x = trajectory.x[sample, position]
     cond = optree.tree_map(lambda tensor: tensor[sample], recording.cond)
     return recording.model.predict(module, x, sigma, cond)
@@ -243,8 +250,8 @@ def check_replay(
     errors = []
     with torch.no_grad():
         for rows in list(torch.arange(len(pair), device=pair.device).split(micro_batch))[:chunks]:
-            v = replay(module, recording, sample[rows], trajectory.steps[position[rows]])
-            want = trajectory.velocity[sample[rows], position[rows]]
+            pairs = sample[rows], position[rows]
+            v, want = replay(module, recording, pairs[0], trajectory.steps[pairs]), trajectory.velocity[pairs]
             errors.append((v.to(want.dtype) - want).norm() / want.norm())
     error = max(float(error) for error in errors) if errors else 0.0
     if tolerance is None:

@@ -10,6 +10,7 @@ Restore the pipeline's own scheduler before saving the pipeline: diffusers canno
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,13 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from fluvial.core import transitions
-from fluvial.core.checks import compute_dtype
-from fluvial.core.gaussian import sample as gaussian_sample
+from fluvial.core import gaussian, transitions
+from fluvial.core.checks import compute_dtype, trusted_values
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import Record, RecordedStep, StepPlan, Trajectory, as_record, plan_steps, record_step, stack_steps
+from fluvial.core.rollout import Step, Trajectory, stack
 from fluvial.core.sigmas import check_sigmas
-from fluvial.core.transitions import Sampler, Transition, bind, check_eta
+from fluvial.core.table import Plan, Record, plan
+from fluvial.core.transitions import Sampler, bind, check_eta
 
 Generators = torch.Generator | Sequence[torch.Generator]
 
@@ -32,13 +33,13 @@ Generators = torch.Generator | Sequence[torch.Generator]
 Observer = Callable[[int, Tensor, Tensor, bool], None]
 
 
-class _Plan(NamedTuple):
+class _Scheduled(NamedTuple):
     """How the steps of a schedule are taken."""
 
     of: Tensor  # the scheduler's own sigmas; new ones make a new plan
     sigmas: Tensor  # [T+1] float32 on the host
     transition: Sampler
-    steps: StepPlan
+    plan: Plan
 
 
 class Recorder:
@@ -56,8 +57,8 @@ class Recorder:
         self.key, self.generator = key, generator
         self.window, self.record = window, record
         self.on_step = on_step
-        self._plan: _Plan | None = None
-        self._steps: dict[int, RecordedStep] = {}
+        self._scheduled: _Scheduled | None = None
+        self._steps: list[Step] = []
         self._final: Tensor | None = None
 
     @property
@@ -76,29 +77,32 @@ class Recorder:
         Raises:
             ValueError: no step has been taken.
         """
-        self._started()
-        assert self._final is not None
-        return stack_steps(self.record, self._steps, final=self._final, dtype=self._final.dtype)
+        plan, final = self._started().plan, self._final
+        assert final is not None
+        return stack(plan, self._steps, final)._replace(final=final.to(compute_dtype("recording", final=final)))
 
-    def _started(self) -> _Plan:
-        if self._plan is None or self._final is None:
+    def _started(self) -> _Scheduled:
+        if self._scheduled is None or self._final is None:
             raise ValueError("recording: no step was taken: call the pipeline inside `with scheduler.recording(...)`")
-        return self._plan
+        return self._scheduled
 
-    def _take(self, step: int, transition: Transition, x: Tensor, v: Tensor, x_next: Tensor, noise: Tensor | None) -> None:
+    def _take(self, scheduled: _Scheduled, step: Step) -> None:
         """Keep a step if it is to be recorded, and call the observer."""
-        assert self._plan is not None
-        self._final = x_next
-        if recorded := step in self._plan.steps.record:
-            if step in self._steps:
-                raise ValueError(f"recording: step {step} is taken twice, expected one call of a pipeline per recording")
+        self._scheduled, self._final, record = scheduled, step.x_next, self.record
+        if recorded := bool(scheduled.plan.recorded[step.t].any()):
+            if any(step.t == known.t for known in self._steps):
+                raise ValueError(f"recording: step {step.t} is taken twice, expected one call of a pipeline per recording")
             # The sum over a sample rounds differently in another memory layout, and a replayed sample is contiguous.
-            x, v, x_next = x.contiguous(), v.contiguous(), x_next.contiguous()
+            x, v, x_next = step.x.contiguous(), step.v.contiguous(), step.x_next.contiguous()
+            with trusted_values():  # `plan` has looked at every std
+                log_prob = gaussian.log_prob(
+                    scheduled.plan.transition(step.t), x, v, x_next, form=record.form, reduction=record.reduction
+                )
             # Copies, because the pipeline may go on to write to its samples.
-            kept = v.clone() if self.record.velocity or self.record.debug else v
-            self._steps[step] = record_step(self.record, transition, x.clone(), kept, x_next.clone(), noise)
+            kept = v.clone() if record.velocity or record.debug else v
+            self._steps.append(step._replace(x=x.clone(), v=kept, x_next=x_next.clone(), log_prob=log_prob))
         if self.on_step is not None:
-            self.on_step(step, x, v, recorded)
+            self.on_step(step.t, step.x, step.v, recorded)
 
 
 class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
@@ -113,7 +117,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     sampler: str | Sampler = "ode"
     eta: float = 0.0
     _recorder: Recorder | None = None
-    _plan: _Plan | None = None
+    _scheduled: _Scheduled | None = None
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -163,7 +167,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             ValueError: a recording is under way, both a key and generators are given, or `record.dtype` is. The first step
                 raises the errors of `core.rollout.rollout`, and a step that is taken twice raises one.
         """
-        record = as_record(record)
+        record = record if isinstance(record, Record) else Record(steps=record)
         if record.dtype is not None:
             raise ValueError(
                 f"recording: record.dtype is {record.dtype}, expected None: samples are stored in the pipeline's dtype"
@@ -173,11 +177,11 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         if key is not None and generator is not None:
             raise ValueError("recording: key and generator are both given, expected one of them")
         recorder = Recorder(key=key, generator=generator, window=window, record=record, on_step=on_step)
-        self._recorder, self._plan = recorder, None
+        self._recorder, self._scheduled = recorder, None
         try:
             yield recorder
         finally:
-            self._recorder = self._plan = None
+            self._recorder = self._scheduled = None
 
     def step(
         self,
@@ -216,27 +220,23 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
 
     def _take_step(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
         """Return the next sample of a step that may be stochastic or recorded, given Euler's next sample."""
-        recorder, sigmas, dtype = self._recorder, self.sigmas, compute_dtype("step", model_output=v, sample=x)
-        if self._plan is None or self._plan.of is not sigmas:
-            self._plan = _plan(self, recorder)
-        sampler, batch = self._plan.steps.samplers[step], len(x)
-        # One level per sample, as in a rollout: arithmetic on a vector may round differently from that on one number.
-        levels = (level.to(device=x.device, dtype=dtype).expand(batch).contiguous() for level in sigmas[step : step + 2])
-        transition = sampler(*levels)
+        recorder, dtype = self._recorder, compute_dtype("step", model_output=v, sample=x)
+        if self._scheduled is None or self._scheduled.of is not self.sigmas:
+            self._scheduled = _scheduled(self, recorder, x, dtype)
+        scheduled = self._scheduled
         noise, x_next = None, euler
-        if sampler is not transitions.ode:
+        if scheduled.plan.stochastic[step].any() and scheduled.transition is not transitions.ode:
             key = None if recorder is None else recorder.key
             if recorder is not None and recorder.generator is not None:
                 generator = recorder.generator
             noise = _noise(key, generator, step, x, dtype)
-            x_next = gaussian_sample(transition, x, v, noise).to(v.dtype)
+            x_next = gaussian.sample(scheduled.plan.transition(step), x, v, noise).to(v.dtype)
         if recorder is not None:
-            recorder._plan = self._plan
-            recorder._take(step, transition, x, v, x_next, noise)
+            recorder._take(scheduled, Step(step, x, v, x_next, None, noise))
         return x_next
 
 
-def _plan(scheduler: RecordingScheduler, recorder: Recorder | None) -> _Plan:
+def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> _Scheduled:
     """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
     try:
@@ -247,8 +247,8 @@ def _plan(scheduler: RecordingScheduler, recorder: Recorder | None) -> _Plan:
         ) from error
     transition = bind(scheduler.sampler, scheduler.eta, sigmas)
     window, record = (None, Record(steps=())) if recorder is None else (recorder.window, recorder.record)
-    steps = plan_steps(sigmas, transition, window=window, record=record, function="recording")
-    return _Plan(scheduler.sigmas, sigmas, transition, steps)
+    table = partial(plan, sigmas.to(dtype), transition, batch=len(x), device=x.device, function="recording")
+    return _Scheduled(scheduler.sigmas, sigmas, transition, table(window=window, record=record))
 
 
 def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,12 +4,13 @@ Source: LAION's improved aesthetic predictor; used as a reward by DDPO, arXiv 23
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from fluvial.models.rewards.shared import loading
-from fluvial.models.rewards.shared.clip import load_towers
+from fluvial.models.rewards.shared.clip import TowerReward
 from fluvial.models.rewards.shared.heads import LinearHead
 from fluvial.models.rewards.table import REWARD_MODELS, VIT_L
 
@@ -18,7 +19,8 @@ MODEL = REWARD_MODELS["aesthetic"]
 HEAD, REVISION, FILE = "trl-lib/ddpo-aesthetic-predictor", "cf4bd10345610935a80a5d3be9a3133c50f121e4", "aesthetic-model.pth"
 
 
-class Aesthetic:
+@dataclass(eq=False)
+class Aesthetic(TowerReward):
     """h(f(x) / |f(x)|), with f the image tower of CLIP ViT-L/14 and h linear layers 768-1024-128-64-16-1.
 
     There are no activations between the layers. Of videos the mean over frames. Prompts are not used.
@@ -26,40 +28,24 @@ class Aesthetic:
     Args:
         weights: folder of a CLIPModel of transformers, or id on the Hub.
         head: file of the head, folder with `aesthetic-model.pth`, or id on the Hub.
-        revision: commit of `weights` on the Hub; by default that of the default weights.
-        processor: folder or id of the preprocessing; by default that in the folder of weights, or of OpenAI's ViT-L/14.
-        device: device of the model, e.g. "cuda:1"; by default that of the first images.
         dtype: dtype of the tower, "float32", "bfloat16" or "float16"; the head is computed in float32.
-        batch: largest number of images per forward pass.
-        frames: largest number of evenly spaced frames that a video is scored by.
+        revision, processor, device, batch, frames: see `TowerReward`; `revision` is that of `weights`.
 
     Raises:
         ValueError: the weights or the head are not there, or do not fit together; in one line.
     """
 
-    def __init__(
-        self,
-        weights: str | Path = MODEL.weights,
-        *,
-        head: str | Path = HEAD,
-        revision: str | None = None,
-        processor: str | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch: int = 16,
-        frames: int = 8,
-    ) -> None:
-        from transformers import CLIPModel
+    weights: str | Path = MODEL.weights
+    _: KW_ONLY
+    head: str | Path = HEAD
 
-        file = loading.hub_file("aesthetic", head, FILE, REVISION if head == HEAD else None)
+    facts, folder_processor = MODEL, VIT_L
+
+    def __post_init__(self) -> None:
+        file = loading.hub_file("aesthetic", self.head, FILE, REVISION if self.head == HEAD else None)
         tensors = loading.read_tensors("aesthetic", file)
-        commit = MODEL.commit(weights, revision)
-        default = VIT_L if Path(weights).expanduser().is_dir() else (str(weights), commit)
-        self.towers = load_towers(
-            "aesthetic", CLIPModel, weights, commit, processor=processor, default=default,
-            device=device, dtype=dtype, batch=batch, frames=frames,
-        )  # fmt: skip
-        self.head = LinearHead("aesthetic", tensors, self.towers.model.config.projection_dim, file)
+        super().__post_init__()
+        self.layers = LinearHead("aesthetic", tensors, self.towers.model.config.projection_dim, file)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images.
@@ -68,4 +54,4 @@ class Aesthetic:
             images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
             prompts: not used.
         """
-        return self.head(self.towers.embed_images(images)).mean(1)
+        return self.layers(self.towers.embed_images(images)).mean(1)

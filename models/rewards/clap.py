@@ -139,10 +139,14 @@ class LogMel:
         )
         self.length = int(settings["max_length_s"] * self.rate)
         filters = mel_filter_bank(
-            num_frequency_bins=self.window // 2 + 1, num_mel_filters=int(settings["feature_size"]),
-            min_frequency=settings["frequency_min"], max_frequency=settings["frequency_max"], sampling_rate=self.rate,
-            norm="slaney", mel_scale="slaney",
-        )  # fmt: skip
+            num_frequency_bins=self.window // 2 + 1,
+            num_mel_filters=int(settings["feature_size"]),
+            min_frequency=settings["frequency_min"],
+            max_frequency=settings["frequency_max"],
+            sampling_rate=self.rate,
+            norm="slaney",
+            mel_scale="slaney",
+        )
         self.filters = torch.from_numpy(filters).to(torch.float64)
 
     def windows(self, audio: Tensor) -> Tensor:

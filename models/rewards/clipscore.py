@@ -3,13 +3,13 @@
 Source: arXiv 2104.08718.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from fluvial.models.rewards.shared.clip import load_towers
-from fluvial.models.rewards.shared.loading import LoadingError
+from fluvial.models.rewards.shared.clip import TowerReward
 from fluvial.models.rewards.table import REWARD_MODELS, VIT_L
 
 MODEL = REWARD_MODELS["clipscore"]
@@ -21,54 +21,29 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class ClipScore:
+@dataclass(eq=False)
+class ClipScore(TowerReward):
     """cos(f(x), g(p)) with a CLIP model; of videos the mean over frames.
 
     Args:
         weights: folder of a CLIPModel of transformers, or id on the Hub.
         form: "cosine" c, "logits" exp(logit_scale) c / 30, or "paper" 2.5 max(c, 0).
-        revision: commit on the Hub; by default that of the default weights.
-        processor: folder or id of tokenizer and preprocessing; by default those in the folder of weights, or those of
-            the published CLIP model.
-        device: device of the model, e.g. "cuda:1"; by default that of the first images.
-        dtype: "float32", "bfloat16" or "float16".
-        batch: largest number of images per forward pass.
-        frames: largest number of evenly spaced frames that a video is scored by.
+        revision, processor, device, dtype, batch, frames: see `TowerReward`.
 
     Raises:
-        ValueError: the weights are not there or are no CLIP model, or the form is unknown; in one line.
+        ValueError: see `TowerReward`, or the form is unknown; in one line.
     """
 
-    def __init__(
-        self,
-        weights: str | Path = MODEL.weights,
-        *,
-        form: str = "cosine",
-        revision: str | None = None,
-        processor: str | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch: int = 16,
-        frames: int = 8,
-    ) -> None:
-        from transformers import CLIPModel
+    weights: str | Path = MODEL.weights
+    _: KW_ONLY
+    form: str = "cosine"
 
-        if form not in FORMS:
-            raise LoadingError(f"clipscore: form is {form!r}, expected one of {', '.join(FORMS)}")
-        self.form = FORMS[form]
-        commit = MODEL.commit(weights, revision)
-        default = VIT_L if Path(weights).expanduser().is_dir() else (str(weights), commit)
-        self.towers = load_towers(
-            "clipscore", CLIPModel, weights, commit, processor=processor, default=default,
-            device=device, dtype=dtype, batch=batch, frames=frames,
-        )  # fmt: skip
+    facts, folder_processor = MODEL, VIT_L
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the score of each image, `[B]` in float32, differentiable in the images.
+    def __post_init__(self) -> None:
+        self.check_form(self.form, list(FORMS))
+        super().__post_init__()
 
-        Args:
-            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
-            prompts: prompt of each image.
-        """
-        cosines = self.towers.cosines(images, prompts)
-        return self.form(cosines, self.towers.model.logit_scale.float().exp()).mean(1)
+    def score(self, cosines: Tensor) -> Tensor:
+        """Return the mean over frames of the form."""
+        return FORMS[self.form](cosines, self.towers.model.logit_scale.float().exp()).mean(1)

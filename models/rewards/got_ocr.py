@@ -92,9 +92,14 @@ class GotOcr:
             pixels = self.preprocess(part.to(self.device).permute(0, 3, 1, 2) / 255).to(self.dtype)
             inputs = self.tokenizer([self.request] * len(part), return_tensors="pt").to(self.device)
             written = self.model.generate(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], pixel_values=pixels, do_sample=False,
-                max_new_tokens=self.tokens, eos_token_id=end, pad_token_id=end,
-            )  # fmt: skip
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                pixel_values=pixels,
+                do_sample=False,
+                max_new_tokens=self.tokens,
+                eos_token_id=end,
+                pad_token_id=end,
+            )
             answers = written[:, inputs["input_ids"].shape[1] :]
             texts += self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return texts

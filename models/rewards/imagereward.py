@@ -85,7 +85,7 @@ class ImageReward:
             model.to(device=self.device, dtype=self.dtype)
         side = self.vision.config.image_size
         self.preprocess = Preprocess(side, (side, side))
-        place, commit = loading.processor_of(file.parent, None, processor, TOKENIZER)
+        place, commit = loading.processor_of(file.parent, processor, TOKENIZER)
         self.tokenizer = loading.load_tokenizer("imagereward", place, commit)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -115,9 +115,11 @@ class ImageReward:
             seen = self.vision(pixel_values=pixels).last_hidden_state
             of = rows.to(self.device) // count
             read = self.text(
-                input_ids=tokens["input_ids"][of], attention_mask=tokens["attention_mask"][of], encoder_hidden_states=seen,
+                input_ids=tokens["input_ids"][of],
+                attention_mask=tokens["attention_mask"][of],
+                encoder_hidden_states=seen,
                 encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
-            )  # fmt: skip
+            )
             return (self.head(read.last_hidden_state[:, 0].float()) - MEAN) / STD
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
@@ -157,12 +159,14 @@ def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
 
     vocabulary, width = _shape(tensors, "embeddings.word_embeddings.weight", 2, source)
     config = BlipTextConfig(
-        vocab_size=vocabulary, hidden_size=width, num_attention_heads=heads,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_attention_heads=heads,
         num_hidden_layers=_count(tensors, r"encoder\.layer\.(\d+)\."),
         encoder_hidden_size=_shape(tensors, "encoder.layer.0.crossattention.self.key.weight", 2, source)[1],
         intermediate_size=_shape(tensors, "encoder.layer.0.intermediate.dense.weight", 2, source)[0],
         max_position_embeddings=_shape(tensors, "embeddings.position_embeddings.weight", 2, source)[0],
-    )  # fmt: skip
+    )
     kept = {name: value for name, value in tensors.items() if name != "embeddings.position_ids"}  # a constant
     return _filled(BlipTextModel(config, add_pooling_layer=False), kept, source)
 

@@ -53,10 +53,14 @@ class Ocr:
         if not 0 <= confidence <= 1:
             raise LoadingError(f"ocr: confidence is {confidence}, expected a number from 0 to 1")
         options = {
-            "Global.log_level": "error", "Global.use_cls": False, "Global.text_score": confidence,
-            "Det.limit_side_len": side, "Rec.rec_img_shape": [3, 48, width],
-            "EngineConfig.onnxruntime.intra_op_num_threads": threads, "EngineConfig.onnxruntime.inter_op_num_threads": 1,
-        }  # fmt: skip
+            "Global.log_level": "error",
+            "Global.use_cls": False,
+            "Global.text_score": confidence,
+            "Det.limit_side_len": side,
+            "Rec.rec_img_shape": [3, 48, width],
+            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
         try:
             self.engine: Any = import_module("rapidocr").RapidOCR(params=options)
         except Exception as error:

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.guidance import classifier_free
-from fluvial.models.handwriting.model import ONE_HOT, Handwriting
-from fluvial.models.handwriting.weights import build
-from fluvial.models.protocol import Prediction, Schedule
+from fluvial.models.handwriting.model import ONE_HOT
+from fluvial.models.pixel_model import PixelTransformer
 from fluvial.models.words.data import HEIGHT, LETTERS, LONGEST, PLACES, WIDTH, as_letters, check_word, places
 
 BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain words`
@@ -30,7 +28,6 @@ CONFIG = {
     "pos_embed_max_size": 16,
 }
 LEAST_SIGMA = 0.1  # that is divided by
-FLOW = Handwriting(None)  # schedule, transformer and pixel values are those of the handwriting transformer
 
 
 class WordCond(NamedTuple):
@@ -40,7 +37,7 @@ class WordCond(NamedTuple):
     pooled: Tensor  # [B, 162] all letters, one-hot
 
 
-class Words:
+class Words(PixelTransformer):
     """The model protocol over the words transformer, which predicts a velocity.
 
     Args:
@@ -48,27 +45,10 @@ class Words:
         seed: seed of random weights.
     """
 
-    prediction: Prediction = "velocity"
-    guide = staticmethod(classifier_free)
-    prompt_layers = Handwriting.prompt_layers
-    lora_targets = Handwriting.lora_targets
+    name, settings = "words", CONFIG
 
     def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
-        self.weights, self.seed = weights, seed
-
-    def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the transformer with its weights, in float32, or `empty`, with parameters on the meta device.
-
-        Raises:
-            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
-        """
-        from diffusers import SD3Transformer2DModel
-
-        return build(SD3Transformer2DModel, CONFIG, self.weights, name="words", seed=self.seed, empty=empty)
-
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the joint transformer blocks."""
-        return FLOW.blocks(module)
+        super().__init__(weights, seed=seed)
 
     def latent_shape(self, height: int = HEIGHT, width: int = WIDTH, frames: int = 1) -> tuple[int, ...]:
         """Return (1, 24, 96), the shape of the only supported size."""
@@ -77,14 +57,6 @@ class Words:
                 f"the size is {height}x{width} of {frames} frames, expected {HEIGHT}x{WIDTH} of 1: words have one size"
             )
         return (1, HEIGHT, WIDTH)
-
-    def scheduler(self, steps: int) -> Any:
-        """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
-        return FLOW.scheduler(steps)
-
-    def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
-        """Return the schedule of the scheduler."""
-        return FLOW.schedule(steps)
 
     def check_prompt(self, prompt: str) -> None:
         """Raise ValueError unless the prompt is a word of 3 to 6 letters from a to z."""
@@ -110,15 +82,5 @@ class Words:
         A token is a patch of 64 pixels, and the network is 96 wide: it has room for letters, not for their noise as well.
         Source: arXiv 2511.13720.
         """
-        clean = module(
-            hidden_states=x,
-            encoder_hidden_states=cond.tokens,
-            pooled_projections=cond.pooled,
-            timestep=sigma * 1000 if timestep is None else timestep,
-            return_dict=False,
-        )[0]
+        clean = super().predict(module, x, sigma, cond, timestep=timestep)
         return (x - clean) / sigma.clamp(min=LEAST_SIGMA).reshape(-1, 1, 1, 1)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
-        return FLOW.decode(latents)

@@ -150,7 +150,7 @@ def ddddocr() -> Callable[[np.ndarray], str]:
 
 
 def decoded(scores: np.ndarray, characters: Sequence[str]) -> str:
-    """Return the text of a CTC network: the best character of each step; one that follows itself is one, and 0 is none.
+    """Return the text of a CTC network: the best character of each step; repeats are one, and 0 is a blank.
 
     Args:
         scores: `[steps, characters]`.

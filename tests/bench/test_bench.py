@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from fluvial.bench import harness, phases
+from fluvial.engines.rollout.window import RandomWindow
+
+pytestmark = pytest.mark.long
 
 
 def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
@@ -41,7 +44,7 @@ def test_functions_are_timed_in_turn() -> None:
 def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four phases of full fine-tuning and LoRA, in the CSV and in a table; of eight samples, to save time."""
     recipe = phases.recipes.grpo()
-    few = replace(recipe.rollout, prompts=2, group=4, steps=4, window=2, window_high=4)
+    few = replace(recipe.rollout, prompts=2, group=4, steps=4, window=RandomWindow(2, high=4))
     monkeypatch.setattr(phases.recipes, "grpo", lambda: replace(recipe, rollout=few, micro_batch=8))
     rows = phases.run(phases.PhasesConfig(runs=1, out=tmp_path))
     assert {(row.provider, row.op) for row in rows} == {

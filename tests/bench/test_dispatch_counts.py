@@ -15,14 +15,17 @@ from fluvial.bench.counting import HostReads
 from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Case, Rollout, make_rollout, update_engine
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.pipelines.sd3 import SD3
 
+pytestmark = pytest.mark.long
+
 SAMPLES, STEPS = 8, 10
-PROMPTS = ["1234"] * SAMPLES
+PROMPTS = [Prompt("1234")] * SAMPLES
 MARGIN = 1.02
 # What was reached. flow_grpo's loop dispatches 113 and 253.
 ROLLOUT, UPDATE = 97.7, 183.3

@@ -11,7 +11,10 @@ from torch import Tensor
 from fluvial.bench import gpu
 from fluvial.bench.gpu import GpuConfig, GpuRow
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make test-gpu` and `make bench-gpu` run the parts")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="`make test-gpu` and `make bench-gpu` run the parts"),
+]
 
 
 def parts(out: Path, *names: str) -> list[GpuRow]:

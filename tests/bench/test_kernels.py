@@ -35,7 +35,7 @@ def test_eager_moves_several_times_as_much(operation: operations.Operation) -> N
     assert eager.launches >= 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", reason="a graph holds no run-time type checks")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_the_benchmark_writes_rows_and_images(tmp_path: Path) -> None:

@@ -7,20 +7,38 @@ from typing import Any
 
 import pytest
 
+from fluvial.bench import harness
 from fluvial.bench.objectives import report, worker
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train import recipes
 from fluvial.engines.train.config import TrainConfig
+
+pytestmark = pytest.mark.long
 
 
 def point(recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a") -> Point:
     """Return an evaluation."""
     return Point(
-        recipe, seed, limit, settings, updates, 128 * updates, 2.0 * updates, heldout, heldout - 0.1, 0.01, 0.2, 1000, 0.0,
-        "cpu", "2", "day",
-    )  # fmt: skip
+        recipe,
+        seed,
+        limit,
+        settings,
+        updates,
+        128 * updates,
+        2.0 * updates,
+        heldout,
+        heldout - 0.1,
+        0.01,
+        0.2,
+        1000,
+        0.0,
+        "cpu",
+        "2",
+        "day",
+    )
 
 
 def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
@@ -28,7 +46,7 @@ def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
     points = [
         point(name, seed, n, 0.5 + n * up) for name, up in (("a", 0.01), ("b", 0.02)) for seed in (0, 1) for n in (0, 9)
     ]
-    report.write(tmp_path / "t.csv", points)
+    harness.write(tmp_path / "t.csv", points, Point)
     assert report.read(tmp_path / "t.csv") == points
     found = report.ends(points)
     assert list(found) == ["b", "a"]
@@ -92,7 +110,7 @@ def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Pa
 
 def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of the base, which the next run reads, then of the run; a budget decides on the updates."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=1, window_high=3)
+    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=3))
     tiny: dict[str, Any] = {"rollout": rollout, "micro_batch": 4, "eval_samples": 2, "final_samples": 4, "minibatches": 1}
     usual = recipes.RECIPES["grpo"]
 
@@ -146,6 +164,6 @@ def test_a_budget_is_not_exceeded_but_by_one_rollout(seconds: float, budget: flo
     ],
 )
 def test_what_cannot_be_compared_is_refused(words: dict[str, object], message: str) -> None:
-    """A recipe that is none, distillation without its teacher, numbers without a meaning."""
+    """A recipe that there is not, distillation without its teacher, numbers without a meaning."""
     with pytest.raises(UsageError, match=message):
         ObjectivesConfig(**words)  # type: ignore[arg-type]

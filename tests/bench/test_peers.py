@@ -26,6 +26,8 @@ from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
 
+pytestmark = pytest.mark.long
+
 
 class StandIn:
     """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft.
@@ -113,9 +115,15 @@ def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, P
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
     """Return the configuration of a small comparison."""
     base = PeersConfig(
-        tmp_path / "clones", ("flow_grpo", "flow_factory"), ("tiny",), pairs=(2, 6), samples=2, steps=3, runs=3,
+        tmp_path / "clones",
+        ("flow_grpo", "flow_factory"),
+        ("tiny",),
+        pairs=(2, 6),
+        samples=2,
+        steps=3,
+        runs=3,
         out=tmp_path / "out",
-    )  # fmt: skip
+    )
     return replace(base, **changes)
 
 
@@ -143,7 +151,6 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -158,9 +165,12 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     told = capsys.readouterr().out
     assert f"flow_factory: skipped, {tmp_path / 'clones' / 'absent'} is not a folder" in " ".join(told.split("\n"))
     assert [(row.peer, row.window, row.what, row.pairs, row.peer_pairs) for row in rows] == [
-        ("flow_grpo", 0, "rollout", 2, 2), ("flow_grpo", 0, "update", 2, 2), ("flow_grpo", 0, "update", 4, 2),
-        ("flow_grpo", 1, "rollout", 2, 2), ("flow_grpo", 1, "update", 2, 2),
-    ]  # fmt: skip
+        ("flow_grpo", 0, "rollout", 2, 2),
+        ("flow_grpo", 0, "update", 2, 2),
+        ("flow_grpo", 0, "update", 4, 2),
+        ("flow_grpo", 1, "rollout", 2, 2),
+        ("flow_grpo", 1, "update", 2, 2),
+    ]
     path = tmp_path / "out" / "peers.csv"
     written = list(csv.DictReader(path.read_text().splitlines()))
     assert len(written) == 5
@@ -186,7 +196,6 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2)]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
     ("changes", "what"), [({"scale": 1.01}, "log-prob"), ({"slope": 1.01}, "gradient")], ids=["model", "gradient"]
@@ -201,7 +210,6 @@ def test_a_project_that_disagrees_is_not_timed(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
     """A project that differentiates both halves of guidance does not agree with an update of the conditional half."""
@@ -210,7 +218,6 @@ def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
         run(config(tmp_path, peers=("flow_grpo",)), table)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 def test_the_transformer_alone_needs_no_clone(tmp_path: Path) -> None:
     """Its passes with fluvial's and with peft's LoRA give the same prediction."""
@@ -334,12 +341,16 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     """Ratios, the transformer's share and what is left to win, and memory; the last of equal rows counts."""
     ratio: dict[str, Any] = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
     rows = [
-        a_row(fluvial="older", p50=7.0), a_row(p50=6.0), a_row(**ratio, seconds=1.8, peer_seconds=2.0),
-        a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6), a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),
+        a_row(fluvial="older", p50=7.0),
+        a_row(p50=6.0),
+        a_row(**ratio, seconds=1.8, peer_seconds=2.0),
+        a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6),
+        a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),
         a_row(what="rollout", seconds=1.0, peer_seconds=1.0, **ratio),
-        a_row(peer="transformer", p50=0.5), a_row(peer="transformer", what="rollout", p50=1.5),
+        a_row(peer="transformer", p50=0.5),
+        a_row(peer="transformer", what="rollout", p50=1.5),
         a_row(ranks=2, window=3, **ratio),
-    ]  # fmt: skip
+    ]
     harness.append(tmp_path / "peers.csv", rows, PeerRow)
     assert main(["peers", "--table", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
@@ -365,10 +376,15 @@ def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"runs": 0}, {"pairs": ()}, {"pairs": (0,)}, {"ranks": (0,)}, {"windows": (10,)}, {"peers": ("other",)},
+        {"runs": 0},
+        {"pairs": ()},
+        {"pairs": (0,)},
+        {"ranks": (0,)},
+        {"windows": (10,)},
+        {"peers": ("other",)},
         {"sizes": ("huge",)},
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
     """In one line."""
     with pytest.raises(ValueError, match="peers: ") as error:
@@ -434,9 +450,11 @@ def test_a_package_of_a_clone_without_its_init(tmp_path: Path) -> None:
     )
     (inner.parent / "other.py").write_text("raise RuntimeError('it must not run')")
     names = {
-        "stand_ins": ("absent_package",), "contents": {"absent_package.deep": {"double": lambda x: 2 * x}},
-        "replaced": ("toy_heavy_package.other",), "bare": ("toy_heavy_package", "toy_heavy_package.deep"),
-    }  # fmt: skip
+        "stand_ins": ("absent_package",),
+        "contents": {"absent_package.deep": {"double": lambda x: 2 * x}},
+        "replaced": ("toy_heavy_package.other",),
+        "bare": ("toy_heavy_package", "toy_heavy_package.deep"),
+    }
     before = list(sys.meta_path)
     with clone.importable(tmp_path, **names):  # type: ignore[arg-type]
         module = importlib.import_module("toy_heavy_package.deep.work")

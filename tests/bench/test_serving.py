@@ -14,6 +14,8 @@ from fluvial.bench.serving import ServingConfig
 from fluvial.engines.errors import RunError
 from fluvial.engines.sources.in_process import InProcess
 
+pytestmark = pytest.mark.long
+
 
 class Forked:
     """`subprocess` with a `Popen` that forks the server from a process that is warm."""

@@ -16,9 +16,9 @@ from fluvial.bench.update.report import summarize
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 
-UNITS = 3  # two blocks, and the rest of the model
+pytestmark = pytest.mark.long
 
-pytestmark = pytest.mark.slow
+UNITS = 3  # two blocks, and the rest of the model
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -45,7 +45,7 @@ SHIFTED_LIMIT = tolerance("advantage", torch.float64, condition=2 * 100 / 1e-4)
 
 @every_scale
 @given(samples=pairs)
-def test_it_is_the_loop_one_would_write(scale: Scale, samples: list[tuple[float, int]]) -> None:
+def test_advantages_are_those_of_a_plain_loop(scale: Scale, samples: list[tuple[float, int]]) -> None:
     reward, group = tensors(samples)
     assert_close(group_advantages(reward, group, scale=scale), reference(reward, group, scale=scale), **LIMIT)
     got = group_advantages(reward, group, scale=scale, eps=0.5)

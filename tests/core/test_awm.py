@@ -77,7 +77,7 @@ def test_a_larger_error_is_less_likely_at_every_size(weighting: Weighting) -> No
 
 
 @every_weighting
-def test_a_time_is_one_for_all_or_one_a_sample(weighting: Weighting) -> None:
+def test_the_time_is_one_for_all_or_one_per_sample(weighting: Weighting) -> None:
     error = normals(0, 5).exp()
     want = awm_log_prob(error, torch.full((5,), 0.3, dtype=torch.float64), weighting=weighting)
     for t in (0.3, torch.tensor(0.3, dtype=torch.float64)):

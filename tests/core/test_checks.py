@@ -29,6 +29,7 @@ from fluvial.core import (
     random,
     rollout,
     sigmas,
+    table,
     transitions,
 )
 from fluvial.core.random import fold_in, key
@@ -354,18 +355,18 @@ CASES: dict[str, Case] = {
     "kind": (lambda: sigmas.dynamic_shift(4, 256, kind="cosine"), ValueError, "dynamic_shift: kind is 'cosine'"),  # type: ignore[arg-type]
     "decay": (lambda: ema.update({"w": X}, {"w": X}, 2.0), ValueError, r"ema.update: decay is 2.0, expected .* in \[0, 1\]"),
     "storage dtype": (
-        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), record=rollout.Record(dtype=torch.int32)),
+        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), record=table.Record(dtype=torch.int32)),
         TypeError,
         "record.dtype is torch.int32, expected a floating-point dtype",
     ),
     "recorded form": (
-        lambda: rollout.Record(form="densty"),  # type: ignore[arg-type]
-        ValueError,
+        lambda: table.Record(form="densty"),  # type: ignore[arg-type]
+        checks.FieldError,
         r"record.form is 'densty', expected one of 'density', .* \(did you mean 'density'\?\)",
     ),
     "recorded reduction": (
-        lambda: rollout.Record(reduction="max"),  # type: ignore[arg-type]
-        ValueError,
+        lambda: table.Record(reduction="max"),  # type: ignore[arg-type]
+        checks.FieldError,
         "record.reduction is 'max', expected one of 'mean', 'sum'",
     ),
     "keys of another batch": (

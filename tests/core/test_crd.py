@@ -40,8 +40,25 @@ def test_both_losses(implicit: float, centre: float, reward: float, beta: float,
         assert float(got) == pytest.approx(scale / beta * want, rel=1e-9, abs=1e-12)
 
 
+def test_the_sizes_that_errors_are_divided_by_are_constants() -> None:
+    """The gradient of -mean |v - target|^2 / w in v is -2 (v - target) / (N w): none flows through w."""
+    v, old, target = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v.requires_grad_()
+    implicit_reward(v, old, target).sum().backward()
+    off = v.detach() - target
+    torch.testing.assert_close(v.grad, -2 * off / (6 * off.abs().mean(1, keepdim=True)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("weight_min", [1e-5, 1.5, 5.0])
+def test_no_error_is_divided_by_less_than_the_minimum(weight_min: float) -> None:
+    """Errors of 1 and 2, whose mean absolute error is the size; with a larger minimum they are divided by that."""
+    target = torch.zeros(1, 4, dtype=torch.float64)
+    got = implicit_reward(target + 1, target + 2, target, weight_min=weight_min)
+    assert float(got) == pytest.approx(4 / max(2, weight_min) - 1 / max(1, weight_min), rel=1e-12)
+
+
 def test_gradients_flow_to_the_policy_alone() -> None:
-    """Centre, reward and old policy are constants, and the sizes that errors are divided by."""
+    """Centre, reward and old policy are constants."""
     v, old, target = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     implicit = implicit_reward(v, old, target.detach())
     centre, reward = (torch.tensor([0.1, -0.2], dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -46,6 +46,28 @@ def test_the_loss_and_where_it_has_a_gradient(rows: list[tuple[float, float, flo
         assert bool(info.clipped[i]) is held
 
 
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("ratio", [0.85, 0.89, 0.91, 0.99, 1.0, 1.01, 1.11, 1.19, 1.21, 1.25])
+def test_where_the_clip_begins(ratio: float, advantage: float) -> None:
+    """Just within and just beyond 1 - clip_low = 0.9 and 1 + clip_high = 1.2, each on the side that A pushes to."""
+    error = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    old = error.detach() + math.log(ratio)
+    numbers = (torch.tensor([number], dtype=torch.float64) for number in (advantage, 0.4))
+    loss, info = dgpo_loss(error, old, *numbers, clip_low=0.1, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), error)
+    held = ratio > 1.2 if advantage > 0 else ratio < 0.9
+    assert bool(info.clipped) is held
+    assert float(gradient) == pytest.approx(0.0 if held else 0.4 * advantage)
+
+
+def test_no_gradient_flows_to_the_groups_weight() -> None:
+    """The weight depends on the errors of all levels, and is a constant in the loss; so are advantage and old error."""
+    error, old, advantage, weight = torch.rand(4, 3, dtype=torch.float64).requires_grad_().unbind(0)
+    loss, _ = dgpo_loss(error, old.detach(), advantage.detach(), weight, clip_low=0.1, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), weight, allow_unused=True)
+    assert gradient is None
+
+
 def test_a_preferred_group_counts_less() -> None:
     """Where the good sample is fitted better than by the reference and the bad one worse, the weight is below one half."""
     advantage, reference = torch.tensor([1.0, -1.0]), torch.tensor([1.0, 1.0])

@@ -1,4 +1,4 @@
-"""What every objective holds: nothing is reduced, nothing read, gradients where they belong, float32 or float64 inside."""
+"""Properties of every objective: nothing is reduced, nothing read, gradients where they belong, float32 or float64."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def expected_shape(row: ObjectiveRow, batch: int) -> tuple[int, ...]:
 
 @every_objective
 @pytest.mark.parametrize("batch", [0, 1, 41])
-def test_a_number_a_sample_that_depends_on_it_alone(row: ObjectiveRow, batch: int) -> None:
+def test_one_value_per_sample_that_depends_on_it_alone(row: ObjectiveRow, batch: int) -> None:
     inputs = objective_inputs(row, batch)
     got = row.call(**inputs)
     assert got.shape == expected_shape(row, batch)

@@ -16,7 +16,8 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.gaussian import log_prob
 from fluvial.core.policy import clipped_surrogate, dppo_surrogate
 from fluvial.core.random import key, normal
-from fluvial.core.rollout import Record, Trajectory, rollout
+from fluvial.core.rollout import Trajectory, rollout
+from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 
 STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 200_000, 8
@@ -74,7 +75,7 @@ def estimates(
     reward = -((trajectory.final[:, 0] - GOAL) ** 2)
     advantage = group_advantages(reward, torch.arange(SAMPLES) // GROUP, scale="none") if baseline else reward
     parts = []
-    for place, i in enumerate(trajectory.steps.tolist()):
+    for place, i in enumerate(trajectory.steps[0].tolist()):
         # One theta per sample, so that one backward pass gives every sample's gradient.
         own = theta[i].expand(SAMPLES).clone().requires_grad_()
         x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
@@ -90,15 +91,16 @@ def estimates(
             loss, _ = dppo_surrogate(new, old, advantage, step, v, v_old, kl_threshold=1e-5)
         (gradient,) = torch.autograd.grad(loss.sum(), own)
         parts.append(-gradient)
-    exact = exact_gradient(grid, theta, sampler, still, window)[trajectory.steps]
+    exact = exact_gradient(grid, theta, sampler, still, window)[trajectory.steps[0]]
     return torch.stack(parts, dim=1), exact
 
 
 @pytest.mark.parametrize("loss_of", ["clipped", "dppo"])
 @pytest.mark.parametrize(
-    ("window", "shared"), [(range(STEPS), False), (range(1, 3), False), (range(1, 3), True)],
+    ("window", "shared"),
+    [(range(STEPS), False), (range(1, 3), False), (range(1, 3), True)],
     ids=["all steps", "a window", "a window after a shared prefix"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
 def test_the_policy_gradient_is_unbiased(row: SamplerRow, window: range, shared: bool, loss_of: str) -> None:
     """Within 4.5 standard errors at each step; a group's mean as baseline takes 1/G of it away, as it is known to."""

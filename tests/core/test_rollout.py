@@ -18,8 +18,9 @@ from fluvial.core import gaussian
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
 from fluvial.core.policy import clipped_surrogate
 from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Record, Trajectory, check_density, rollout
+from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.sigmas import from_scheduler, linear
+from fluvial.core.table import Record, plan
 from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode, sampler_name
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
@@ -37,7 +38,7 @@ def recompute(
 ) -> Tensor:
     """Score the stored tensors as an update does, all (sample, step) pairs in one batch: `[B, S]`."""
     B, S = trajectory.log_prob.shape
-    level, level_next = grid[trajectory.steps].repeat(B), grid[trajectory.steps + 1].repeat(B)
+    level, level_next = grid[trajectory.steps].flatten(), grid[trajectory.steps + 1].flatten()
     x, x_next = trajectory.x.flatten(0, 1), trajectory.x_next.flatten(0, 1)
     v = velocity(x.to(torch.promote_types(x.dtype, torch.float32)), level, 0)
     transition = row.bind(0.6)(level, level_next)
@@ -79,7 +80,7 @@ def test_in_float64_too(row: SamplerRow) -> None:
 
 
 @every_sampler
-def test_it_is_the_loop_one_would_write(row: SamplerRow) -> None:
+def test_a_rollout_is_the_plain_loop(row: SamplerRow) -> None:
     grid, sampler = row.grid(5), row.bind(0.6)
     x = start = normals(0, 3, 41, dtype=torch.float32)
     keys = fold_in(key(8), torch.arange(3))
@@ -90,7 +91,7 @@ def test_it_is_the_loop_one_would_write(row: SamplerRow) -> None:
         x = gaussian.sample(sampler(sigma, sigma_next), x, velocity(x, sigma, step), noise)
         path.append(x)
     trajectory = rollout(velocity, start, grid, transition=sampler, key=key(8), record=Record(range(5), form="unscaled"))
-    assert trajectory.steps.tolist() == [0, 1, 2, 3, 4]
+    assert trajectory.steps.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert trajectory.debug is None
     assert torch.equal(trajectory.x, torch.stack(path[:-1], dim=1))
     assert torch.equal(trajectory.x_next, torch.stack(path[1:], dim=1))
@@ -156,7 +157,7 @@ def test_a_sample_does_not_depend_on_its_batch(row: SamplerRow, data: st.DataObj
         assert torch.equal(of_whole[chosen], of_part)
 
 
-def test_one_key_is_a_key_a_place() -> None:
+def test_one_key_is_folded_with_each_place_in_the_batch() -> None:
     x = normals(0, 5, 41, dtype=torch.float32)
     arguments: dict[str, Any] = {"sigmas": linear(4), "transition": FLOW}
     whole = rollout(velocity, x, **arguments, key=key(2))
@@ -229,22 +230,22 @@ def test_steps_outside_the_window_are_the_ode() -> None:
 def test_by_default_the_stochastic_steps_of_the_window_are_recorded(window: list[int] | None) -> None:
     arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "key": key(0), "window": window}
     inside = list(range(4)) if window is None else sorted(window)
-    assert rollout(velocity, **arguments, transition=FLOW).steps.tolist() == inside
+    assert rollout(velocity, **arguments, transition=FLOW).steps.tolist() == [inside] * 2
     # The last step of cps has no noise.
     without_last = [step for step in inside if step < 3]
     if without_last:
-        assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5)).steps.tolist() == without_last
+        assert rollout(velocity, **arguments, transition=partial(cps, eta=0.5)).steps.tolist() == [without_last] * 2
     assert (
         rollout(velocity, **arguments, transition=partial(cps, eta=0.5), record=Record(form="unscaled")).steps.tolist()
-        == inside
+        == [inside] * 2
     )
 
 
-def test_what_is_recorded_does_not_change_what_is_walked() -> None:
+def test_recording_does_not_change_the_samples() -> None:
     x = normals(0, 3, 41, dtype=torch.float32)
     whole = rollout(velocity, x, linear(6), transition=FLOW, key=key(1))
     some = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=[4, 1, 1])
-    assert some.steps.tolist() == [1, 4]
+    assert some.steps.tolist() == [[1, 4]] * 3
     for name in ("x", "x_next", "log_prob"):
         assert torch.equal(getattr(some, name), getattr(whole, name)[:, [1, 4]])
     assert torch.equal(some.final, whole.final)
@@ -262,7 +263,7 @@ def test_shapes(event: tuple[int, ...], batch: int) -> None:
         S = len(steps)
         assert got.x.shape == got.x_next.shape == (batch, S, *event)
         assert got.log_prob.shape == (batch, S)
-        assert got.steps.shape == (S,)
+        assert got.steps.shape == (batch, S)
         assert got.final.shape == x.shape
         assert got.steps.dtype == torch.int64
         assert got.x.dtype == got.x_next.dtype == torch.bfloat16
@@ -277,7 +278,7 @@ def test_debug_is_there_when_asked_for() -> None:
     assert got.debug.std.shape == (2, 0)
 
 
-def test_a_lower_precision_is_walked_and_not_only_stored() -> None:
+def test_samples_are_rounded_to_a_lower_stored_precision_at_every_step() -> None:
     x = normals(0, 3, 41, dtype=torch.float32)
     low = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=Record(dtype=torch.bfloat16))
     assert torch.equal(low.x[:, 0], x.bfloat16())
@@ -314,9 +315,14 @@ def test_noise_drawn_for_many_steps_has_the_bits_of_single_draws(
     for at_once in (1, 2 * math.prod(shape), 2**20):  # one step, two steps, all of them
         monkeypatch.setattr(fluvial.core.random, "DRAWN_AT_ONCE", at_once)
         found = rollout(
-            velocity, torch.zeros(shape), linear(4), transition=FLOW, key=keys, window=window,
+            velocity,
+            torch.zeros(shape),
+            linear(4),
+            transition=FLOW,
+            key=keys,
+            window=window,
             record=Record(steps=window, debug=True),
-        )  # fmt: skip
+        )
         assert found.debug is not None
         for row, step in enumerate(steps):
             assert torch.equal(found.debug.noise[:, row], normal(fold_in(keys, step), shape))
@@ -330,12 +336,17 @@ def test_coefficients_are_computed_once_per_sampler() -> None:
         return FLOW(level, level_next)
 
     found = rollout(velocity, torch.zeros(2, 3), linear(4), transition=counting, key=key(1), window=[1, 2])
-    assert calls == [[0.75, 0.5]] * 2  # the check of std, and the rollout
+    assert calls == [[1.0, 0.75, 0.5, 0.25]]
     expected = FLOW(torch.tensor([0.75, 0.75]), torch.tensor([0.5, 0.5]))
-    assert torch.equal(found.x_next[:, 0], gaussian.sample(
-        expected, found.x[:, 0], velocity(found.x[:, 0], torch.tensor([0.75, 0.75]), 1),
-        normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3)),
-    ))  # fmt: skip
+    assert torch.equal(
+        found.x_next[:, 0],
+        gaussian.sample(
+            expected,
+            found.x[:, 0],
+            velocity(found.x[:, 0], torch.tensor([0.75, 0.75]), 1),
+            normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3)),
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,9 +375,22 @@ def test_a_recorded_step_needs_a_density(
     assert unscaled.log_prob.isfinite().all()
 
 
-def test_check_density_accepts_what_has_one() -> None:
-    check_density([partial(cps, eta=0.5)] * 4, linear(4), record=[0, 1, 2], form="density")
-    check_density([partial(cps, eta=0.5)] * 4, linear(4), record=range(4), form="unscaled")
+def test_a_plan_accepts_steps_with_a_density() -> None:
+    make = partial(plan, linear(4), partial(cps, eta=0.5), batch=2)
+    assert make(record=[0, 1, 2]).recorded[:, 0].tolist() == [True, True, True, False]
+    assert make(record=Record(range(4), form="unscaled")).recorded.all()
+
+
+def test_a_plan_is_one_table_of_transitions() -> None:
+    """The coefficients of every step and sample: the stochastic sampler's in the sample's window, the ODE's elsewhere."""
+    grid, windows = linear(4), torch.tensor([[0, 1], [2, 3], [1, 2]])
+    table = plan(grid, FLOW, batch=3, window=windows).table
+    for step in range(4):
+        for sample in range(3):
+            sampler = FLOW if step in windows[sample] else ode
+            for coefficient, expected in zip(table, sampler(grid[step], grid[step + 1]), strict=True):
+                assert coefficient.shape == (4, 3)
+                assert coefficient[step, sample] == expected
 
 
 def test_ddim_keeps_its_own_deterministic_steps() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fluvial.core import transitions
 from fluvial.core.random import key, normal
-from fluvial.core.rollout import Record, rollout
+from fluvial.core.rollout import rollout
+from fluvial.core.table import Record
 
 STEPS = 6
 
@@ -59,6 +60,11 @@ def test_a_recorded_step_lies_within_the_part() -> None:
     grid = torch.linspace(1, 0, STEPS + 1)
     with pytest.raises(ValueError, match=r"record holds steps \[5\], expected 0 to 3"):
         rollout(
-            velocity, torch.ones(1, 2), grid, transition=partial(transitions.dance_sde, eta=0.5), key=key(0),
-            record=Record(steps=[1, 5], form="unscaled"), steps=range(4),
-        )  # fmt: skip
+            velocity,
+            torch.ones(1, 2),
+            grid,
+            transition=partial(transitions.dance_sde, eta=0.5),
+            key=key(0),
+            record=Record(steps=[1, 5], form="unscaled"),
+            steps=range(4),
+        )

@@ -1,5 +1,6 @@
 """The hot path of a step: the KL in the policy loss is a penalty, however its weight and dt are passed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from torch.testing import assert_close
 
 from fluvial import kernels
 from fluvial.core import gaussian, step
-from fluvial.core.random import fold_in, key, normal
-from fluvial.core.rollout import Record, rollout
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.core.rollout import scan
 from fluvial.core.sigmas import linear
+from fluvial.core.table import Record, plan
 from fluvial.core.transitions import Transition, bind
 
 V, X, X_NEXT, V_REF = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -69,43 +71,31 @@ def test_swapping_sample_and_velocity_changes_the_result() -> None:
 @pytest.mark.parametrize("draw", [step.sde_step, kernels.sde_step], ids=["core", "kernels"])
 @pytest.mark.parametrize("form", gaussian.FORMS)
 def test_a_draw_is_a_sample_and_its_log_prob(draw: Any, form: gaussian.Form) -> None:
-    """To the bit, from the noise itself and from its key."""
+    """To the bit, from the noise of its key."""
     keys = fold_in(key(3), torch.arange(len(X)))
-    noise = normal(keys, tuple(X.shape))
-    for given in ({"noise": noise}, {"key": keys}):
-        x_next, log_prob = draw(STEP, X, V, form=form, reduction="sum", **given)
-        assert torch.equal(x_next, gaussian.sample(STEP, X, V, noise))
-        assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, x_next, form=form, reduction="sum"))
+    x_next, log_prob = draw(STEP, X, V, form=form, reduction="sum", key=keys)
+    assert torch.equal(x_next, gaussian.sample(STEP, X, V, normal(keys, tuple(X.shape))))
+    assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, x_next, form=form, reduction="sum"))
 
 
-@pytest.mark.parametrize("draw", [step.sde_step, kernels.sde_step], ids=["core", "kernels"])
-def test_a_draw_takes_a_key_or_noise(draw: Any) -> None:
-    with pytest.raises(ValueError, match="sde_step: neither key nor noise is given, expected one of the two"):
-        draw(STEP, X, V)
-    with pytest.raises(ValueError, match="sde_step: both key and noise are given"):
-        draw(STEP, X, V, key=key(0), noise=X)
-    with pytest.raises(ValueError, match="implementation is 'triton', which draws its noise: give a key instead"):
-        kernels.sde_step(STEP, X, V, noise=X, implementation="triton")
-
-
-@pytest.mark.parametrize("by_key", [False, True])
-def test_a_rollout_that_draws_and_scores_at_once_is_the_same(by_key: bool) -> None:
+def test_a_scan_that_draws_and_scores_at_once_is_the_same() -> None:
     """Samples, log-probs and velocities, to the bit, with a window and a step of it that is not recorded."""
     calls, levels, x = [], linear(5), torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(1))
 
-    def draw(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        calls.append(options)
-        return kernels.sde_step(*args, **options)
+    def draw(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        calls.append(key)
+        return kernels.sde_step(transition, x, v, key=key)
 
-    settings: tuple[dict[str, Any], ...] = ({}, {"draw": draw, "by_key": by_key})
-    found = [
-        rollout(
-            lambda x, level, step: torch.sin(3 * x) - level[:, None, None], x, levels, key=key(7), window=[0, 1, 3],
-            transition=bind("flow_sde", 0.7, levels), record=Record(steps=[0, 3], velocity=True, **options),
-        )
-        for options in settings
-    ]  # fmt: skip
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        return torch.sin(3 * x) - level[:, None, None]
+
+    record = Record(steps=[0, 3], velocity=True)
+    planned = plan(levels, bind("flow_sde", 0.7, levels), batch=3, window=[0, 1, 3], record=record)
+    found = [scan(velocity, x, planned, key(7), draw=function) for function in (None, draw)]
     for left, right in zip(*found, strict=True):
         assert left is right is None or torch.equal(left, right)
     assert len(calls) == 2
-    assert all(("key" in options) is by_key for options in calls)
+    # Rounded samples and debug tensors are not those of a kernel.
+    for other in (replace(record, debug=True), replace(record, dtype=torch.bfloat16)):
+        scan(velocity, x, planned._replace(record=other), key(7), draw=draw)
+    assert len(calls) == 2

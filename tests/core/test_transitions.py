@@ -310,7 +310,7 @@ def test_a_custom_sampler_is_bound_as_it_is_and_rolls_out() -> None:
     bound = transitions.bind(constant, 0.7, LEVELS)
     assert bound is constant
     trajectory = rollout(lambda x, level, step: -x, torch.zeros(2, 3), LEVELS, transition=bound, key=key(0))
-    assert trajectory.steps.tolist() == [0, 1, 2]
+    assert trajectory.steps[0].tolist() == [0, 1, 2]
     assert torch.equal(trajectory.x_next[:, 0], 0.1 * normal(fold_in(fold_in(key(0), torch.arange(2)), 0), (2, 3)))
 
 

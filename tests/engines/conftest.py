@@ -3,7 +3,7 @@
 import pytest
 import short_runs
 
-from fluvial.engines.report import plots
+from fluvial.engines.report import charts as drawing
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,4 +15,5 @@ def short() -> None:
 @pytest.fixture
 def charts(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw charts in this test."""
-    monkeypatch.setattr(plots, "curves", short_runs.charts)
+    monkeypatch.setattr(drawing, "curves", short_runs.curves)
+    monkeypatch.setattr(drawing, "as_svg", short_runs.as_svg)

@@ -1,4 +1,4 @@
-"""Names of a person's own objects: each is found, and each fault is one line that says what to mend."""
+"""Names of user-defined objects: each is found, and each fault is one line that says what to mend."""
 
 import sys
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of a person's own, in a folder that Python searches."""
+    """User-defined modules, in a folder that Python searches."""
     (tmp_path / "own_plugin.py").write_text(SOURCE)
     (tmp_path / "own_broken.py").write_text("raise RuntimeError('no\\nlicence')")
     (tmp_path / "own_exits.py").write_text("import sys\nsys.exit('goodbye')")

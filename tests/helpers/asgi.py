@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any, NamedTuple
 
-from fluvial.engines.http.transport import Reply, Request
+import httpx2
 
 
 class Answer(NamedTuple):
@@ -46,22 +46,35 @@ async def call(
 
     named = {"content-length": str(len(body or b"")), **(headers or {})}
     scope = {
-        "type": "http", "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(),
-        "root_path": "", "query_string": b"",
+        "type": "http",
+        "method": "GET" if body is None else "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
         "headers": [(name.lower().encode(), text.encode()) for name, text in named.items()],
-        "scheme": "http", "http_version": "1.1", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
-    }  # fmt: skip
+        "scheme": "http",
+        "http_version": "1.1",
+        "server": ("127.0.0.1", 1),
+        "client": ("127.0.0.1", 2),
+    }
     await app(scope, receive, send)
     answer = b"".join(message.get("body", b"") for message in sent)
     back = {name.decode(): text.decode() for name, text in sent[0]["headers"]}
     return Answer(sent[0]["status"], json.loads(answer) if "json" in back.get("content-type", "") else answer, back)
 
 
-def transport(app: Any) -> Any:
-    """Return a transport of `HttpClient` that calls an application."""
+class Transport(httpx2.BaseTransport):
+    """Transport of `HttpClient` that calls an application, and notes the paths it is asked for."""
 
-    def send(request: Request, /, *, timeout: float, most_bytes: int) -> Reply:
-        found = asyncio.run(call(app, request.path, body=request.body, headers=dict(request.headers)))
-        return Reply(found.status, found.headers, json.dumps(found.value).encode())
+    def __init__(self, app: Any) -> None:
+        self.app, self.paths = app, list[str]()
 
-    return send
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Return the application's response."""
+        self.paths.append(request.url.path)
+        body = None if request.method == "GET" else request.read()
+        found = asyncio.run(call(self.app, request.url.path, body=body, headers=dict(request.headers)))
+        return httpx2.Response(
+            found.status, headers=found.headers, stream=httpx2.ByteStream(json.dumps(found.value).encode())
+        )

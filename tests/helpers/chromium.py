@@ -103,9 +103,11 @@ def tab() -> Iterator[Tab]:
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(  # it takes commands from descriptor 3 and answers on 4
             ["bash", "-c", f'exec "$@" 3<&{there} 4>&{here}', "bash", path, *FLAGS, f"--user-data-dir={profile}"],
-            pass_fds=(there, here), env={**os.environ, "HOME": profile},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=(there, here),
+            env={**os.environ, "HOME": profile},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(there)
         os.close(here)
         try:

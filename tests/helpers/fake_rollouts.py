@@ -12,6 +12,7 @@ from torch import nn
 
 from fluvial.core.random import Key, key
 from fluvial.core.transitions import bind
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.rollout.generate import (
     Guidance,
     Requests,
@@ -49,7 +50,7 @@ class FakeRollouts:
         if handler.path != "/rollout/generate":
             about = {"model_path": "tiny"}
             if self.kind == "fluvial":
-                about |= {"micro_batch": MICRO_BATCH, "prediction": "velocity", "weight_version": self.version}  # type: ignore[dict-item]
+                about |= {"takes_options": True, "prediction": "velocity", "weight_version": self.version}  # type: ignore[dict-item]
             respond(handler, json.dumps(about).encode(), 200 if self.is_ready else 503)
             return
         value = json.loads(body)
@@ -75,23 +76,33 @@ class FakeRollouts:
             stochastic = StochasticSteps(
                 bind(name, request.rollout_noise_level, schedule.levels),
                 windows[0] if same else (lambda ids: rows),
-                form=request.form, reduction=own.reduction, keep_velocity=request.rollout_debug_mode,
-            )  # fmt: skip
+                form=request.form,
+                reduction=own.reduction,
+                keep_velocity=request.rollout_debug_mode,
+            )
         sampling = Sampling(
-            tiny.SHAPE, schedule, Guidance(request.guidance_scale or 1.0, request.negative_prompt or ""), own.solver,
-            0.0, stochastic, prefix=None if own.prefix is None else SharedPrefix(*own.prefix), after=own.after,
-        )  # fmt: skip
+            tiny.SHAPE,
+            schedule,
+            Guidance(request.guidance_scale or 1.0, request.negative_prompt or ""),
+            own.solver,
+            0.0,
+            stochastic,
+            prefix=None if own.prefix is None else SharedPrefix(*own.prefix),
+            after=own.after,
+        )
         ids = own.ids or tuple(range(count))
         initial = own.initial_ids or ids
         noise = Key(*own.key) if own.key is not None else key(request.seed or 0)
         filled = [*range(count), *[0] * (MICRO_BATCH - count)]
-        requests = Requests([request.prompt] * len(filled), [ids[i] for i in filled], noise, [initial[i] for i in filled])
+        requests = Requests(
+            [Prompt(request.prompt)] * len(filled), [ids[i] for i in filled], noise, [initial[i] for i in filled]
+        )
         (chunk,) = generate(self.model, self.module, requests, sampling, micro_batch=len(filled))
         return [self._sample(request, chunk.trajectory, chunk.images[row], row, schedule) for row in range(count)]
 
     def _sample(self, request: RolloutRequest, made: Any, image: Any, row: int, schedule: Any) -> RolloutSample:
         steps = len(schedule.timesteps)
-        recorded = made.steps.expand(len(made.x), -1)[row].tolist()
+        recorded = made.steps[row].tolist()
         known = {steps: made.final[row]}
         for place, step in enumerate(recorded):
             known |= {step: made.x[row, place], step + 1: made.x_next[row, place]}

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx2
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from fluvial.engines.http.client import HttpClient
-from fluvial.engines.http.transport import Reply, Request
+from fluvial.engines.wire.client import HttpClient, Reply
 
 
 class FakeClock:
@@ -25,7 +25,7 @@ class FakeClock:
         self.time = 0.0
         self.slept: list[float] = []
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         """Return the seconds slept."""
         return self.time
 
@@ -35,7 +35,15 @@ class FakeClock:
         self.time += seconds
 
 
-class FakeServer:
+class Sent(NamedTuple):
+    """A request as a fake server receives it."""
+
+    path: str
+    headers: httpx2.Headers
+    body: bytes
+
+
+class FakeServer(httpx2.BaseTransport):
     """Transport that answers with given replies, in order, the last one for ever.
 
     Args:
@@ -43,26 +51,26 @@ class FakeServer:
     """
 
     def __init__(self, *replies: Any) -> None:
-        self.replies, self.requests, self.lock = list(replies), list[Request](), threading.Lock()
+        self.replies, self.requests, self.lock = list(replies), list[Sent](), threading.Lock()
 
-    def __call__(self, request: Request, /, *, timeout: float, most_bytes: int) -> Reply:
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Return the next reply."""
+        sent = Sent(request.url.path, request.headers, request.read())
         with self.lock:
-            self.requests.append(request)
+            self.requests.append(sent)
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if callable(reply) and not isinstance(reply, type):
-            reply = reply(request)
+            reply = reply(sent)
         if isinstance(reply, BaseException):
             raise reply
-        if isinstance(reply, Reply):
-            return reply
-        return Reply(200, {}, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+        if not isinstance(reply, Reply):
+            reply = Reply(200, {}, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+        headers = {name: value.encode("utf-8", "replace") for name, value in reply.headers.items()}
+        return httpx2.Response(reply.status, headers=headers, stream=httpx2.ByteStream(reply.body))  # type: ignore[arg-type]
 
     def sent(self, number: int = 0) -> Any:
         """Return the JSON of a request."""
-        body = self.requests[number].body
-        assert body is not None
-        return json.loads(body)
+        return json.loads(self.requests[number].body)
 
 
 def client(*replies: Any, url: str = "http://server:1", **options: Any) -> HttpClient:

@@ -96,9 +96,9 @@ def serve(server: socket.socket, woken: socket.socket) -> None:
         if woken in readable:
             with suppress(BlockingIOError):
                 woken.recv(4096)
-            for pid, status in ended():
+            for pid, status, seconds in ended():
                 if pid in running:
-                    send(server, {"number": running.pop(pid), "status": status})
+                    send(server, {"number": running.pop(pid), "status": status, "seconds": seconds})
         if server in readable:
             part = server.recv(65536)
             if not part:
@@ -123,16 +123,16 @@ def send(server: socket.socket, message: dict[str, Any]) -> None:
         server.sendall(json.dumps(message).encode() + b"\n")
 
 
-def ended() -> Iterator[tuple[int, int]]:
-    """Collect the processes that have ended: id and status."""
+def ended() -> Iterator[tuple[int, int, float]]:
+    """Collect the processes that have ended: id, status and CPU seconds with those of their children."""
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if pid == 0:
             return
-        yield pid, status
+        yield pid, status, usage.ru_utime + usage.ru_stime
 
 
 def become(request: dict[str, Any]) -> None:

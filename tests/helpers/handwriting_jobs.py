@@ -1,22 +1,26 @@
 """Runs of the built-in job in this process, small and with a reward that needs no recogniser."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from torch import Tensor
 
 from fluvial.engines.rewards.protocol import Reward
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train import job as jobs
+from fluvial.engines.train import train
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
+    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     run = TrainConfig(
         out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
     )
@@ -31,6 +35,12 @@ def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
     """Return the built-in job with another reward, and the weights of a folder."""
     return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)
+
+
+def trained(out: Path, **changes: Any) -> Path:
+    """Return `out` with a copy of the finished run of a configuration, which tests with the same changes share."""
+    key = hashlib.sha256(repr(sorted(changes.items())).encode()).hexdigest()[:16]
+    return stored.copy_of(f"handwriting-{key}", out, lambda folder: train(config(folder, **changes), job()))
 
 
 def updates(config: TrainConfig, job_of: jobs.Job | None = None, *, count: int = 1) -> list[dict[str, Any]]:

@@ -42,9 +42,16 @@ def numbers(batch: int, *, std: float = 0.3, seed: int = 0, dtype: torch.dtype =
         return (low + (high - low) * torch.rand(batch, generator=generator, device="cpu")).to(dtype).to(DEVICE)
 
     return {
-        "a": draw(0.8, 1.1), "b": draw(-0.3, -0.05), "std": draw(std, 2 * std), "guidance": draw(1, 7), "old": draw(-1, 1),
-        "advantage": draw(-2, 2), "dt": draw(-0.2, -0.05), "t": draw(0.1, 0.9), "prob": draw(0, 1),
-    }  # fmt: skip
+        "a": draw(0.8, 1.1),
+        "b": draw(-0.3, -0.05),
+        "std": draw(std, 2 * std),
+        "guidance": draw(1, 7),
+        "old": draw(-1, 1),
+        "advantage": draw(-2, 2),
+        "dt": draw(-0.2, -0.05),
+        "t": draw(0.1, 0.9),
+        "prob": draw(0, 1),
+    }
 
 
 def inputs(
@@ -73,9 +80,15 @@ def _transition(numbers: Numbers) -> Transition:
 def _step_log_prob(implementation: Any, samples: Samples, numbers: Numbers, **options: Any) -> tuple[Tensor, ...]:
     v, x, x_next = (samples[name] for name in ("v", "x", "x_next"))
     results = kernels.step_log_prob(
-        _transition(numbers), x, v, x_next, v_ref=samples.get("v_ref"), implementation=implementation,
-        **_guidance(samples, numbers), **options,
-    )  # fmt: skip
+        _transition(numbers),
+        x,
+        v,
+        x_next,
+        v_ref=samples.get("v_ref"),
+        implementation=implementation,
+        **_guidance(samples, numbers),
+        **options,
+    )
     return tuple(result for result in results if result is not None)
 
 
@@ -87,16 +100,31 @@ def _policy_loss(
     with torch.no_grad():
         now, _ = kernels.step_log_prob(
             Transition(*(t.double() for t in _transition(numbers))),
-            x.detach().double(), v.detach().double(), x_next.detach().double(), implementation="reference",
-            **{name: value.detach().double() for name, value in _guidance(samples, numbers).items()}, **options,
-        )  # fmt: skip
+            x.detach().double(),
+            v.detach().double(),
+            x_next.detach().double(),
+            implementation="reference",
+            **{name: value.detach().double() for name, value in _guidance(samples, numbers).items()},
+            **options,
+        )
     old = now + 0.1 * numbers["old"]
     loss, _ = kernels.policy_loss(
-        _transition(numbers), x, v, x_next, log_prob_old=old if v.dtype == torch.float64 else old.float(),
-        advantage=numbers["advantage"], clip_low=0.05, clip_high=0.08,
-        v_ref=samples.get("v_ref"), kl_coef=0.5 if "v_ref" in samples else 0.0,
-        kl_weight=kl_weight, dt=numbers["dt"], implementation=implementation, **_guidance(samples, numbers), **options,
-    )  # fmt: skip
+        _transition(numbers),
+        x,
+        v,
+        x_next,
+        log_prob_old=old if v.dtype == torch.float64 else old.float(),
+        advantage=numbers["advantage"],
+        clip_low=0.05,
+        clip_high=0.08,
+        v_ref=samples.get("v_ref"),
+        kl_coef=0.5 if "v_ref" in samples else 0.0,
+        kl_weight=kl_weight,
+        dt=numbers["dt"],
+        implementation=implementation,
+        **_guidance(samples, numbers),
+        **options,
+    )
     return (loss,)
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import forkserver
+import stored
 
+forked: list[float] = []  # CPU seconds of each process that has ended, for the ledger
 HELPERS = Path(__file__).parent
 WORKERS = HELPERS.parent / "workers"
 # Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
     *("--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4"),
-    *("--rollout.window", "2", "--rollout.window-high", "4"),
+    *("--rollout.window", "random", "--rollout.window.size", "2", "--rollout.window.high", "4"),
     *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
     *("--optimizer.schedule", "constant"),  # a run whose last update can be moved
     *("--train", "full"),  # LoRA's import takes seconds; the tests that are about it ask for it
@@ -38,9 +41,13 @@ class Server:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", forkserver.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env=environment(helpers=True), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said,
-            )  # fmt: skip
+                pass_fds=[theirs.fileno()],
+                env=environment(helpers=True),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=self.said,
+                stderr=self.said,
+            )
         self.text, self.number, self.reports = b"", 0, dict[int, dict[str, Any]]()
         atexit.register(self.close, os.getpid())
 
@@ -72,7 +79,7 @@ class Server:
         return self.said.read()
 
     def close(self, pid: int) -> None:
-        """Let the server end, unless this is a fork of the process that started it."""
+        """End the server, unless this is a fork of the process that started it."""
         if os.getpid() == pid:
             self.socket.close()
             self.process.wait(30)
@@ -95,9 +102,14 @@ class Process:
         self.files = {name: os.path.join(self.folder.name, name) for name in ("stdout", "stderr", "result")}
         self.returncode: int | None = None
         self.number = server().request(
-            target=target, arguments=[str(a) if isinstance(a, Path) else a for a in arguments],
-            environment=environment, folder=str(folder or os.getcwd()), world=world, timeout=120.0, **self.files,
-        )  # fmt: skip
+            target=target,
+            arguments=[str(argument) if isinstance(argument, Path) else argument for argument in arguments],
+            environment=environment,
+            folder=str(folder or os.getcwd()),
+            world=world,
+            timeout=120.0,
+            **self.files,
+        )
         self.pid: int = server().report(self.number, "pid", 300)  # the first also waits for the imports
         assert self.pid is not None, "the fork server does not answer"
 
@@ -117,6 +129,7 @@ class Process:
             status = server().report(self.number, "status", timeout)
             if status is not None:
                 self.returncode = os.waitstatus_to_exitcode(status)
+                forked.append(server().reports[self.number]["seconds"])
         return self.returncode is not None
 
     def poll(self) -> int | None:
@@ -242,6 +255,12 @@ def train(out: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[
     done = fluvial("train", "handwriting", "--out", str(out), *SMALL, *args, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def trained(out: Path, *args: str, ranks: int = 1) -> Path:
+    """Return `out` with the finished small run, which all tests with the same arguments share; each gets a copy."""
+    key = hashlib.sha256(json.dumps([*args, ranks]).encode()).hexdigest()[:16]
+    return stored.copy_of(f"trained-{key}", out, lambda folder: train(folder, *args, ranks=ranks))
 
 
 def on_ranks(ranks: int, target: str, *arguments: Any, timeout: float = 240) -> list[Any]:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
-from fluvial.engines.serve.rollout.batching import RolloutBatcher
-from fluvial.engines.serve.rollout.orders import ServeLimits
+from fluvial.engines.serve.batching import Batcher
+from fluvial.engines.serve.rollout.orders import SampleOrder, ServeLimits
 from fluvial.engines.serve.rollout.policy import Policy
+from fluvial.engines.serve.rollout.sampling import Made
+from fluvial.engines.serve.rollout.sampling import batcher as batches_of
+from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.serve.rollout.service import RolloutService, application
-from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
-from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
 from fluvial.engines.wire.request import RequestLimits
 from fluvial.engines.wire.response import RolloutSample, read_response
 from fluvial.models import DiffusionModel, Prediction
@@ -27,7 +29,7 @@ class Server(NamedTuple):
     """A server: its policy, what makes its samples, and its application."""
 
     policy: Policy
-    batcher: RolloutBatcher
+    batcher: Batcher[SampleOrder, Made]
     app: Any
 
     def ask(self, **body: Any) -> asgi.Answer:
@@ -50,25 +52,33 @@ class Server(NamedTuple):
 
 
 def policy(
-    prediction: Prediction = "velocity", *, model: DiffusionModel | None = None, module: nn.Module | None = None,
+    prediction: Prediction = "velocity",
+    *,
+    model: DiffusionModel | None = None,
+    module: nn.Module | None = None,
     guidance: Guidance = NO_GUIDANCE,
-) -> Policy:  # fmt: skip
+) -> Policy:
     """Return a policy over the tiny net, or over another model."""
     model = tiny.Tiny(prediction) if model is None else model
     weights = ServedWeights(model.build().eval() if module is None else module, roots=())
-    return Policy(
-        "tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu")
-    )  # fmt: skip
+    return Policy("tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu"))
 
 
 def served(
-    of: Policy | None = None, *, micro_batch: int = MICRO_BATCH, linger: float = 0.0, most_waiting: int = 64,
-    deadline: float = 60.0, key: str = "", admin: str = "", limits: ServeLimits | None = None,
-) -> Server:  # fmt: skip
+    of: Policy | None = None,
+    *,
+    micro_batch: int = MICRO_BATCH,
+    linger: float = 0.0,
+    most_waiting: int = 64,
+    deadline: float = 60.0,
+    key: str = "",
+    admin: str = "",
+    limits: ServeLimits | None = None,
+) -> Server:
     """Return a server of a policy."""
     of = policy() if of is None else of
-    batcher = RolloutBatcher(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
+    batcher = batches_of(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
     atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
-    control = table(WeightRoutes(of.weights, of.between))
+    control = control_routes(WeightRoutes(of.weights, of.between))
     return Server(of, batcher, application(service, key=key, admin=admin, control=control))

@@ -9,21 +9,21 @@ from torch import Tensor
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.samplers import Ode, Stochastic
 from fluvial.engines.train.config import (
     RolloutConfig,
     TrainConfig,
 )
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler="ode", eta=0.0)
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
 FAST = OptimizerConfig(lr=0.05)
 
 
 class Update(NamedTuple):
     """What an optimizer update was made of."""
 
-    items: Items
+    items: Any
     weight: Tensor
     over: float  # what the sum of its losses is divided by
     policy: dict[str, Tensor]  # before it
@@ -38,24 +38,25 @@ class Spied(tiny.Run):
         self.updates: list[Update] = []
         self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
         engine, learner = self.trainer.engine, self.trainer.learner
-        optimize, learn, learn_given = engine.update, learner.items, learner.preference_items
+        optimize, learn, learn_given = engine.update, learner.items, learner.pairs
 
-        def noted(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
+        def noted(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
             return optimize(items, loss_fn, weight, **options)
 
-        def learnt(samples: Any, *args: Any) -> Any:
-            self.trajectories.append(samples.trajectory)
-            self.prompts, self.scores = list(samples.prompts), args[0]
-            return learn(samples, *args)
+        def learnt(rollout: Any, rewards: Any, *args: Any) -> Any:
+            self.trajectories.append(rollout.samples.trajectory)
+            self.records = list(rollout.samples.prompts)
+            self.prompts, self.scores = [prompt.text for prompt in self.records], rewards.scores
+            return learn(rollout, rewards, *args)
 
         def learnt_given(given: Any, *args: Any) -> Any:
-            self.preferences = list(given)
+            self.preferences = list(given.preferences)
             return learn_given(given, *args)
 
-        engine.update, learner.items, learner.preference_items = noted, learnt, learnt_given  # type: ignore
+        engine.update, learner.items, learner.pairs = noted, learnt, learnt_given  # type: ignore
 
-    def velocity(self, items: Items) -> Tensor:
+    def velocity(self, items: Any) -> Tensor:
         """Return the velocity of the policy as it is, or of the adapter that computes."""
         with self.trainer.engine.inference() as module:
             cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])

@@ -1,5 +1,6 @@
-"""Folders that several tests need alike: each is made once per run of the suite, by whichever process needs it first."""
+"""Folders that several tests share: each is made once per run of the tests, by the process that needs it first."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -11,16 +12,15 @@ def copy_of(name: str, folder: Path, make: Callable[[Path], object]) -> Path:
 
     Args:
         name: name in the store.
-        folder: where the copy goes.
+        folder: destination of the copy.
         make: writes the content to the folder that it is given; must write the same at every call.
     """
     store = Path(os.environ["FLUVIAL_TEST_STORE"])  # set by conftest.py
-    if not (store / name).exists():
-        draft = store / f"{name}-{os.getpid()}"
-        make(draft)
-        try:
+    with (store / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be making it
+        if not (store / name).exists():
+            draft = store / f"{name}-{os.getpid()}"
+            make(draft)
             draft.rename(store / name)
-        except OSError:  # another process was faster
-            shutil.rmtree(draft)
     shutil.copytree(store / name, folder)
     return folder

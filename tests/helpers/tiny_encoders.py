@@ -24,9 +24,12 @@ def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     template = QwenImagePipeline(**dict.fromkeys(parts)).prompt_template_encode
     tokenizer = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=1000, min_frequency=0, show_progress=False, special_tokens=["<|endoftext|>"],
+        vocab_size=1000,
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(re.split(r"<\|im_[a-z]+\|>|\{\}", template), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return model["vocab"], [(left, right) for left, right in model["merges"]]
@@ -44,10 +47,17 @@ def qwen_tokenizer() -> Any:
 def settings(width: int) -> dict[str, Any]:
     """Return the settings of a language model of two layers."""
     return {
-        "vocab_size": len(qwen_tokenizer()), "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": 0,
-        "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": len(qwen_tokenizer()),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
 
 
 def qwen_vl_encoder(*, width: int = 16) -> Any:
@@ -91,10 +101,17 @@ def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
-        vocab_size=len(clip_tokenizer()), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
-        num_attention_heads=2, projection_dim=width, max_position_embeddings=77, bos_token_id=0, eos_token_id=1,
+        vocab_size=len(clip_tokenizer()),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=width,
+        max_position_embeddings=77,
+        bos_token_id=0,
+        eos_token_id=1,
         pad_token_id=1,
-    )  # fmt: skip
+    )
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
@@ -103,9 +120,15 @@ def t5_encoder(*, width: int = 16) -> Any:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
-        vocab_size=len(t5_tokenizer()), d_model=width, d_kv=8, d_ff=2 * width, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(t5_tokenizer()),
+        d_model=width,
+        d_kv=8,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
     return T5EncoderModel(config)
 
 
@@ -114,7 +137,14 @@ def vae(channels: int = 4) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(4, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=channels, norm_num_groups=2, layers_per_block=1, scaling_factor=1.5, shift_factor=0.06,
-        use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+        block_out_channels=(4, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels,
+        norm_num_groups=2,
+        layers_per_block=1,
+        scaling_factor=1.5,
+        shift_factor=0.06,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )

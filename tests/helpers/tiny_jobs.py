@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.trainer import Trainer
@@ -54,7 +56,7 @@ class Net(nn.Module):
         hidden = self.into(torch.cat([x.flatten(1), rows, time[:, None]], dim=1))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.out(hidden).unflatten(1, SHAPE)
+        return self.out(hidden).unflatten(1, x.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return 100 * images.flatten(1).std(1).cpu()
 
 
-def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
+def drawn(key: Key, prompts: Sequence[Prompt]) -> Tensor:
     """Return clean samples for supervised training."""
     return normal(key, (len(prompts), *SHAPE)).clamp(-1, 1)
 
@@ -128,19 +130,28 @@ def drawn(key: Key, prompts: Sequence[str]) -> Tensor:
 def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
     """Make bright images; a folder named `teacher` holds other weights."""
     made = Job(
-        Tiny(prediction), PROMPTS, {"brightness": brightness, "contrast": contrast}, heldout=HELDOUT, shape=SHAPE,
-        evaluators={"heldout": brightness}, load=lambda folder: Tiny(prediction, seed=1), data=drawn,
+        Tiny(prediction),
+        PROMPTS,
+        {"brightness": brightness, "contrast": contrast},
+        heldout=HELDOUT,
+        shape=SHAPE,
+        evaluators={"heldout": brightness},
+        load=lambda folder: Tiny(prediction, seed=1),
+        data=drawn,
         encode=lambda images: images * 2 - 1,
-    )  # fmt: skip
+    )
     return replace(made, **changes)
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of one rollout of two groups of two."""
     values: dict[str, Any] = {
-        "out": out, "micro_batch": 2, "updates": 1, "lora": LoraConfig(rank=4),
-        "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, eta=0.5),
-    }  # fmt: skip
+        "out": out,
+        "micro_batch": 2,
+        "updates": 1,
+        "lora": LoraConfig(rank=4),
+        "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),
+    }
     return TrainConfig(**{**values, **changes})
 
 

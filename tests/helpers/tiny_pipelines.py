@@ -11,6 +11,7 @@ import pytest
 import stored
 import torch
 from einops import rearrange
+from marks import long
 from tiny_encoders import (
     clip_encoder,
     clip_tokenizer,
@@ -74,15 +75,31 @@ def sd3() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
     transformer = SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2,
-        attention_head_dim=8, caption_projection_dim=16, joint_attention_dim=16, pooled_projection_dim=16,
-        pos_embed_max_size=16, qk_norm="rms_norm", dual_attention_layers=(0,),
-    )  # fmt: skip
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        caption_projection_dim=16,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        pos_embed_max_size=16,
+        qk_norm="rms_norm",
+        dual_attention_layers=(0,),
+    )
     return StableDiffusion3Pipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(),
-        text_encoder=clip_encoder(), tokenizer=clip_tokenizer(), text_encoder_2=clip_encoder(), tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5_encoder(), tokenizer_3=t5_tokenizer(),
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(),
+        text_encoder=clip_encoder(),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip_encoder(),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=t5_tokenizer(),
+    )
 
 
 def sd3_without_t5() -> Any:
@@ -101,15 +118,26 @@ def flux(*, distilled: bool = True) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     transformer = FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4), guidance_embeds=distilled,
-    )  # fmt: skip
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=8,
+        axes_dims_rope=(2, 2, 4),
+        guidance_embeds=distilled,
+    )
     moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99} if distilled else {}
     return FluxPipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(**moving), vae=vae(),
-        text_encoder=clip_encoder(projected=False), tokenizer=clip_tokenizer(),
-        text_encoder_2=t5_encoder(), tokenizer_2=t5_tokenizer(),
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**moving),
+        vae=vae(),
+        text_encoder=clip_encoder(projected=False),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=t5_encoder(),
+        tokenizer_2=t5_tokenizer(),
+    )
 
 
 def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
@@ -124,32 +152,63 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
     )
 
     xl = {
-        "use_linear_projection": True, "transformer_layers_per_block": (1, 2), "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 6 * 4 + 8,
-    }  # fmt: skip
+        "use_linear_projection": True,
+        "transformer_layers_per_block": (1, 2),
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 6 * 4 + 8,
+    }
     unet = UNet2DConditionModel(
-        in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16 if large else 8, attention_head_dim=2, **(xl if large else {}),
-    )  # fmt: skip
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16 if large else 8,
+        attention_head_dim=2,
+        **(xl if large else {}),
+    )
     images = AutoencoderKL(
-        block_out_channels=(4, 4, 8), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        latent_channels=4, norm_num_groups=2, layers_per_block=1, scaling_factor=0.5,
-    )  # fmt: skip
+        block_out_channels=(4, 4, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        latent_channels=4,
+        norm_num_groups=2,
+        layers_per_block=1,
+        scaling_factor=0.5,
+    )
     betas = {
-        "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1,
-        "timestep_spacing": "leading", "prediction_type": predicts,
-    }  # fmt: skip
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "steps_offset": 1,
+        "timestep_spacing": "leading",
+        "prediction_type": predicts,
+    }
     tokenizer, encoder = clip_tokenizer(TEXT), clip_encoder(projected=False)
     if large:
         return StableDiffusionXLPipeline(
-            unet=unet, scheduler=EulerDiscreteScheduler(**betas), vae=images, text_encoder=encoder, tokenizer=tokenizer,
-            text_encoder_2=clip_encoder(), tokenizer_2=clip_tokenizer(TEXT), add_watermarker=False,
-        )  # fmt: skip
+            unet=unet,
+            scheduler=EulerDiscreteScheduler(**betas),
+            vae=images,
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+            text_encoder_2=clip_encoder(),
+            tokenizer_2=clip_tokenizer(TEXT),
+            add_watermarker=False,
+        )
     return StableDiffusionPipeline(
-        unet=unet, scheduler=PNDMScheduler(**betas, skip_prk_steps=True), vae=images, text_encoder=encoder,
-        tokenizer=tokenizer, safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        unet=unet,
+        scheduler=PNDMScheduler(**betas, skip_prk_steps=True),
+        vae=images,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
@@ -158,25 +217,48 @@ def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     settings = {
-        "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4,
-        "text_dim": 16, "freq_dim": 16, "ffn_dim": 24, "num_layers": 2, "rope_max_seq_len": 32,
-    }  # fmt: skip
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 16,
+        "ffn_dim": 24,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+    }
     networks: dict[str, Any] = {"transformer": WanTransformer3DModel(**settings), "expand_timesteps": timestep_per_token}
     if experts:
         networks |= {"transformer_2": WanTransformer3DModel(**settings), "boundary_ratio": 0.8}
     videos = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True],
-        latents_mean=[-0.7, 0.1, 0.4, -0.2], latents_std=[2.8, 1.4, 0.8, 2.0], scale_factor_temporal=2,
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True],
+        latents_mean=[-0.7, 0.1, 0.4, -0.2],
+        latents_std=[2.8, 1.4, 0.8, 2.0],
+        scale_factor_temporal=2,
         scale_factor_spatial=2,
-    )  # fmt: skip
+    )
     text = UMT5Config(
-        vocab_size=len(t5_tokenizer()), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(t5_tokenizer()),
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
     return WanPipeline(
-        **networks, vae=videos, text_encoder=UMT5EncoderModel(text), tokenizer=t5_tokenizer(),
+        **networks,
+        vae=videos,
+        text_encoder=UMT5EncoderModel(text),
+        tokenizer=t5_tokenizer(),
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    )  # fmt: skip
+    )
 
 
 def qwen_image() -> Any:
@@ -189,18 +271,31 @@ def qwen_image() -> Any:
     )
 
     transformer = QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
         axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+    )
     videos = AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
-        latents_mean=[-0.7, 0.1, 0.4, 0.9], latents_std=[2.8, 1.4, 0.6, 1.9],
-    )  # fmt: skip
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[-0.7, 0.1, 0.4, 0.9],
+        latents_std=[2.8, 1.4, 0.6, 1.9],
+    )
     moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99, "shift_terminal": 0.02}
     return QwenImagePipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(**moving), vae=videos,
-        text_encoder=qwen_vl_encoder(), tokenizer=qwen_tokenizer(),
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**moving),
+        vae=videos,
+        text_encoder=qwen_vl_encoder(),
+        tokenizer=qwen_tokenizer(),
+    )
 
 
 def z_image() -> Any:
@@ -208,13 +303,23 @@ def z_image() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
     transformer = ZImageTransformer2DModel(
-        in_channels=4, dim=16, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
-        axes_dims=[2, 2, 4], axes_lens=[96, 32, 24],
-    )  # fmt: skip
+        in_channels=4,
+        dim=16,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[2, 2, 4],
+        axes_lens=[96, 32, 24],
+    )
     return ZImagePipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(),
-        text_encoder=qwen3_encoder(), tokenizer=qwen_tokenizer(),
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(),
+        text_encoder=qwen3_encoder(),
+        tokenizer=qwen_tokenizer(),
+    )
 
 
 def classifier_free(scale: float) -> dict[str, Any]:
@@ -281,8 +386,13 @@ def load_both(pipeline: Any, folder: Path) -> None:
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
 UNET = Row(
-    StableDiffusion, stable_diffusion, without_negative, asked=lambda x: {}, scheduler=ddim, exact=False,
-)  # fmt: skip
+    StableDiffusion,
+    stable_diffusion,
+    without_negative,
+    asked=lambda x: {},
+    scheduler=ddim,
+    exact=False,
+)
 
 # The last block of Qwen-Image drops the text tokens.
 QWEN_IDLE = tuple(
@@ -295,9 +405,14 @@ Z_IMAGE: dict[str, Any] = {
 }
 
 VIDEOS = Row(
-    Wan, wan, classifier_free, sizes=((16, 16, 5), (16, 32), (32, 16, 3)), asked=video, scheduler=flow_euler,
+    Wan,
+    wan,
+    classifier_free,
+    sizes=((16, 16, 5), (16, 32), (32, 16, 3)),
+    asked=video,
+    scheduler=flow_euler,
     images=lambda made: made.frames.transpose(1, 2),
-)  # fmt: skip
+)
 
 ROWS: dict[str, Row] = {
     "sd3": Row(SD3, sd3, classifier_free, idle=SD3_IDLE),
@@ -336,9 +451,7 @@ def _make(row: Row, folder: Path) -> None:
         pipeline.save_pretrained(folder)
 
 
-each_row = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if row.variant else name for name, row in ROWS.items()]
-)
+each_row = pytest.mark.parametrize("name", [long(name) if row.variant else name for name, row in ROWS.items()])
 
 
 def opened(name: str, folder: Path, **options: Any) -> Pipeline:

@@ -41,9 +41,17 @@ def gemma() -> Any:
     from transformers import Gemma2Config, Gemma2Model
 
     config = Gemma2Config(
-        vocab_size=len(gemma_tokenizer()), hidden_size=16, intermediate_size=16, num_hidden_layers=3, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(gemma_tokenizer()),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
     return Gemma2Model(config)
 
 
@@ -52,22 +60,35 @@ def sana() -> Any:
     from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
     transformer = SanaTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=4,
-        num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=16, sample_size=8,
-    )  # fmt: skip
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=4,
+        cross_attention_dim=8,
+        caption_channels=16,
+        sample_size=8,
+    )
     blocks = {
         f"{side}_{name}": value
         for side in ("encoder", "decoder")
         for name, value in [
-            ("block_types", ("ResBlock", "ResBlock")), ("block_out_channels", (4, 8)), ("qkv_multiscales", ((), ())),
+            ("block_types", ("ResBlock", "ResBlock")),
+            ("block_out_channels", (4, 8)),
+            ("qkv_multiscales", ((), ())),
             ("layers_per_block", (1, 1)),
         ]
-    }  # fmt: skip
+    }
     autoencoder = AutoencoderDC(latent_channels=4, attention_head_dim=2, scaling_factor=0.5, **blocks)
     return SanaPipeline(
-        tokenizer=gemma_tokenizer(), text_encoder=gemma(), vae=autoencoder, transformer=transformer,
+        tokenizer=gemma_tokenizer(),
+        text_encoder=gemma(),
+        vae=autoencoder,
+        transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-    )  # fmt: skip
+    )
 
 
 def lumina2() -> Any:
@@ -75,14 +96,26 @@ def lumina2() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 
     transformer = Lumina2Transformer2DModel(
-        sample_size=4, patch_size=2, in_channels=4, hidden_size=8, num_layers=1, num_refiner_layers=1,
-        num_attention_heads=1, num_kv_heads=1, multiple_of=16, axes_dim_rope=(4, 2, 2), axes_lens=(64, 32, 32),
+        sample_size=4,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=8,
+        num_layers=1,
+        num_refiner_layers=1,
+        num_attention_heads=1,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(4, 2, 2),
+        axes_lens=(64, 32, 32),
         cap_feat_dim=16,
-    )  # fmt: skip
+    )
     return Lumina2Pipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), vae=vae(), text_encoder=gemma(),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae(),
+        text_encoder=gemma(),
         tokenizer=gemma_tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def aura_flow() -> Any:
@@ -91,15 +124,26 @@ def aura_flow() -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     transformer = AuraFlowTransformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16,
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
         pos_embed_max_size=64,
-    )  # fmt: skip
+    )
     config = UMT5Config(vocab_size=len(t5_tokenizer()), d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return AuraFlowPipeline(
-        tokenizer=t5_tokenizer(), text_encoder=UMT5EncoderModel(config), vae=vae(), transformer=transformer,
+        tokenizer=t5_tokenizer(),
+        text_encoder=UMT5EncoderModel(config),
+        vae=vae(),
+        transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-    )  # fmt: skip
+    )
 
 
 def flux2() -> Any:
@@ -108,17 +152,31 @@ def flux2() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     transformer = Flux2Transformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=48, axes_dims_rope=(2, 2, 2, 2), timestep_guidance_channels=8, guidance_embeds=False,
-    )  # fmt: skip
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        axes_dims_rope=(2, 2, 2, 2),
+        timestep_guidance_channels=8,
+        guidance_embeds=False,
+    )
     autoencoder = AutoencoderKLFlux2(
-        block_out_channels=(4, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4, norm_num_groups=2, layers_per_block=1,
-    )  # fmt: skip
+        block_out_channels=(4, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=2,
+        layers_per_block=1,
+    )
     return Flux2KleinPipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=autoencoder,
-        text_encoder=Qwen3ForCausalLM(Qwen3Config(**qwen_settings(16), head_dim=8)), tokenizer=qwen_tokenizer(),
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=autoencoder,
+        text_encoder=Qwen3ForCausalLM(Qwen3Config(**qwen_settings(16), head_dim=8)),
+        tokenizer=qwen_tokenizer(),
+    )
 
 
 def unpacked(x: Tensor) -> Tensor:
@@ -134,23 +192,32 @@ ATTENTION = ("to_q", "to_k", "to_v")
 ROWS: dict[str, Row] = {
     "sana": Row(
         sana,
-        {**LARGE, "guidance_scale": 4.5, "use_resolution_binning": False, "complex_human_instruction": None,
-         "max_sequence_length": 24},
+        {
+            **LARGE,
+            "guidance_scale": 4.5,
+            "use_resolution_binning": False,
+            "complex_human_instruction": None,
+            "max_sequence_length": 24,
+        },
         ATTENTION,
     ),
     "lumina2": Row(lumina2, {**LARGE, "guidance_scale": 4.0, "system_prompt": "", "max_sequence_length": 24}, ATTENTION),
     "aura-flow": Row(aura_flow, {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24}, ATTENTION),
     "flux2": Row(
-        flux2, {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, ATTENTION,
-        latents=unpacked, returns_samples=False,
+        flux2,
+        {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]},
+        ATTENTION,
+        latents=unpacked,
+        returns_samples=False,
     ),
     "sd3": Row(sd3, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 12}, ATTENTION),
     "flux": Row(flux, {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 12}, ATTENTION),
     "flux-guided": Row(
-        flux, {**SIZE, "guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": "bad", "max_sequence_length": 12},
+        flux,
+        {**SIZE, "guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": "bad", "max_sequence_length": 12},
         ATTENTION,
     ),
-}  # fmt: skip
+}
 
 
 def load(name: str, folder: Path) -> Any:

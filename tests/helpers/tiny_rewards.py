@@ -31,10 +31,17 @@ def clip_settings() -> dict[str, Any]:
     from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD
 
     return {
-        "do_resize": True, "size": {"shortest_edge": 30}, "resample": 3, "do_center_crop": True,
-        "crop_size": {"height": 30, "width": 30}, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD),
-    }  # fmt: skip
+        "do_resize": True,
+        "size": {"shortest_edge": 30},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": 30, "width": 30},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(CLIP_MEAN),
+        "image_std": list(CLIP_STD),
+    }
 
 
 def clip(*, act: str = "quick_gelu") -> Any:
@@ -52,10 +59,15 @@ def clip(*, act: str = "quick_gelu") -> Any:
         projection_dim=12,
         vision_config={**common, "hidden_size": 16, "image_size": 30, "patch_size": 10},
         text_config={
-            **common, "hidden_size": 20, "vocab_size": len(clip_tokenizer()), "max_position_embeddings": 24,
-            "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+            **common,
+            "hidden_size": 20,
+            "vocab_size": len(clip_tokenizer()),
+            "max_position_embeddings": 24,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 1,
         },
-    )  # fmt: skip
+    )
     return randomise(CLIPModel(config))
 
 

@@ -79,6 +79,10 @@ def job() -> Job:
     """Return a job whose reward is brightness."""
     prompts = ("a", "bb", "ccc")
     return Job(
-        Toy(), prompts, brightness, heldout=prompts, evaluators={"heldout": brightness},
+        Toy(),
+        prompts,
+        brightness,
+        heldout=prompts,
+        evaluators={"heldout": brightness},
         shape=(TOKENS, tiny_transformers.WIDTH),
-    )  # fmt: skip
+    )

@@ -19,9 +19,15 @@ def flux() -> nn.Module:
 
     torch.manual_seed(0)
     return FluxTransformer2DModel(
-        in_channels=WIDTH, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=6, pooled_projection_dim=5, axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+        in_channels=WIDTH,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=6,
+        pooled_projection_dim=5,
+        axes_dims_rope=(2, 2, 4),
+    )
 
 
 def qwen() -> nn.Module:
@@ -30,9 +36,15 @@ def qwen() -> nn.Module:
 
     torch.manual_seed(0)
     return QwenImageTransformer2DModel(
-        in_channels=WIDTH, out_channels=WIDTH, patch_size=1, num_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=6, axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+        in_channels=WIDTH,
+        out_channels=WIDTH,
+        patch_size=1,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=6,
+        axes_dims_rope=(2, 2, 4),
+    )
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -48,9 +60,12 @@ def data(tokens: int = 8) -> dict[str, Tensor]:
         return torch.randn(ITEMS, *shape, generator=generator)
 
     return {
-        "x": draw(tokens, WIDTH), "text": draw(4, 6), "pooled": draw(5), "target": draw(tokens, WIDTH),
+        "x": draw(tokens, WIDTH),
+        "text": draw(4, 6),
+        "pooled": draw(5),
+        "target": draw(tokens, WIDTH),
         "time": torch.rand(ITEMS, generator=generator),
-    }  # fmt: skip
+    }
 
 
 def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
@@ -58,19 +73,27 @@ def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
     tokens = items["x"].shape[1]
     ids = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 2, torch.arange(tokens) % 2], dim=1)
     return module(
-        hidden_states=items["x"], encoder_hidden_states=items["text"], pooled_projections=items["pooled"],
-        timestep=items["time"], img_ids=ids, txt_ids=torch.zeros(items["text"].shape[1], 3), return_dict=False,
-    )[0]  # fmt: skip
+        hidden_states=items["x"],
+        encoder_hidden_states=items["text"],
+        pooled_projections=items["pooled"],
+        timestep=items["time"],
+        img_ids=ids,
+        txt_ids=torch.zeros(items["text"].shape[1], 3),
+        return_dict=False,
+    )[0]
 
 
 def qwen_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
     """Return the transformer's output."""
     batch, tokens = items["x"].shape[:2]
     return module(
-        hidden_states=items["x"], encoder_hidden_states=items["text"], timestep=items["time"],
+        hidden_states=items["x"],
+        encoder_hidden_states=items["text"],
+        timestep=items["time"],
         encoder_hidden_states_mask=torch.ones(items["text"].shape[:2], dtype=torch.bool),
-        img_shapes=[[(1, tokens // 2, 2)]] * batch, return_dict=False,
-    )[0]  # fmt: skip
+        img_shapes=[[(1, tokens // 2, 2)]] * batch,
+        return_dict=False,
+    )[0]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor]]] = {

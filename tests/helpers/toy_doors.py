@@ -1,4 +1,4 @@
-"""What a person brings without editing the package: an objective, a sampler, a reward, a recipe and a model of their own."""
+"""User-defined parts, without a change of the package: objective, sampler, reward, recipe and model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from fluvial.engines import OptimizerConfig, TrainConfig
 from fluvial.engines.objectives.losses import LossConfig
 from fluvial.engines.objectives.protocol import ObjectiveTraits
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.items import Items, given
+from fluvial.engines.rollout.items import RecordedSteps
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.models.handwriting import BASE, Handwriting
 
 
@@ -38,10 +40,9 @@ class Pull:
         """Return the advantage."""
         return advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, PullInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PullInfo]:
         """Return -A log p."""
-        assert transition is not None  # of recorded steps
-        new = log_prob(transition, items.x, v, given(items.x_next))
+        new = log_prob(items.transition, items.x, v, items.x_next)
         return -self.scale * items.target_weight * new, PullInfo(new.detach())
 
 
@@ -58,10 +59,21 @@ def bold(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def recipe(model: str = "handwriting") -> TrainConfig:
     """Pull towards bold strokes, with settings that no built-in recipe shares."""
     return TrainConfig(
-        Path("runs/pull"), model=model, objective=Pull(), rewards=("toy_doors:bold",), updates=2, micro_batch=8,
-        rollout=RolloutConfig(prompts=2, group=4, steps=4, sampler="toy_doors:walk", eta=0.5, window=2, window_high=4),
-        optimizer=OptimizerConfig(lr=0.02), eval_every=0, eval_samples=8, final_samples=8, checkpoint_every=1,
-    )  # fmt: skip
+        Path("runs/pull"),
+        model=model,
+        objective=Pull(),
+        rewards=("toy_doors:bold",),
+        updates=2,
+        micro_batch=8,
+        rollout=RolloutConfig(
+            prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
+        ),
+        optimizer=OptimizerConfig(lr=0.02),
+        eval_every=0,
+        eval_samples=8,
+        final_samples=8,
+        checkpoint_every=1,
+    )
 
 
 def adapter() -> Any:

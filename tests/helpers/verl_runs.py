@@ -15,7 +15,7 @@ from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.objectives import LossConfig
 from fluvial.engines.objectives.table import Clipped
-from fluvial.engines.rollout.items import Items, flatten
+from fluvial.engines.rollout.items import RecordedSteps, recorded_steps
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.lora import use_adapter
@@ -32,17 +32,34 @@ def model_config(name: str, folder: Path, **changes: Any) -> Any:
     """Return the fields of verl-omni's DiffusionModelConfig that an engine reads; `scale` is that of guidance."""
     scale, noise = changes.pop("scale", 1.0), changes.pop("noise_level", ETA)
     pipeline = SimpleNamespace(
-        height=SIZE[0], width=SIZE[1], num_inference_steps=STEPS, num_frames=1,
-        guidance_scale=scale if name == "sd3" else None, true_cfg_scale=scale if name == "qwen-image" else 1.0,
-    )  # fmt: skip
+        height=SIZE[0],
+        width=SIZE[1],
+        num_inference_steps=STEPS,
+        num_frames=1,
+        guidance_scale=scale if name == "sd3" else None,
+        true_cfg_scale=scale if name == "qwen-image" else 1.0,
+    )
     fields: dict[str, Any] = {
-        "path": str(folder), "local_path": str(folder), "architecture": CLASSES[name], "algorithm": "flow_grpo",
-        "lora_rank": 0, "lora_alpha": 64, "lora_init_weights": "gaussian", "target_modules": "all-linear",
-        "target_parameters": None, "exclude_modules": None, "lora": {}, "lora_adapter_path": None, "lora_dtype": None,
-        "policy_state_adapters": ("default",), "enable_gradient_checkpointing": False, "attn_backend": "native",
-        "config_path": None, "pipeline": pipeline,
+        "path": str(folder),
+        "local_path": str(folder),
+        "architecture": CLASSES[name],
+        "algorithm": "flow_grpo",
+        "lora_rank": 0,
+        "lora_alpha": 64,
+        "lora_init_weights": "gaussian",
+        "target_modules": "all-linear",
+        "target_parameters": None,
+        "exclude_modules": None,
+        "lora": {},
+        "lora_adapter_path": None,
+        "lora_dtype": None,
+        "policy_state_adapters": ("default",),
+        "enable_gradient_checkpointing": False,
+        "attn_backend": "native",
+        "config_path": None,
+        "pipeline": pipeline,
         "algo": SimpleNamespace(noise_level=noise, sde_type=changes.pop("sde_type", "sde")),
-    }  # fmt: skip
+    }
     return SimpleNamespace(**{**fields, **changes})
 
 
@@ -69,9 +86,13 @@ def build(
     import fluvial.engines.verl.plugin  # noqa: F401  registers the engines
 
     made = base.EngineRegistry.new(
-        model_type=kind, backend="fluvial", model_config=model, engine_config=engine or engine_config(),
-        optimizer_config=optimizer_config() if optimizer == "default" else optimizer, checkpoint_config=save,
-    )  # fmt: skip
+        model_type=kind,
+        backend="fluvial",
+        model_config=model,
+        engine_config=engine or engine_config(),
+        optimizer_config=optimizer_config() if optimizer == "default" else optimizer,
+        checkpoint_config=save,
+    )
     made.initialize()
     return made
 
@@ -111,10 +132,13 @@ def batch(name: str, made: Made, **more: Any) -> Any:
     if name == "qwen-image":
         latents = torch.stack([tiny_pipelines.packed(latents[:, i]) for i in range(latents.shape[1])], dim=1)
     fields: dict[str, Any] = {
-        "all_latents": latents, "all_timesteps": made.schedule.timesteps[trajectory.steps].expand(count, -1).clone(),
-        "old_log_probs": made.log_prob_old, "advantages": made.advantage[:, None].expand(-1, RECORDED).clone(),
-        **conditioning(name, made.cond), **{key: value for key, value in more.items() if isinstance(value, Tensor)},
-    }  # fmt: skip
+        "all_latents": latents,
+        "all_timesteps": made.schedule.timesteps[trajectory.steps],
+        "old_log_probs": made.log_prob_old,
+        "advantages": made.advantage[:, None].expand(-1, RECORDED).clone(),
+        **conditioning(name, made.cond),
+        **{key: value for key, value in more.items() if isinstance(value, Tensor)},
+    }
     data: Any = TensorDict(fields, batch_size=[count])
     plain = {key: value for key, value in more.items() if not isinstance(value, Tensor)}
     for key, value in {"micro_batch_size_per_gpu": 4, **plain}.items():
@@ -178,14 +202,14 @@ def own_update(
     engine: Engine, made: Made, *, kl: float = 0.0, v_ref: Tensor | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of fluvial's own update with the same items, objective and KL."""
-    flat = items(made)._replace(v_ref=v_ref)
+    flat = items(made)
+    flat = flat if v_ref is None else flat._replace(predictions={"ref": v_ref})
     config = LossConfig(kl_coef=kl, kl_weight="rate")
 
-    def loss(part: Items) -> Any:
+    def loss(part: RecordedSteps) -> Any:
         own = optree.tree_map(lambda table: table[part.sample], made.cond)
         v = guided_velocity(made.model, engine.module, part.x, part.level, own, timestep=part.timestep, forwards="two")
-        assert part.level_next is not None
-        return Clipped(CLIP, CLIP).loss(v, part, made.sampler(part.level, part.level_next), config)
+        return Clipped(CLIP, CLIP).loss(v, part, config)
 
     info = engine.update(flat, loss, flat.weight, count=len(flat.level), micro_batch=4, pad_to=len(flat.level))
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
@@ -193,10 +217,12 @@ def own_update(
     return info.loss, found
 
 
-def items(made: Made) -> Items:
+def items(made: Made) -> RecordedSteps:
     """Return the recorded steps of a rollout as a flat set of items."""
-    trajectory = made.trajectory._replace(log_prob=made.log_prob_old)
-    return flatten(trajectory, made.schedule, made.advantage, torch.ones(len(made.advantage)))
+    trajectory, levels = made.trajectory._replace(log_prob=made.log_prob_old), made.schedule.levels
+    return recorded_steps(
+        trajectory, made.schedule, made.sampler(levels[:-1], levels[1:]), made.advantage, torch.ones(len(made.advantage))
+    )
 
 
 def reference(module: nn.Module, made: Made, *, adapters: bool) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.http.client import HttpClient
-from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, table
-from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.engines.serve.rollout.served_weights import ServedWeights
+from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.wire.client import HttpClient
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.lora_layer import Product
 
@@ -37,22 +37,17 @@ class Served:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
 
-        self.weights, self.requests = ServedWeights(module, roots=roots), list[str]()
+        self.weights = ServedWeights(module, roots=roots)
         dtype = next(module.parameters()).dtype
 
         async def models(request: Any) -> Any:
             return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
 
-        endpoints = table(WeightRoutes(self.weights, between))
-        routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
-        self.app = Starlette(routes=[Route("/v1/models", models), *routes])
-        send = asgi.transport(self.app)
-
-        def noted(request: Any, /, **limits: Any) -> Any:
-            self.requests.append(request.path)
-            return send(request, **limits)
-
-        self.client = HttpClient(f"http://{name}", patience=0, transport=noted)
+        routes = [Route("/v1/models", models), *control_routes(WeightRoutes(self.weights, between))]
+        self.app = Starlette(routes=routes)
+        transport = asgi.Transport(self.app)
+        self.requests = transport.paths
+        self.client = HttpClient(f"http://{name}", patience=0, transport=transport)
 
 
 async def between(function: Callable[[], Result], /) -> Result:

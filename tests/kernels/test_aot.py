@@ -21,6 +21,8 @@ from fluvial.kernels.fused.velocity_error import velocity_error
 REGISTERS = 168
 SHARED_BYTES = 16 * 1024
 
+pytestmark = pytest.mark.long
+
 
 def faults(row: AotRow) -> Iterable[str]:
     """Yield what is wrong with a kernel's machine code."""
@@ -58,7 +60,6 @@ def row_of(texts: dict[str, str]) -> AotRow:
     return AotRow(**values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_the_machine_code_of_every_kernel(target: str) -> None:
     """If the committed table is of these very kernels, some of its rows are compiled again; else every launch is."""

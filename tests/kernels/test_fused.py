@@ -133,9 +133,16 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
 )
 @settings(max_examples=15)
 def test_it_is_the_reference(
-    operation: Operation, batch: int, event: tuple[int, ...], dtype: torch.dtype, scale: float, std: float, form: Any,
-    reduction: Any, seed: int,
-) -> None:  # fmt: skip
+    operation: Operation,
+    batch: int,
+    event: tuple[int, ...],
+    dtype: torch.dtype,
+    scale: float,
+    std: float,
+    form: Any,
+    reduction: Any,
+    seed: int,
+) -> None:
     """Results and gradients, weighed at random, for every dtype, size, scale and way of adding up."""
     if "policy" in operation.name:  # its ratio is meant for log-probs of order 1
         scale, std, reduction = min(scale, 1.0), max(std, 0.05), "mean"
@@ -153,6 +160,7 @@ def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
     check(operation, inputs(operation, 2, event, torch.bfloat16), numbers(2))
 
 
+@pytest.mark.long
 @every_loss
 def test_a_row_of_many_chunks(operation: Operation) -> None:
     """A million and one elements; in the interpreter one operation per way of adding up, and 65,537 for the others."""
@@ -485,6 +493,7 @@ def test_only_inputs_are_kept_for_the_backward_pass(operation: Operation) -> Non
     assert all(t.data_ptr() in owned for t in large)
 
 
+@pytest.mark.long
 def test_torch_checks_every_operation() -> None:
     """Schema, fake tensors, autograd and compilation, with and without what is optional, in one chunk and in several."""
     third = [torch.rand(3) + 0.1 for _ in range(7)]
@@ -530,9 +539,16 @@ def policy_update(v: Tensor, implementation: str = "triton") -> Tensor:
     (x, x_next), scalars = STORED, TWO
     transition = Transition(scalars["a"], scalars["b"], scalars["std"])
     loss, _ = kernels.policy_loss(
-        transition, x, v, x_next, log_prob_old=scalars["old"] * 0 - 5, advantage=scalars["advantage"],
-        clip_low=0.1, clip_high=0.1, implementation=implementation,  # type: ignore[arg-type]
-    )  # fmt: skip
+        transition,
+        x,
+        v,
+        x_next,
+        log_prob_old=scalars["old"] * 0 - 5,
+        advantage=scalars["advantage"],
+        clip_low=0.1,
+        clip_high=0.1,
+        implementation=implementation,  # type: ignore[arg-type]
+    )
     return loss.sum()
 
 

@@ -119,9 +119,10 @@ def test_layers_of_different_ranks_and_scales(tmp_path: Path) -> None:
         rank, alpha = 1 + number % 2, 1.0 + number
         flat = f"lora_transformer_{layer.replace('.', '_')}"
         named |= {
-            f"{flat}.lora_down.weight": a[:rank].clone(), f"{flat}.lora_up.weight": b[:, :rank].contiguous(),
+            f"{flat}.lora_down.weight": a[:rank].clone(),
+            f"{flat}.lora_up.weight": b[:, :rank].contiguous(),
             f"{flat}.alpha": torch.tensor(alpha),
-        }  # fmt: skip
+        }
         products[layer] = alpha / rank * b[:, :rank] @ a[:rank]
     save_file(named, tmp_path / "mixed.safetensors")
     found = read_lora(tmp_path / "mixed.safetensors", Net())

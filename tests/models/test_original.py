@@ -19,9 +19,13 @@ from fluvial.models.pipelines.open import built_in
 
 RANK, ALPHA = 2, 4.0  # a scale of 2, by which every number is multiplied without rounding
 PIPELINES = {
-    "sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline", "qwen-image": "QwenImagePipeline", "wan": "WanPipeline",
-    "z-image": "ZImagePipeline", "sdxl": "StableDiffusionXLPipeline",
-}  # fmt: skip
+    "sd3": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "qwen-image": "QwenImagePipeline",
+    "wan": "WanPipeline",
+    "z-image": "ZImagePipeline",
+    "sdxl": "StableDiffusionXLPipeline",
+}
 CONVERTERS: dict[str, Any] = {
     "sd3": theirs.convert_sd3_transformer_checkpoint_to_diffusers,
     "flux": theirs.convert_flux_transformer_checkpoint_to_diffusers,

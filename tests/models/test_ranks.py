@@ -1,28 +1,44 @@
 """Two ranks, with separate samples or sharing each sample, take the update of one process, for every model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import launch
 import pipeline_ranks
 import pytest
 import torch
+from marks import long
+from pipeline_ranks import SHORT
 from safetensors.torch import load_file
 
 from fluvial.engines.fsdp.world import World, init_world
 
-pytestmark = pytest.mark.slow
+RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of every pipeline, with the results of two ranks in `two`."""
-    folder = tmp_path_factory.mktemp("ranks")
-    pipeline_ranks.save(folder)
-    (folder / "two").mkdir()
-    launch.on_ranks(2, "pipeline_ranks:updates", folder, folder / "two", timeout=400)
-    return folder
+    """Return a folder for pipelines."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Callable[[bool], Path]:
+    """Return a function that updates pipelines on two ranks, the short runs or the others, and returns their folder."""
+
+    @cache
+    def updated(short: bool) -> Path:
+        runs = [run for run in pipeline_ranks.RUNS if (run in SHORT) == short]
+        to = folder / f"two-{short}"
+        to.mkdir()
+        for name, _ in runs:
+            pipeline_ranks.save(folder, name)
+        launch.on_ranks(2, "pipeline_ranks:updates", folder, to, runs, timeout=400)
+        return to
+
+    return updated
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +48,15 @@ def one() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize(("name", "shared"), pipeline_ranks.RUNS)
-def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name: str, shared: int) -> None:
+@pytest.mark.parametrize(("name", "shared"), RUNS)
+def test_two_ranks_take_the_update_of_one_process(
+    folder: Path, two: Callable[[bool], Path], one: World, name: str, shared: int
+) -> None:
     """Velocities, log-probabilities, loss and gradients agree; ranks that share a sample have the same bits."""
+    results = two((name, shared) in SHORT)
     expected = pipeline_ranks.update(folder, name, one)
-    found = load_file(folder / "two" / f"{name}-{shared}.safetensors")
-    losses = json.loads((folder / "two" / "losses.json").read_text())
+    found = load_file(results / f"{name}-{shared}.safetensors")
+    losses = json.loads((results / "losses.json").read_text())
     for what in ("velocity", "log_prob"):
         copies = found.pop(what)
         assert len(copies) == shared
@@ -50,9 +69,9 @@ def test_two_ranks_take_the_update_of_one_process(folder: Path, one: World, name
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", pipeline_ranks.SPLIT[:3])
-def test_tokens_that_do_not_divide_are_refused(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [name if (name, 2) in SHORT else long(name) for name in pipeline_ranks.SPLIT[:3]])
+def test_tokens_that_do_not_divide_are_refused(two: Callable[[bool], Path], name: str) -> None:
     """Two ranks cannot share three tokens, wherever in the network they are split."""
-    refused = json.loads((folder / "two" / "refused.json").read_text())
+    refused = json.loads((two((name, 2) in SHORT) / "refused.json").read_text())
     tokens = "a sample has a number of tokens" if name == "wan" else "hidden_states has 3 tokens"
-    assert f"context_parallel is 2, but {tokens}, which it does not divide" in refused[name]
+    assert f"engine.context_parallel is 2: {tokens}, which it does not divide" in refused[name]

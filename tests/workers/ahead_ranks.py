@@ -10,8 +10,9 @@ import tiny_jobs as tiny
 
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.ahead import AsyncConfig
+from fluvial.engines.rollout.async_config import AsyncConfig
 from fluvial.engines.rollout.generate import Chunk
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
 
@@ -21,10 +22,14 @@ UPDATES = 5
 def config(out: Path, ahead: int) -> TrainConfig:
     """Return a run of 12 samples per rollout: with 2 ranks 4 slots are repeats."""
     return tiny.config(
-        out, updates=UPDATES, asynchronous=AsyncConfig(ahead), micro_batch=4, optimizer=OptimizerConfig(lr=0.02),
+        out,
+        updates=UPDATES,
+        asynchronous=AsyncConfig(ahead),
+        micro_batch=4,
+        optimizer=OptimizerConfig(lr=0.02),
         correction=CorrectionConfig("truncate", threshold=2.0),
-        rollout=RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, eta=0.5),
-    )  # fmt: skip
+        rollout=RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)),
+    )
 
 
 def told(records: list[dict[str, Any]]) -> list[list[Any]]:

@@ -20,18 +20,26 @@ def updates(world: World) -> dict[str, Any]:
         for lies, options in tiny_transformers.LIES.items():
             net = build()
             engine = Engine(
-                net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), world,
-                updates=1, sharding=EngineConfig(context_parallel=2, **options),
-            )  # fmt: skip
+                net,
+                tiny_transformers.blocks(net),
+                OptimizerConfig(lr=0.01),
+                world,
+                updates=1,
+                sharding=EngineConfig(context_parallel=2, **options),
+            )
             share = tiny_transformers.ITEMS // engine.world.data_size
             mine = slice(engine.world.data_rank * share, (engine.world.data_rank + 1) * share)
             items = {key: tensor[mine] for key, tensor in tiny_transformers.data().items()}
             with engine.inference() as module:
                 found = engine.world.gather(velocity(module, items))
             info = engine.update(
-                items, tiny_transformers.loss_of(velocity, engine.module), torch.ones(share),
-                count=tiny_transformers.ITEMS, micro_batch=2, pad_to=share,
-            )  # fmt: skip
+                items,
+                tiny_transformers.loss_of(velocity, engine.module),
+                torch.ones(share),
+                count=tiny_transformers.ITEMS,
+                micro_batch=2,
+                pad_to=share,
+            )
             result[name][lies] = {
                 "gradients": {key: tensor.tolist() for key, tensor in tiny_transformers.gradients(engine).items()},
                 "info": info._asdict(),

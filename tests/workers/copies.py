@@ -102,11 +102,14 @@ def checkpoints(world: World, folder: str) -> dict[str, Any]:
         seen = full(other)
         update(other)
         found[kind] = {
-            "whole": isinstance(engine.module, WholeModule), "skipped": skipped, "counters": engine.counters(),
-            "collectives": dict(collectives.counts), "reads": reads.total,
+            "whole": isinstance(engine.module, WholeModule),
+            "skipped": skipped,
+            "counters": engine.counters(),
+            "collectives": dict(collectives.counts),
+            "reads": reads.total,
             "restored as the other": all(torch.equal(seen[name], tensor) for name, tensor in state.items()),
             "goes on as the other": apart(full(other), ends[kind]),
-        }  # fmt: skip
+        }
     found["apart"] = apart(ends["copies"], ends["shards"])
     total = float(sum(tensor.double().sum() for tensor in ends["copies"].values()))
     found["ranks alike"] = len(set(world.gather_items(total))) == 1

@@ -14,10 +14,16 @@ from fluvial.engines.cli import main as cli
 def run(pids: str, restarts: int, *args: str) -> None:
     """Run the command line as `torchrun --standalone` does; the file RANK in the folder `pids` holds a rank's process id."""
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=str(uuid.uuid4()), max_restarts=restarts,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=str(uuid.uuid4()),
+        max_restarts=restarts,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
         monitor_interval=1.0,  # time for a rank to say that it lost another, before the agent tells it to stop
-    )  # fmt: skip
+    )
     elastic_launch(config, rank)(pids, args)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import tiny_jobs as tiny
 
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.evaluation.table import rows
 from fluvial.engines.fsdp.world import World
@@ -18,11 +18,21 @@ def two(world: World) -> dict[str, Any]:
     evaluators = {"bright": tiny.brightness, "passes": lambda images, prompts: [float(p == "0") for p in prompts]}
     job = tiny.job(heldout=TAGGED, evaluators=evaluators)
     found = evaluate(
-        job, job.model.build(), samples=None, seeds=3, micro_batch=2, world=world,
-        schedule=job.model.schedule(2, tiny.SHAPE), keep=lambda names, images: kept.extend(names),
-    )  # fmt: skip
+        job,
+        job.model.build(),
+        samples=None,
+        seeds=3,
+        micro_batch=2,
+        world=world,
+        schedule=job.model.schedule(2, tiny.SHAPE),
+        keep=lambda names, images: kept.extend(names),
+    )
     return {
-        "values": found.scores.values.tolist(), "score": found.score, "split": found.split, "kept": kept,
-        "rows": [vars(row) for row in rows(found.scores)], "images": (found.images * 255).round().tolist(),
-        "prompts": [str(prompt) for prompt in found.prompts],
-    }  # fmt: skip
+        "values": found.scores.values.tolist(),
+        "score": found.score,
+        "split": found.split,
+        "kept": kept,
+        "rows": [vars(row) for row in rows(found.scores)],
+        "images": (found.images * 255).round().tolist(),
+        "prompts": texts(found.prompts),
+    }

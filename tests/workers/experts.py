@@ -27,9 +27,14 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
     model = open_model(folder, text_tokens=TEXT, device="cpu")
     module = model.build(empty=True)
     engine = Engine(
-        module, model.blocks(module), OptimizerConfig(lr=0.01), world,
-        updates=1, sharding=EngineConfig(), weights=model.weights,
-    )  # fmt: skip
+        module,
+        model.blocks(module),
+        OptimizerConfig(lr=0.01),
+        world,
+        updates=1,
+        sharding=EngineConfig(),
+        weights=model.weights,
+    )
     each = len(SIGMA) // world.size
     mine = slice(world.rank * each, (world.rank + 1) * each)
     x = torch.randn(len(SIGMA), *model.latent_shape(16, 16, 3), generator=torch.Generator().manual_seed(0))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.rewards import runner
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train import job as jobs
+from fluvial.engines.train import train
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.trainer import train
 
 
 def raises(count: int) -> Tensor:
@@ -53,7 +54,7 @@ def bad_reward(folder: str, kind: str) -> None:
         return BAD[kind](len(prompts)) if last else torch.arange(float(len(prompts)))
 
     def command(args: list[str]) -> int:
-        rollout = RolloutConfig(prompts=2, group=4, steps=4, window=2)
+        rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
         config = TrainConfig(out=Path(folder), updates=1, micro_batch=4, final_samples=8, rollout=rollout)
         train(config, replace(jobs.handwriting(), rewards={"it": reward}))
         return 0

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.gathering import gather_rewards
+from fluvial.engines.rewards.gather import gather_rewards
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.generate import slots
 
@@ -35,7 +36,7 @@ def scores(world: World, prompts: int, group: int, micro_batch: int) -> dict[str
         part = slice(start, start + micro_batch)
         values = torch.tensor([float(i) for i in ids[part]])
         texts = [f"prompt {i // group}" for i in ids[part]]
-        runners.submit(values[:, None, None, None].expand(-1, 1, 2, 2), texts, values[:, None], numbers[part])
+        runners.submit(values[:, None, None, None].expand(-1, 1, 2, 2), as_prompts(texts), values[:, None], numbers[part])
     runners.exchange(world)
     own = runners.collect(batch=batch)
     runners.close()

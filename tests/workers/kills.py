@@ -146,7 +146,7 @@ SCENES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[i
 
 
 def every_moment(root: Path, *, scene: str, url: bool, full: bool, background: bool) -> dict[str, Any]:
-    """Let the save of a scene meet its fault at each operation in turn, until it gets through; look at what is left.
+    """Make the save of a scene meet its fault at each operation in turn, until it gets through; look at what is left.
 
     Returns:
         {operations: how many there are, outcomes: {newest afterwards: how often}}.
@@ -198,7 +198,7 @@ def every_moment(root: Path, *, scene: str, url: bool, full: bool, background: b
 
 
 def any_moment(root: Path, *, rounds: int, url: bool, background: bool) -> dict[str, Any]:
-    """Kill a process that saves without end at random times; look at what is left, and go on from there."""
+    """Kill a process that saves without end at random times; look at what is left, and continue from there."""
     folder: Any = "bucket://run/checkpoints" if url else root / "run" / "checkpoints"
     os.environ["BUCKET"] = str(root)
     rng, ready = random.Random(0), root / "ready"

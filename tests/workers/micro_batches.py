@@ -9,6 +9,7 @@ import tiny_jobs as tiny
 
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.plan import micro_batch
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import RolloutConfig
 from fluvial.engines.train.trainer import Trainer
 
@@ -26,7 +27,7 @@ def chosen(world: World, folder: str) -> tuple[Any, dict[str, str]]:
         return size * seconds[size]
 
     micro_batch._seconds = timed
-    rollout = RolloutConfig(prompts=4, group=4, steps=tiny.STEPS, eta=0.5)
+    rollout = RolloutConfig(prompts=4, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
     config = tiny.config(Path(folder), micro_batch="auto", updates=2, rollout=rollout)
     found, digests = None, {}
     for size in ("auto", "4"):

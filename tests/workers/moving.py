@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from fluvial.core.transitions import Transition
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.items import Items, rebalance
+from fluvial.engines.rollout.items import RecordedSteps, rebalance
 
 
 def move(world: World) -> list[Any]:
@@ -18,23 +19,32 @@ def move(world: World) -> list[Any]:
             rank, samples = grouped.data_rank, 3
             numbers = torch.arange(counts[rank]) + 100 * rank
             rows = torch.arange(counts[rank]) % samples
-            pairs = Items(
-                x=numbers.float()[:, None, None].expand(-1, 2, 3), x_next=numbers.float()[:, None] + 0.5,
-                level=numbers.float(), timestep=None,
-                log_prob_old=numbers.double(), target_weight=numbers.float(), weight=torch.ones(counts[rank]),
+            pairs = RecordedSteps(
+                x=numbers.float()[:, None, None].expand(-1, 2, 3),
+                x_next=numbers.float()[:, None] + 0.5,
+                level=numbers.float(),
+                timestep=numbers,
+                level_next=numbers.float(),
+                predictions={"old": numbers.float()},
+                transition=Transition(numbers.float(), numbers.float(), numbers.float()),
+                log_prob_old=numbers.double(),
+                target_weight=numbers.float(),
+                weight=torch.ones(counts[rank]),
                 sample=rows,
-            )  # fmt: skip
+            )
             cond = {"tokens": (10.0 * rank + torch.arange(samples))[:, None].expand(-1, 4)}
             moved, table = rebalance(pairs, cond, counts, grouped)
-            assert moved.x_next is not None
-            assert moved.log_prob_old is not None
             found = [
                 [int(a), float(b), float(c), int(d), float(e)]
                 for a, b, c, d, e in zip(
-                    moved.level, moved.x[:, 1, 2], moved.x_next[:, 0], moved.log_prob_old,
-                    table["tokens"][moved.sample][:, 3], strict=True,
+                    moved.level,
+                    moved.x[:, 1, 2],
+                    moved.x_next[:, 0],
+                    moved.log_prob_old,
+                    table["tokens"][moved.sample][:, 3],
+                    strict=True,
                 )
-            ]  # fmt: skip
+            ]
             expected = [
                 [n + 100 * r, n + 100.0 * r, n + 100.0 * r + 0.5, n + 100 * r, 10.0 * r + n % samples]
                 for r, count in enumerate(counts)

@@ -10,20 +10,24 @@ import torch
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
+from fluvial.engines.rollout.noising import ContinuousLevels
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomRecorded
 from fluvial.engines.train.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
 
-STEPS = RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, eta=0.5)  # 12 samples: with 2 ranks 4 slots are repeats
-ODE = replace(STEPS, sampler="ode", eta=0.0)
+# 12 samples: with 2 ranks 4 slots are repeats
+STEPS = RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = replace(STEPS, sampler=Ode())
 RUNS: dict[str, dict[str, Any]] = {
-    "nft": {"objective": Nft(), "rollout": replace(ODE, solver="dpmpp_2m"), "train": "lora", "kl": KLConfig(0.1)},
+    "nft": {"objective": Nft(), "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl": KLConfig(0.1)},
     "awm": {"objective": Awm(), "rollout": ODE, "epochs": 2, "updates": 2},
     "dpo": {"objective": Dpo(), "rollout": ODE, "noising": NoisingConfig(3)},
     "dpo, lora": {"objective": Dpo(), "rollout": ODE, "train": "lora"},
     "raft": {"objective": Raft(), "rollout": ODE, "kl": KLConfig(0.1)},
-    "sft": {"objective": Sft(), "rollout": ODE, "noising": NoisingConfig(2, "continuous")},
+    "sft": {"objective": Sft(), "rollout": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
     "distill": {"objective": Distill(teacher=Path("teacher")), "rollout": STEPS},
     "minibatches": {"rollout": STEPS, "minibatches": 2, "updates": 2},
-    "fraction": {"rollout": replace(STEPS, fraction=0.5, shared_noise=True)},
+    "fraction": {"rollout": replace(STEPS, trained=RandomRecorded(0.5), shared_noise=True)},
     "correction": {"rollout": replace(STEPS, autocast=True), "correction": CorrectionConfig("truncate", "trajectory")},
     "guard": {"objective": Guard(), "rollout": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }

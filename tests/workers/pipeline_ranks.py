@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World
@@ -31,6 +32,7 @@ WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not ro
 SPLIT = ("flux", "qwen-image", "wan", "flux2")  # pipelines whose tokens diffusers can split over ranks
 # Every pipeline, and the number of ranks that share a sample.
 RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
+SHORT = (("sd3", 1), ("sana", 1), ("flux", 2))  # in every run of the tests; the others in `make test-all`
 
 
 class Info(NamedTuple):
@@ -48,11 +50,13 @@ class Update(NamedTuple):
     gradients: dict[str, Tensor]  # AdamW's first moments
 
 
-def save(root: Path) -> None:
-    """Save every pipeline below a folder."""
-    for name in WITH_ADAPTER:
+def save(root: Path, name: str) -> None:
+    """Save a pipeline below a folder, once."""
+    if (root / name).exists():
+        return
+    if name in WITH_ADAPTER:
         tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name)
-    for name in WITHOUT_ADAPTER:
+    else:
         tiny_replayed.load(name, root / name)
 
 
@@ -74,9 +78,14 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
     shape = shape if size is None else model.latent_shape(*size)
     module = model.build(empty=True)
     engine = Engine(
-        module, model.blocks(module), OptimizerConfig(lr=0.01, weight_decay=0.0), world,
-        updates=1, sharding=EngineConfig(context_parallel=context_parallel), weights=model.weights,
-    )  # fmt: skip
+        module,
+        model.blocks(module),
+        OptimizerConfig(lr=0.01, weight_decay=0.0),
+        world,
+        updates=1,
+        sharding=EngineConfig(context_parallel=context_parallel),
+        weights=model.weights,
+    )
     split = engine.world
     source = torch.Generator().manual_seed(0)
     schedule = on_device(model.schedule(STEPS, shape), torch.device("cpu"))
@@ -84,13 +93,17 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
     mine = slice(split.data_rank * each, (split.data_rank + 1) * each)
     rows = torch.arange(ITEMS)[mine]
     x, x_next = (torch.randn(ITEMS, *shape, generator=source)[mine] for _ in range(2))
-    cond = Guidance(scale=3.0).encode(model, PROMPTS)
+    cond = Guidance(scale=3.0).encode(model, as_prompts(PROMPTS))
 
     def velocity(net: Any, items: dict[str, Tensor]) -> Tensor:
         return guided_velocity(
-            model, net, items["x"], schedule.levels[items["row"]], optree.tree_map(lambda table: table[items["row"]], cond),
+            model,
+            net,
+            items["x"],
+            schedule.levels[items["row"]],
+            optree.tree_map(lambda table: table[items["row"]], cond),
             timestep=schedule.timesteps[items["row"]],
-        )  # fmt: skip
+        )
 
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         error = velocity(engine.module, items).square().flatten(1).mean(1)
@@ -121,12 +134,12 @@ def _sampler(model: DiffusionModel, schedule: Schedule) -> Sampler:
     return partial(ddim, eta=1.0)
 
 
-def updates(world: World, folder: str, to: str) -> None:
-    """Update every pipeline in a folder, and write the results of the ranks to another."""
+def updates(world: World, folder: str, to: str, runs: list[Any]) -> None:
+    """Update pipelines of a folder, and write the results of the ranks to another."""
     root, out = Path(folder), Path(to)
     warnings.simplefilter("ignore")  # deprecations within diffusers
     losses = {}
-    for name, shared in RUNS:
+    for name, shared in runs:
         found = update(root, name, world, context_parallel=shared)
         losses[f"{name}-{shared}"] = found.loss
         if world.is_main:
@@ -134,6 +147,8 @@ def updates(world: World, folder: str, to: str) -> None:
             save_file({**tensors, **found.gradients}, out / f"{name}-{shared}.safetensors")
     refused = {}
     for name in SPLIT[:3]:
+        if [name, 2] not in runs:
+            continue
         try:
             update(root, name, world, context_parallel=2, size=(12, 4))
         except UsageError as error:

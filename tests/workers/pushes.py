@@ -14,8 +14,8 @@ from weight_servers import adapted, base, engine_of, move, moved_base, run, serv
 import fluvial.engines.fsdp.export as exporting
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.sources.weights import Method, WeightSync
-from fluvial.engines.wire.weights import checksum
+from fluvial.engines.sources.weight_sync import Method, WeightSync
+from fluvial.engines.wire.weight_buckets import checksum
 
 
 class Noting:
@@ -48,8 +48,11 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
     """Push an adapter over another base, all weights and buckets; return what was sent, and what the server computes."""
     result: dict[str, Any] = {}
     for method, module in {
-        "lora": adapted(moved_base()), "disk": adapted(base()), "full": moved_base(), "shared_memory": moved_base()
-    }.items():  # fmt: skip
+        "lora": adapted(moved_base()),
+        "disk": adapted(base()),
+        "full": moved_base(),
+        "shared_memory": moved_base(),
+    }.items():
         engine = engine_of(module, world, comm="reshard")
         if method in ("lora", "disk"):
             move(engine, seed=0)

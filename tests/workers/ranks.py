@@ -1,8 +1,11 @@
 """Updates the net once with each way of sharding, for test_sharding.py."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
+import torch
 from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
@@ -23,15 +26,15 @@ def updates(world: World) -> dict[str, Any]:
         if world.size % sharding.get("replicas", 1):
             continue
         net = Net()
-        engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=EngineConfig(**sharding))
+        config = EngineConfig(**sharding)
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # one process runs inductor's
+            engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1, sharding=config)
         if sharding.get("offload") == "phases":
             engine.offload()
             engine.onload()
         with Collectives() as counter:
-            engine.update(
-                {key: tensor[mine] for key, tensor in items.items()}, squared(net), weight[mine],
-                count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest,
-            )  # fmt: skip
+            local = {key: tensor[mine] for key, tensor in items.items()}
+            engine.update(local, squared(net), weight[mine], count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest)
         result[name] = {
             "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
             "counts": dict(counter.counts),

@@ -102,7 +102,7 @@ def dies(folder: Path, world: World) -> None:
 
 
 def killed(folder: Path) -> dict[str, Any]:
-    """Let rank 1 die in the background of a save; say what rank 0 says, and what is there then and after another save."""
+    """Kill rank 1 in the background of a save; say what rank 0 says, and what is there then and after another save."""
     first, second = forks.on_ranks(2, lambda world: dies(folder, world), catch=True)
     assert second.signal == signal.SIGKILL
     listed = [path.name for path in checkpoint.listed(folder)]

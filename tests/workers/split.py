@@ -22,9 +22,12 @@ def updates(world: World, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for train in ("lora", "full"):
         run = config(
-            Path(folder), train=train, micro_batch=2, kl=KLConfig(coef=0.1),
+            Path(folder),
+            train=train,
+            micro_batch=2,
+            kl=KLConfig(coef=0.1),
             engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
-        )  # fmt: skip
+        )
         run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
         trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
         for _ in range(2):

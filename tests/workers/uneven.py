@@ -10,6 +10,7 @@ from handwriting_jobs import config, job
 from torch import Tensor
 
 from fluvial.engines.fsdp.world import World
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train.config import KLConfig, RolloutConfig
 from fluvial.engines.train.trainer import Trainer
 
@@ -28,12 +29,15 @@ def updates(world: World, folder: str) -> dict[str, Any]:
     for kl_coef in (0.0, 0.1):
         run = replace(
             config(
-                Path(folder), micro_batch=4, train="lora",
-                rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=2),
+                Path(folder),
+                micro_batch=4,
+                train="lora",
+                rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=RandomWindow(2)),
                 kl=KLConfig(coef=kl_coef),
             ),
-            final_samples=4, seed=SEED,
-        )  # fmt: skip
+            final_samples=4,
+            seed=SEED,
+        )
         trainer = Trainer(run, job(one_code_alone, prompts=CODES), world, console=None)
         forwards: list[bool] = []
         trainer.engine.module.register_forward_hook(

@@ -53,11 +53,16 @@ def counts(world: World) -> list[dict[str, Any]]:
                     update_engine(engine, rollout, micro_batch=SAMPLES * steps // n, **forwards)
                 found.append(
                     {
-                        "sharding": sharding, "guidance": guidance, "steps": steps, "n": n,
-                        "gathers": collectives.all_gathers, "scatters": collectives.reduce_scatters,
-                        "others": collectives.others, "reads": dict(reads.counts),
+                        "sharding": sharding,
+                        "guidance": guidance,
+                        "steps": steps,
+                        "n": n,
+                        "gathers": collectives.all_gathers,
+                        "scatters": collectives.reduce_scatters,
+                        "others": collectives.others,
+                        "reads": dict(reads.counts),
                     }
-                )  # fmt: skip
+                )
     return found
 
 

@@ -43,10 +43,13 @@ def train(world: World, folder: str, out: str) -> dict[str, Any]:
         if world.is_main:
             save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, Path(out) / f"{way}.safetensors")
         result[way] = {
-            "norm": norm, "loss": float(loss), "dp": [engine.get_data_parallel_rank(), engine.get_data_parallel_size()],
-            "collects": engine.is_mp_src_rank_with_outputs(), "log_probs": output["model_output"]["log_probs"].tolist(),
+            "norm": norm,
+            "loss": float(loss),
+            "dp": [engine.get_data_parallel_rank(), engine.get_data_parallel_size()],
+            "collects": engine.is_mp_src_rank_with_outputs(),
+            "log_probs": output["model_output"]["log_probs"].tolist(),
             "sent": {name: float(tensor.double().sum()) for name, tensor in sent.items()},
-        }  # fmt: skip
+        }
         if world.size > 1 and way == "full":
             uneven = verl_runs.batch("qwen-image", made)[: 2 + world.rank]
             try:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient, shown
 from fluvial.engines.rewards.clients import images as wire
 from fluvial.engines.rewards.clients.replies import element, field, kind
+from fluvial.engines.wire.client import HttpClient, shown
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOP = 20  # tokens whose log-probabilities are asked for, the most that servers give
@@ -93,7 +93,7 @@ class Chat:
                 names = [name for name in found if isinstance(name, str) and name]
                 if len(names) != 1:
                     has = shown(", ".join(names)) if names else "none"
-                    raise RunError(f"{where} lists {len(names)} models ({has}): set model to the name of one")
+                    raise RunError(f"{where} lists {len(names)} models ({has}): set `model` to the name of one")
                 self.model = names[0]
             return self.model
 
@@ -102,7 +102,7 @@ def template(path: Path | None, name: str) -> str:
     """Return the text of a question: that of a file, or one that comes with fluvial.
 
     Args:
-        path: file of a person's own, in which {prompt} stands for the prompt.
+        path: file of the user, in which {prompt} stands for the prompt.
         name: name of the built-in one.
 
     Raises:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients import images as wire
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import field, scores
+from fluvial.engines.wire.client import HttpClient
 
 
 class FlowFactory:
@@ -24,7 +24,7 @@ class FlowFactory:
 
     def __init__(self, server: HttpClient, *, batch: int = 16) -> None:
         if batch < 1:
-            raise UsageError(f"batch is {batch}, expected at least 1")
+            raise UsageError("batch", batch, "at least 1")
         self.server, self.batch = server, batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient, shown
 from fluvial.engines.rewards.clients import images as wire
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import field, scores
 from fluvial.engines.rewards.clients.unpickle import ForbiddenPickleError, loads
+from fluvial.engines.wire.client import HttpClient, shown
 
 FORMS = {
     "verl": "scores",
@@ -40,9 +40,14 @@ class FlowGrpo:
     """
 
     def __init__(
-        self, server: HttpClient, *, trust_pickle: bool = False,
-        form: Literal["verl", "unified", "deqa", "geneval"] = "verl", field: str = "", batch: int = 64,
-    ) -> None:  # fmt: skip
+        self,
+        server: HttpClient,
+        *,
+        trust_pickle: bool = False,
+        form: Literal["verl", "unified", "deqa", "geneval"] = "verl",
+        field: str = "",
+        batch: int = 64,
+    ) -> None:
         if not trust_pickle:
             raise UsageError(
                 f"trust_pickle is False, and {server.address} speaks in pickles: set trust_pickle to True if the server is "
@@ -51,7 +56,7 @@ class FlowGrpo:
         if form not in FORMS:
             raise UsageError(f"form is {form!r}, expected one of {', '.join(FORMS)}")
         if batch < 1:
-            raise UsageError(f"batch is {batch}, expected at least 1")
+            raise UsageError("batch", batch, "at least 1")
         self.server, self.form, self.field, self.batch = server, form, field or FORMS[form], batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:

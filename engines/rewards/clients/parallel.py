@@ -1,57 +1,13 @@
-"""Send the parts of a batch at the same time, and say what becomes of the parts that fail."""
+"""Scores of a batch whose parts are sent at the same time; parts that fail have none."""
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def each(function: Callable[[Item], Result], items: Sequence[Item], *, at_once: int) -> list[Result | RunError]:
-    """Return the result of each item in order, or the RunError that it ended with.
-
-    The threads are daemons, so that a request which hangs does not keep a process alive that is asked to end.
-
-    Args:
-        function: function to call.
-        items: its arguments.
-        at_once: largest number of threads.
-    """
-    results: list[Result | BaseException | None] = [None] * len(items)
-    numbers, lock = iter(range(len(items))), threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            try:
-                results[number] = function(items[number])
-            except BaseException as error:
-                results[number] = error
-
-    if at_once == 1 or len(items) <= 1:
-        work()
-    else:
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(items)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    found: list[Result | RunError] = []
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, RunError):
-            raise result
-        found.append(result)  # type: ignore[arg-type]
-    return found
+from fluvial.engines.wire.threads import in_threads
 
 
 def in_batches(function: Callable[[slice], Sequence[object]], count: int, *, batch: int, at_once: int) -> Tensor:
@@ -67,17 +23,22 @@ def in_batches(function: Callable[[slice], Sequence[object]], count: int, *, bat
         RunError: all batches failed; the error is that of the first.
     """
     parts = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
-    found = each(function, parts, at_once=at_once)
-    failures = [result for result in found if isinstance(result, RunError)]
-    if failures and len(failures) == len(found):
+    scores, failures = dict[int, Tensor](), dict[int, RunError]()
+    with in_threads(function, parts, at_once=at_once) as results:
+        for place, result in results:
+            if isinstance(result, RunError):
+                failures[place] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                scores[place] = torch.tensor(list(result), dtype=torch.float32)
+    if failures and not scores:
         raise failures[0]
     if failures:
-        lost = sum(part.stop - part.start for part, result in zip(parts, found, strict=True) if isinstance(result, RunError))
-        warnings.warn(f"{lost} of {count} samples have no score: {failures[0]}", RuntimeWarning, stacklevel=2)
-    tensors = [None if isinstance(result, RunError) else torch.tensor(list(result), dtype=torch.float32) for result in found]
-    shape = next((tensor.shape[1:] for tensor in tensors if tensor is not None), ())
-    scores = torch.full((count, *shape), torch.nan)
-    for part, tensor in zip(parts, tensors, strict=True):
-        if tensor is not None:
-            scores[part] = tensor
-    return scores
+        lost = sum(parts[place].stop - parts[place].start for place in failures)
+        warnings.warn(f"{lost} of {count} samples have no score: {failures[min(failures)]}", RuntimeWarning, stacklevel=2)
+    shape = next((tensor.shape[1:] for tensor in scores.values()), ())
+    found = torch.full((count, *shape), torch.nan)
+    for place, tensor in scores.items():
+        found[parts[place]] = tensor
+    return found

@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.http.client import shown
+from fluvial.engines.wire.client import shown
 
 LARGEST = 1e9  # size of a score; what is larger is a server's mistake
 

@@ -5,11 +5,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
+from fluvial.engines.wire.client import HttpClient
 
 CLIENTS: dict[str, type] = {
     "flow_factory": FlowFactory,

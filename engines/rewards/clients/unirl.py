@@ -7,10 +7,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient, shown
 from fluvial.engines.rewards.clients import images as wire
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import element, field, kind, score
+from fluvial.engines.wire.client import HttpClient, shown
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "first": lambda values: values[0],
@@ -36,15 +36,20 @@ class UniRL:
     """
 
     def __init__(
-        self, server: HttpClient, *, rewards: tuple[str, ...], metric: Literal["first", "mean", "max"] = "first",
-        batch: int = 16, quality: int = wire.QUALITY,
-    ) -> None:  # fmt: skip
+        self,
+        server: HttpClient,
+        *,
+        rewards: tuple[str, ...],
+        metric: Literal["first", "mean", "max"] = "first",
+        batch: int = 16,
+        quality: int = wire.QUALITY,
+    ) -> None:
         if not rewards or len(set(rewards)) < len(rewards) or not all(rewards):
-            raise UsageError(f"rewards is {list(rewards)}, expected names that the server has, each once")
+            raise UsageError("rewards", list(rewards), "names that the server has, each once")
         if metric not in METRICS:
             raise UsageError(f"metric is {metric!r}, expected one of {', '.join(METRICS)}")
         if batch < 1 or not 1 <= quality <= 100:
-            raise UsageError(f"batch is {batch} and quality is {quality}, expected at least 1, and 1 to 100")
+            raise UsageError(f"`batch` is {batch} and quality is {quality}, expected at least 1, and 1 to 100")
         self.server, self.rewards, self.metric, self.batch, self.quality = server, rewards, metric, batch, quality
 
     def __call__(

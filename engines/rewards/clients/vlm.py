@@ -10,11 +10,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.chat import PLACE, Chat, probability, template
+from fluvial.engines.rewards.clients.chat import PLACE, Chat, probability
+from fluvial.engines.rewards.clients.chat import template as question_of
 from fluvial.engines.rewards.clients.parallel import in_batches
 from fluvial.engines.rewards.clients.replies import kind, score
+from fluvial.engines.wire.client import HttpClient
 
 FRAMES = 8  # frames of a video that a model is shown
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -33,7 +34,7 @@ class YesNo:
     """
 
     def __init__(self, server: HttpClient, *, model: str = "", template: Path | None = None) -> None:
-        self.chat, self.question = Chat(server, model=model), _question(template, "yes_no")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "yes_no")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the probability for each sample, `[B]`; NaN where neither yes nor no is likely.
@@ -66,12 +67,18 @@ class Rating:
     """
 
     def __init__(
-        self, server: HttpClient, *, model: str = "", template: Path | None = None, low: float = 1.0, high: float = 10.0,
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        low: float = 1.0,
+        high: float = 10.0,
         max_tokens: int = 64,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise UsageError(f"low is {low:g} and high is {high:g}, expected numbers, the first below the second")
-        self.chat, self.question = Chat(server, model=model), _question(template, "rating")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "rating")
         self.low, self.high, self.max_tokens = low, high, _positive(max_tokens=max_tokens)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -82,8 +89,11 @@ class Rating:
         """
         number_type = {"type": "number", "minimum": self.low, "maximum": self.high}
         schema = {
-            "type": "object", "properties": {"score": number_type}, "required": ["score"], "additionalProperties": False,
-        }  # fmt: skip
+            "type": "object",
+            "properties": {"score": number_type},
+            "required": ["score"],
+            "additionalProperties": False,
+        }
         question = self.question.replace("{low}", f"{self.low:g}").replace("{high}", f"{self.high:g}")
 
         def asked(files: list[bytes], number: int) -> float:
@@ -97,7 +107,7 @@ class Rating:
 class UnifiedReward:
     """UnifiedReward's score: the number after "Final Score:", from 1 to 5, divided by 5.
 
-    Source: arXiv 2503.05236; question, image size and pattern as flow_grpo uses them. A reply without a score is none here,
+    Source: arXiv 2503.05236; question, image size and pattern as flow_grpo uses them. A reply without a score is NaN here,
     where flow_grpo takes it for 0.
 
     Args:
@@ -113,7 +123,7 @@ class UnifiedReward:
     ) -> None:
         if size < 0:
             raise UsageError(f"size is {size}, expected pixels, or 0 for images as they are")
-        self.chat, self.question = Chat(server, model=model), _question(template, "unified_reward")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward")
         self.size, self.max_tokens = size, _positive(max_tokens=max_tokens)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -150,12 +160,17 @@ class Questions:
     """
 
     def __init__(
-        self, server: HttpClient, *, model: str = "", template: Path | None = None, column: str = "vqa_list",
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        column: str = "vqa_list",
         mean: Literal["arithmetic", "geometric"] = "arithmetic",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if mean not in ("arithmetic", "geometric"):
             raise UsageError(f"mean is {mean!r}, expected arithmetic or geometric")
-        self.chat, self.question = Chat(server, model=model), _question(template, "question")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "question")
         self.column, self.mean = column, mean
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -198,10 +213,6 @@ def _each_sample(
         return [score(asked(files, part.start))]
 
     return in_batches(scored, len(samples), batch=1, at_once=chat.server.in_flight)
-
-
-def _question(path: Path | None, name: str) -> str:
-    return template(path, name)
 
 
 def _positive(*, max_tokens: int) -> int:

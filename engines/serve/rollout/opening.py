@@ -1,4 +1,4 @@
-"""The policy of a name: a built-in model, a pipeline of diffusers, a person's own model, or the export of a run."""
+"""The policy of a name: a built-in model, a pipeline of diffusers, a user-defined model, or the export of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,46 +11,51 @@ from fluvial.engines.fsdp.files import shared_folder
 from fluvial.engines.fsdp.parallelize import cast_samples
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.serve.rollout.policy import Policy
-from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import BUILT_IN, PipelineConfig
-from fluvial.engines.train.jobs.weights import WEIGHTS, base_model, is_run, with_base
+from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.jobs.weights import WEIGHTS, base_model, is_run
+from fluvial.models.device import default_device, is_accelerator
 from fluvial.models.protocol import Weights
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def opened(
-    name: str, *, weights: Path | None, steps: int, guidance: Guidance, pipeline: PipelineConfig, dtype: Dtype = "auto",
-    roots: Sequence[Path] = (), device: torch.device | None = None,
-) -> Policy:  # fmt: skip
+    name: str,
+    *,
+    weights: Path | None,
+    steps: int,
+    guidance: Guidance,
+    pipeline: PipelineConfig,
+    dtype: Dtype = "auto",
+    roots: Sequence[Path] = (),
+    device: torch.device | None = None,
+) -> Policy:
     """Return the policy of a name, with its network on the device.
 
     Args:
         name: built-in model, folder or id on the Hub of a pipeline, `module:name`, or folder of a run.
         weights: folder of other base weights; None takes the model's own.
         steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
-        dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on CUDA, else float32.
+        dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on a GPU, else float32.
         roots: folders that weights may be read from later; by default `shared_folder()` and those of the model's own.
-        device: device; by default CUDA where there is one.
+        device: device; by default the GPU where there is one.
 
     Raises:
         UsageError: there is no such model, or it cannot be loaded.
         RunError: the folder in shared memory belongs to somebody else.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda") else torch.float32
+    device = device or default_device()
+    kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = base_model(name)
     if is_run(name):
         if weights is not None:
-            raise UsageError(f"weights is {weights}, and {name} is a run with its own: leave one out")
+            raise UsageError("weights", weights, hint=f"{name} is a run with its own; leave one out")
         weights = Path(name) / WEIGHTS
         if not weights.is_dir():
             raise UsageError(f"{name} is a run that has exported no weights: let it end (--resume)")
-    if base in BUILT_IN:
-        job = jobs.named(base, weights=weights)
-    else:
-        job = with_base(jobs.opened(base, pipeline, steps=steps, guidance=guidance, compute=kind), weights)
+    job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind)
     module = jobs.build(job).eval()
     cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too

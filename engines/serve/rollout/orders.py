@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace as replace_fields
 
-from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, key
-from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.solvers import Solver
+from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
-from fluvial.engines.wire.request import RequestLimits, RolloutRequest, check_steps, guidance_of
+from fluvial.engines.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
 from fluvial.models.padding import trims_padding
 
 
@@ -41,63 +41,47 @@ class Recipe:
     Args:
         shape: shape of a sample.
         steps: steps of the schedule.
+        guidance: guidance of every step.
+        form: form of the log-probabilities.
+        options: fluvial's own fields of the request that are the same for all samples.
         sampler: name of the sampler of the stochastic steps; None takes none.
         eta: scale of the noise.
         window: the stochastic steps; None where each sample has a window of its own.
         window_size: number of steps of such a window.
         record: whether log-probabilities are recorded.
-        form, reduction: of the log-probabilities.
-        guidance: guidance of every step.
-        solver: solver of the ODE, where no step is stochastic.
-        text_tokens: length that prompts are padded to; None is the model's own.
-        autocast: let the model compute in bfloat16 under torch's autocast.
-        reuse: layers that see the prompt alone whose results are computed once.
-        after: how the deterministic steps after the window are taken.
-        prefix: number of steps that are computed once per group, and samples per group.
-        shared: prompt and key of the samples that share these steps.
+        shared: prompt and key of the samples that share the first steps.
     """
 
     shape: tuple[int, ...]
     steps: int
-    sampler: str | None
-    eta: float
-    window: tuple[int, ...] | None
-    window_size: int
-    record: bool
-    form: Form
-    reduction: Reduction
     guidance: Guidance
-    solver: Solver
-    text_tokens: int | None
-    autocast: bool
-    reuse: str
-    after: AfterWindow
-    prefix: tuple[int, int] | None
-    shared: tuple[str, Key] | None
+    form: Form
+    options: FluvialOptions
+    sampler: str | None = None
+    eta: float = 0.0
+    window: tuple[int, ...] | None = ()
+    window_size: int = 0
+    record: bool = False
+    shared: tuple[str, Key] | None = None
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """One sample to make."""
 
-    prompt: str
+    recipe: Recipe
+    request: RolloutRequest
     key: Key
     id: int
     initial_id: int
     window: tuple[int, ...]  # its stochastic steps
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
-    rollout: bool  # whether log-probabilities are returned
-    debug: tuple[str, ...]  # debug tensors that are returned
-    conditioning: bool  # whether the conditioning is returned
-    trajectory: bool  # whether latents and schedule are returned
-    version: int | None  # version of the weights that must make it
 
 
 class Ordered(NamedTuple):
     """A request as orders."""
 
     seed: int | None  # None where the noise comes from a key
-    recipe: Recipe
-    orders: list[Order]
+    orders: list[SampleOrder]
 
 
 def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> Ordered:
@@ -117,11 +101,9 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> O
         schedule = policy.schedule(steps, shape)
     except ValueError as error:
         raise RequestError(400, str(error)) from None
-    recipe = Recipe(
-        shape=shape, steps=steps, sampler=None, eta=0.0, window=(), window_size=0, record=False, form=request.form,
-        reduction=own.reduction, guidance=guidance, solver=own.solver, text_tokens=own.text_tokens, autocast=own.autocast,
-        reuse=own.reuse, after=own.after, prefix=own.prefix, shared=None,
-    )  # fmt: skip
+    # Without what names single samples, and what the recipe holds in another way.
+    options = replace_fields(own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version")))
+    recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False))
     first = 0 if own.prefix is None else own.prefix[0]
     if request.rollout and request.sampler != "ode":
         sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
@@ -135,10 +117,13 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> O
             )
         if size:
             recipe = replace(
-                recipe, sampler=request.sampler, eta=request.rollout_noise_level,
-                window=windows[0] if own.windows is None else None, window_size=size,
+                recipe,
+                sampler=request.sampler,
+                eta=request.rollout_noise_level,
+                window=windows[0] if own.windows is None else None,
+                window_size=size,
                 record=not noisy.isdisjoint(windows[0]),
-            )  # fmt: skip
+            )
     else:
         windows = [()] * request.outputs
         if own.solver == "sa_solver":
@@ -150,16 +135,19 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> O
     initial = ids if own.initial_ids is None else own.initial_ids
     traced = request.rollout and request.rollout_return_dit_trajectory
     orders = [
-        Order(
-            prompt=request.prompt, key=keys[row], id=ids[row], initial_id=initial[row], window=windows[row],
-            boundaries=_boundaries(request, recipe, windows[row]) if traced else (), rollout=request.rollout,
-            debug=own.debug if request.rollout and request.rollout_debug_mode else (),
-            conditioning=request.rollout and request.rollout_return_denoising_env, trajectory=traced, version=own.version,
+        SampleOrder(
+            recipe,
+            request,
+            keys[row],
+            ids[row],
+            initial[row],
+            windows[row],
+            _boundaries(request, recipe, windows[row]) if traced else (),
         )
         for row in range(request.outputs)
-    ]  # fmt: skip
-    _check_size(orders, recipe, limits)
-    return Ordered(seed, recipe, orders)
+    ]
+    _check_size(orders, limits)
+    return Ordered(seed, orders)
 
 
 def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) -> None:
@@ -194,16 +182,16 @@ def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tupl
     own, taken = request.fluvial, [step for row in windows for step in row]
     if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):
         raise RequestError(400, f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
-    if own.after != AfterWindow() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
+    if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
         raise RequestError(400, "after is set, expected one window for all samples, and a model that predicts a velocity")
-    if request.rollout and request.rollout_debug_mode and own.debug and len(_observed(recipe)) < recipe.steps + 1:
+    if request.debug and len(_observed(recipe)) < recipe.steps + 1:
         raise RequestError(400, "prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
 
 
 def _observed(recipe: Recipe) -> list[int]:
     """Return the boundaries of steps at which the latents of a batch are known."""
-    first = 0 if recipe.prefix is None else recipe.prefix[0]
-    if recipe.after == AfterWindow() or recipe.window is None:
+    first = 0 if recipe.options.prefix is None else recipe.options.prefix[0]
+    if recipe.options.after == Tail() or recipe.window is None:
         return list(range(first, recipe.steps + 1))
     return [*range(first, min(max(recipe.window) + 2, recipe.steps)), recipe.steps]
 
@@ -220,9 +208,10 @@ def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]
     wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
     if missing := sorted(set(wanted) - set(_observed(recipe))):
         raise RequestError(
-            400, f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
-            "set rollout_return_step_indices, or recorded_only"
-        )  # fmt: skip
+            400,
+            f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
+            "set rollout_return_step_indices, or recorded_only",
+        )
     return wanted
 
 
@@ -235,15 +224,17 @@ def _noise(request: RolloutRequest) -> tuple[list[Key], tuple[int, ...], int | N
     return [key(seed + row) for row in range(request.outputs)], (0,) * request.outputs, seed
 
 
-def _check_size(orders: Sequence[Order], recipe: Recipe, limits: ServeLimits) -> None:
+def _check_size(orders: Sequence[SampleOrder], limits: ServeLimits) -> None:
     """Raise RequestError if the tensors of the response, images aside, take too many bytes."""
-    numbers = sum(len(order.boundaries) + len(order.debug) * recipe.steps for order in orders)
+    recipe, debug = orders[0].recipe, len(orders[0].request.debug)
+    numbers = sum(len(order.boundaries) + debug * recipe.steps for order in orders)
     size = 4 * math.prod(recipe.shape) * numbers
     if size > limits.response:
         raise RequestError(
-            413, f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
-            "samples, set rollout_return_step_indices, or rollout_debug_mode false"
-        )  # fmt: skip
+            413,
+            f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
+            "samples, set rollout_return_step_indices, or rollout_debug_mode false",
+        )
 
 
 def words(keys: Sequence[Key], device: torch.device) -> Key:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fluvial.core.transitions import Sampler
-from fluvial.engines.rollout.generate import Guidance, deterministic_step, on_device
+from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.engines.serve.rollout.weights import ServedWeights
+from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.models import DiffusionModel, Schedule, is_recorded
 
 Result = TypeVar("Result")
@@ -34,9 +35,16 @@ class Policy:
     """
 
     def __init__(
-        self, name: str, model: DiffusionModel, weights: ServedWeights, *, shape: tuple[int, ...], steps: int,
-        guidance: Guidance, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        model: DiffusionModel,
+        weights: ServedWeights,
+        *,
+        shape: tuple[int, ...],
+        steps: int,
+        guidance: Guidance,
+        device: torch.device,
+    ) -> None:
         self.name, self.model, self.weights, self.device = name, model, weights, device
         self.shape, self.steps, self.guidance = shape, steps, guidance
         self._turn, self._busy, self._changes = threading.Condition(), False, 0
@@ -72,9 +80,10 @@ class Policy:
         rule = SAMPLERS[name]
         if rule.prediction not in (None, self.model.prediction):
             raise RequestError(
-                400, f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
-                f"{self.model.prediction}"
-            )  # fmt: skip
+                400,
+                f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
+                f"{self.model.prediction}",
+            )
         return rule.bind(eta, schedule.levels)
 
     def latent_shape(self, height: int | None, width: int | None, frames: int | None) -> tuple[int, ...]:
@@ -97,9 +106,22 @@ class Policy:
         own = self.guidance
         if is_recorded(self.model) and (guidance.scale, guidance.negative) != (own.scale, own.negative):
             raise RequestError(
-                400, f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
-                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened"
-            )  # fmt: skip
+                400,
+                f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
+                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened",
+            )
+
+    def check_resumed(self) -> None:
+        """Raise RequestError if the weights are released."""
+        if self.weights.released:
+            raise RequestError(503, "the weights are released: POST /resume_memory_occupation", retry_after=1)
+
+    def check_version(self, wanted: int | None) -> None:
+        """Raise RequestError if a request is for other weights than the present ones; weights do not go back."""
+        if wanted not in (None, self.version):
+            raise RequestError(
+                409, f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first"
+            )
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:
@@ -110,8 +132,7 @@ class Policy:
         """
         with self._turn:
             self._turn.wait_for(lambda: not self._busy and not self._changes)
-            if self.weights.released:
-                raise RequestError(503, "the weights are released: POST /resume_memory_occupation", retry_after=1)
+            self.check_resumed()
             self._busy = True
         try:
             yield self.weights.module

@@ -1,27 +1,36 @@
 """A batch of orders as samples, by `engines.rollout.generate`: there is no second sampler."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
+from fluvial.core.checks import per_sample
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.rollout import Step
+from fluvial.core.table import Plan, plan
+from fluvial.core.transitions import Sampler
+from fluvial.engines.data.records import as_prompts
+from fluvial.engines.errors import RunError
+from fluvial.engines.rewards.scores import one_line
 from fluvial.engines.rollout.generate import (
     Chunk,
     Requests,
     Sampling,
     SharedPrefix,
     StochasticSteps,
-    deterministic_step,
     generate,
 )
-from fluvial.engines.rollout.streams import Stream
-from fluvial.engines.serve.rollout.orders import Order, Recipe, words
+from fluvial.engines.rollout.solvers import deterministic_step
+from fluvial.engines.serve.asgi import RequestError
+from fluvial.engines.serve.batching import Batcher
+from fluvial.engines.serve.rollout.orders import Recipe, SampleOrder, words
 from fluvial.engines.serve.rollout.policy import Policy
+from fluvial.engines.streams import Stream
 from fluvial.engines.wire.response import DitTrajectory
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import Guided
@@ -46,135 +55,162 @@ class _Steps:
         self.x: dict[int, Tensor] = {}
         self.v: dict[int, Tensor] = {}
 
-    def __call__(self, x: Tensor, v: Tensor, step: int) -> None:
-        self.x[step], self.v[step] = x, v
+    def __call__(self, step: Step) -> None:
+        self.x[step.t], self.v[step.t] = step.x, step.v
 
 
-def made(policy: Policy, module: nn.Module, recipe: Recipe, orders: Sequence[Order], *, micro_batch: int) -> list[Made]:
+def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, Made]:
+    """Return what makes the samples of a policy; see `made` and `Batcher`."""
+    make = partial(made, policy, micro_batch=micro_batch)
+    return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
+
+
+def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[Made]:
     """Return the samples of at most `micro_batch` orders with one recipe.
 
-    The batch is filled up with repeats of the first order, so that the network always computes as many rows.
+    The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is
+    to make, and the bits of a sample do not depend on what else is asked for.
 
     Args:
         policy: the model.
-        module: its network.
-        recipe: how the samples are made.
         orders: the orders.
         micro_batch: rows of a batch.
+
+    Raises:
+        RequestError: the orders are wrong, or of other weights.
+        RunError: the samples cannot be made.
     """
-    start, count = time.perf_counter(), len(orders)
-    filled = [*orders, *[orders[0]] * (micro_batch - count)]
+    try:
+        with policy.sampling() as module:
+            for order in orders:
+                policy.check_version(order.request.fluvial.version)
+            return _made(policy, module, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
+    except RequestError:
+        raise
+    except Exception as error:
+        said = one_line(error) or type(error).__name__
+        if isinstance(error, ValueError):
+            raise RequestError(400, said) from None
+        raise RunError(f"the samples cannot be made: {said}") from None
+
+
+def _made(policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]) -> list[Made]:
+    start, recipe = time.perf_counter(), filled[0].recipe
     schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
     sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
-    needed = any(order.boundaries or order.debug for order in orders)
-    sampling = _sampling(recipe, filled, schedule, sampler, observe=steps if needed else None)
+    names = {name for order in orders for name in order.request.debug}
+    needed = names or any(order.boundaries for order in orders)
+    own = recipe.window
+    window: tuple[int, ...] | Tensor = torch.tensor([order.window for order in filled]) if own is None else own
+    sampling = _sampling(recipe, window, schedule, sampler, observe=steps if needed else None)
     keys = words([order.key for order in filled], policy.device)
     requests = Requests(
-        [order.prompt for order in filled],
+        as_prompts(order.request.prompt for order in filled),
         [order.id for order in filled],
         keys if recipe.shared is None else recipe.shared[1],
         [order.initial_id for order in filled],
     )
-    (chunk,) = generate(policy.model, module, requests, sampling, micro_batch=micro_batch)
+    (chunk,) = generate(policy.model, module, requests, sampling, micro_batch=len(filled))
     log_probs, images = _log_probs(chunk, recipe), chunk.images.float().cpu()
     debug: dict[str, Tensor] = {}
-    if names := {name for order in orders for name in order.debug}:
-        own = fold_in(keys, torch.tensor(requests.ids, device=policy.device))
-        windows = [frozenset(order.window) for order in filled]
+    if names:
         deterministic = deterministic_step(policy.model.prediction)
-        debug = _debug(names, steps, windows, own, schedule, sampler, deterministic)
+        table = plan(
+            schedule.levels,
+            deterministic if sampler is None else sampler,
+            batch=len(filled),
+            window=window,
+            deterministic=deterministic,
+            record=(),
+            device=policy.device,
+        )
+        debug = _debug(names, steps, fold_in(keys, torch.tensor(requests.ids, device=policy.device)), table)
     latents = _latents(steps, chunk, recipe)
     seconds = time.perf_counter() - start
     return [
         Made(
             images[row].clone(),
-            log_probs[row].clone() if order.rollout else None,
-            {name: debug[name][row].clone() for name in order.debug} if order.debug else None,
-            _conditioning(chunk.cond, row) if order.conditioning else None,
-            _trajectory(order, row, latents, schedule) if order.trajectory else None,
+            log_probs[row].clone() if request.rollout else None,
+            {name: debug[name][row].clone() for name in request.debug} or None,
+            _conditioning(chunk.cond, row) if request.rollout and request.rollout_return_denoising_env else None,
+            _trajectory(order, row, latents, schedule)
+            if request.rollout and request.rollout_return_dit_trajectory
+            else None,
             policy.version,
             seconds,
         )
         for row, order in enumerate(orders)
+        for request in [order.request]
     ]
 
 
 def _sampling(
-    recipe: Recipe, orders: Sequence[Order], schedule: Schedule, sampler: Sampler | None, *, observe: _Steps | None
+    recipe: Recipe,
+    window: tuple[int, ...] | Tensor,
+    schedule: Schedule,
+    sampler: Sampler | None,
+    *,
+    observe: _Steps | None,
 ) -> Sampling:
     """Return how a batch is made."""
-    stochastic = None
+    options, stochastic = recipe.options, None
     if sampler is not None:
-        own = torch.tensor([order.window for order in orders])  # used where each sample has a window of its own
-        stochastic = StochasticSteps(
-            sampler, (lambda ids: own) if recipe.window is None else recipe.window, record=recipe.record, form=recipe.form,
-            reduction=recipe.reduction,
-        )  # fmt: skip
-    reuse: Any = recipe.reuse
+        own = (lambda ids: window) if isinstance(window, Tensor) else window
+        stochastic = StochasticSteps(sampler, own, record=recipe.record, form=recipe.form, reduction=options.reduction)
     return Sampling(
-        recipe.shape, schedule, recipe.guidance, recipe.solver, recipe.eta if sampler is None else 0.0, stochastic,
-        autocast=recipe.autocast, prefix=None if recipe.prefix is None else SharedPrefix(*recipe.prefix),
-        text_tokens=recipe.text_tokens, after=recipe.after, reuse=reuse, observe=observe,
-    )  # fmt: skip
+        recipe.shape,
+        schedule,
+        recipe.guidance,
+        options.solver,
+        recipe.eta if sampler is None else 0.0,
+        stochastic,
+        autocast=options.autocast,
+        prefix=None if options.prefix is None else SharedPrefix(*options.prefix),
+        text_tokens=options.text_tokens,
+        after=options.after,
+        reuse=options.reuse,
+        observe=observe,
+    )
 
 
 def _log_probs(chunk: Chunk, recipe: Recipe) -> Tensor:
     """Return the log-probability of every step, `[B, T]` float32, 0 at steps without noise."""
     recorded = chunk.trajectory.log_prob.float().cpu()
     found = torch.zeros(len(recorded), recipe.steps)
-    steps = chunk.trajectory.steps.cpu()
-    return found.scatter_(1, steps.expand(len(recorded), -1), recorded)
+    return found.scatter_(1, chunk.trajectory.steps.cpu(), recorded)
 
 
 def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
     """Return the samples at the boundaries of steps, as far as they are known."""
     found, trajectory = dict(steps.x), chunk.trajectory
     if recipe.window is not None:  # with `after` the step behind the window is not observed
-        found.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps.tolist())})
+        found.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps[0].tolist())})
     found[recipe.steps] = trajectory.final
     return found
 
 
-def _trajectory(order: Order, row: int, latents: Mapping[int, Tensor], schedule: Schedule) -> DitTrajectory:
+def _trajectory(order: SampleOrder, row: int, latents: Mapping[int, Tensor], schedule: Schedule) -> DitTrajectory:
     chosen = [latents[boundary][row] for boundary in order.boundaries]
     kept = torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
     return DitTrajectory(kept, schedule.timesteps.float().cpu(), schedule.levels.clone(), order.boundaries)
 
 
-def _debug(
-    names: Collection[str], steps: _Steps, windows: Sequence[frozenset[int]], own: Key, schedule: Schedule,
-    sampler: Sampler | None, deterministic: Sampler,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from its keys.
+def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dict[str, Tensor]:
+    """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
+    noise_keys, stochastic = fold_in(keys, Stream.STEPS), torch.from_numpy(table.stochastic)
 
-    Args:
-        names: names of the tensors to return.
-        steps: samples and predictions.
-        windows: stochastic steps of each sample.
-        own: key of each sample.
-        schedule: levels.
-        sampler, deterministic: samplers of the stochastic steps and of the others.
-    """
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    noise_keys, levels = fold_in(own, Stream.STEPS), schedule.levels
-    for step in range(len(levels) - 1):
-        x, v = steps.x[step], steps.v[step]
-        level, level_next = levels[step].to(x.device).expand(len(x)), levels[step + 1].to(x.device).expand(len(x))
-        holds = torch.tensor([step in window for window in windows], device=x.device)
-        transition = deterministic(level, level_next)
-        if sampler is not None and holds.any():
-            parts = zip(sampler(level, level_next), transition, strict=True)
-            transition = Transition(*(torch.where(holds, ours, other) for ours, other in parts))
-        if "rollout_model_outputs" in found:
-            found["rollout_model_outputs"].append(v)
-        if "rollout_prev_sample_means" in found:
-            found["rollout_prev_sample_means"].append(gaussian.mean(transition, x, v))
-        if "rollout_noise_std_devs" in found:
-            found["rollout_noise_std_devs"].append(transition.std)
-        if "rollout_variance_noises" in found:
-            drawn = normal(fold_in(noise_keys, step), tuple(x.shape)) if holds.any() else torch.zeros_like(x)
-            found["rollout_variance_noises"].append(drawn * holds.view(-1, *[1] * (x.ndim - 1)))
-    return {name: torch.stack(tensors, dim=1).cpu() for name, tensors in found.items()}
+    def noise(step: int) -> Tensor:
+        x, holds = steps.x[step], stochastic[step].to(steps.x[step].device)
+        drawn = normal(fold_in(noise_keys, step), tuple(x.shape)) if holds.any() else torch.zeros_like(x)
+        return drawn * per_sample(holds, x)
+
+    tensors: dict[str, Callable[[int], Tensor]] = {
+        "rollout_model_outputs": lambda step: steps.v[step],
+        "rollout_prev_sample_means": lambda step: gaussian.mean(table.transition(step), steps.x[step], steps.v[step]),
+        "rollout_noise_std_devs": lambda step: table.transition(step).std,
+        "rollout_variance_noises": noise,
+    }
+    return {name: torch.stack([tensors[name](step) for step in table.steps], dim=1).cpu() for name in names}
 
 
 def _conditioning(cond: Cond, row: int) -> dict[str, Any]:

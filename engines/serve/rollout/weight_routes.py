@@ -13,26 +13,79 @@ sample is made by two versions of the weights.
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from fluvial.engines.serve.asgi import RequestError, json_of
-from fluvial.engines.serve.rollout.weights import ServedWeights, Staged
+from fluvial.engines.serve.rollout.served_weights import ServedWeights, Staged
+from fluvial.engines.wire.decode import convert
 from fluvial.engines.wire.errors import WireError
-from fluvial.engines.wire.fields import Fields, shown
-from fluvial.engines.wire.weights import SHARED_FILES, shared_bucket
+from fluvial.engines.wire.weight_buckets import Text, shared_bucket
 from fluvial.models.lora_layer import Product
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 Result = TypeVar("Result")
 MOST_BYTES = 64_000_000  # of a request
-MOST_VERSION = 2**53
+Version = Annotated[int, Meta(ge=0, le=2**53)]
+Digits = Annotated[str, Meta(pattern=r"^[0-9]{1,15}$")]  # as sglang's field is a text
+# One adapter at a time. (A tuple of one in a union with a text that has limits crashes msgspec 0.22.)
+One = Annotated[list[Text], Meta(min_length=1, max_length=1)]
+Names = Annotated[tuple[str, ...], Meta(max_length=4096)]
 # How an adapted layer multiplies its input. Neither writes into the base weights.
 PRODUCTS: dict[str, Product] = {"auto": "factors", "dynamic": "factors", "merge": "merged"}
+
+
+class Change(Struct, frozen=True):
+    """A change of the weights, with the version that they will have."""
+
+    weight_version: Version | Digits | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version as a number."""
+        return None if self.weight_version is None else int(self.weight_version)
+
+
+class FromDisk(Change, frozen=True, kw_only=True):
+    """All weights of networks, in a folder."""
+
+    model_path: Text
+    target_modules: Names | None = None
+    sha256: dict[str, Text] = {}
+
+
+class FromTensors(Change, frozen=True, kw_only=True):
+    """A bucket of a push."""
+
+    load_format: Literal["fluvial_shared_files"]  # pickles are not read
+    serialized_named_tensors: tuple[str]
+
+
+class ForAdapters(Change, frozen=True):
+    """Networks whose adapters change."""
+
+    target: str = "all"
+
+
+class SetLora(ForAdapters, frozen=True, kw_only=True):
+    """An adapter, in a file or a folder."""
+
+    lora_nickname: Text | One
+    lora_path: Text | One
+    strength: Annotated[float, Meta(ge=-1e3, le=1e3)] = 1.0
+    lora_alpha: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    merge_mode: Literal["auto", "dynamic", "merge"] = "auto"
+
+
+class Checksums(Struct, frozen=True):
+    """Names of networks and adapters."""
+
+    module_names: Names | None = None
 
 
 class Between(Protocol):
@@ -55,71 +108,65 @@ class WeightRoutes:
         self.weights, self.between = weights, between
         self._one = asyncio.Lock()  # changes are read one after the other, so that two do not take twice the memory
 
-    async def from_disk(self, request: "Request") -> dict[str, Any]:
+    async def from_disk(self, request: Request) -> dict[str, Any]:
         """Take the weights of a folder over: all of them, or none."""
-        fields = await _fields(request)
-        path, targets, version = _text(fields, "model_path"), fields.texts("target_modules"), _version(fields)
-        sha256 = _sha256(fields)
+        asked = await _body(request, FromDisk)
         async with self._one:
             self._check_resumed()
-            staged = await asyncio.to_thread(self.weights.read_folder, path, targets, sha256)
-            return await self._exchanged(staged, version, f"the weights of {path}")
+            read = self.weights.read_folder
+            staged = await asyncio.to_thread(read, asked.model_path, asked.target_modules, asked.sha256)
+            return await self._exchanged(staged, asked.version, f"the weights of {asked.model_path}")
 
-    async def from_tensors(self, request: "Request") -> dict[str, Any]:
+    async def from_tensors(self, request: Request) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights."""
-        fields = await _fields(request)
-        if fields.value.get("load_format") != SHARED_FILES:
-            raise RequestError(
-                400,
-                f"load_format is {shown(fields.value.get('load_format'))}, expected {SHARED_FILES}: pickles are not read",
-            )
-        texts, version = fields.texts("serialized_named_tensors"), _version(fields)
-        if texts is None or len(texts) != 1:
-            raise RequestError(400, "serialized_named_tensors holds no bucket, or several, expected one")
-        bucket = shared_bucket(_json(texts[0]))
+        asked = await _body(request, FromTensors)
+        try:
+            bucket = shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
+        except (msgspec.DecodeError, RecursionError):
+            raise RequestError(400, "serialized_named_tensors holds a text that is not JSON") from None
         async with self._one:
             self._check_resumed()
             staged = await asyncio.to_thread(self.weights.stage, bucket)
             if staged is None:
                 return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
-            return await self._exchanged(staged, version, f"{bucket.count} buckets")
+            return await self._exchanged(staged, asked.version, f"{bucket.count} buckets")
 
-    async def set_lora(self, request: "Request") -> dict[str, Any]:
+    async def set_lora(self, request: Request) -> dict[str, Any]:
         """Take an adapter over, in the place of the one before."""
-        fields = await _fields(request)
-        nickname, path, version = _one_text(fields, "lora_nickname"), _one_text(fields, "lora_path"), _version(fields)
-        strength, alpha = fields.number("strength", 1.0, low=-1e3, high=1e3), fields.number("lora_alpha", low=1e-6)
-        product = PRODUCTS[fields.choice("merge_mode", "auto", tuple(PRODUCTS))]
-        assert strength is not None
+        asked = await _body(request, SetLora)
+        nickname, path = (each if isinstance(each, str) else each[0] for each in (asked.lora_nickname, asked.lora_path))
         async with self._one:
             self._check_resumed()
-            targets = self._targets(fields)
+            targets = self._targets(asked)
             several = len(self.weights.networks) > 1 and len(targets) > 1
 
             def read() -> dict[str, Any]:
                 return {
                     name: self.weights.read_adapter(
-                        f"{path}/{name}" if several else path, name, nickname=nickname, strength=strength, alpha=alpha,
-                        product=product,
+                        f"{path}/{name}" if several else path,
+                        name,
+                        nickname=nickname,
+                        strength=asked.strength,
+                        alpha=asked.lora_alpha,
+                        product=PRODUCTS[asked.merge_mode],
                     )
                     for name in targets
-                }  # fmt: skip
+                }
 
             adapters = await asyncio.to_thread(read)
-            await self._changed(lambda: self.weights.adapt(adapters), version)
+            await self._changed(lambda: self.weights.adapt(adapters), asked.version)
         return self._done(f"adapter {nickname} of {path}")
 
-    async def unmerge_lora(self, request: "Request") -> dict[str, Any]:
+    async def unmerge_lora(self, request: Request) -> dict[str, Any]:
         """Take adapters off, so that the base weights remain."""
-        fields = await _fields(request)
-        version = _version(fields)
+        asked = await _body(request, ForAdapters)
         async with self._one:
             self._check_resumed()
-            targets = self._targets(fields)
-            await self._changed(lambda: self.weights.adapt(dict.fromkeys(targets)), version)
+            targets = self._targets(asked)
+            await self._changed(lambda: self.weights.adapt(dict.fromkeys(targets)), asked.version)
         return self._done("the base weights, without adapters")
 
-    async def list_loras(self, request: "Request") -> dict[str, Any]:
+    async def list_loras(self, request: Request) -> dict[str, Any]:
         """Return the adapters, one per network at most."""
         active = {
             name: [{"nickname": each.nickname, "path": each.path, "merged": False, "strength": each.strength}]
@@ -131,21 +178,20 @@ class WeightRoutes:
             "active": active,
         }
 
-    async def checksums(self, request: "Request") -> dict[str, Any]:
+    async def checksums(self, request: Request) -> dict[str, Any]:
         """Return the checksums of networks and adapters."""
-        fields = await _fields(request)
-        names = fields.texts("module_names")
+        names = (await _body(request, Checksums)).module_names
         async with self._one:
             self._check_resumed()
             return await asyncio.to_thread(self.weights.checksums, names)
 
-    async def release(self, request: "Request") -> dict[str, Any]:
+    async def release(self, request: Request) -> dict[str, Any]:
         """Free the device's memory until `resume`."""
         async with self._one:
             await self.between(self.weights.release)
         return {"success": True, "message": "the weights are on the host"}
 
-    async def resume(self, request: "Request") -> dict[str, Any]:
+    async def resume(self, request: Request) -> dict[str, Any]:
         """Move the weights back to the device."""
         async with self._one:
             await self.between(self.weights.resume)
@@ -168,37 +214,40 @@ class WeightRoutes:
         version = self.weights.version
         return {"success": True, "status": "ok", "message": f"serving {what}", "weight_version": version}
 
-    def _targets(self, fields: Fields) -> list[str]:
-        """Return the networks of a field `target`."""
-        target = fields.choice("target", "all", ("all", *self.weights.networks))
-        return list(self.weights.networks) if target == "all" else [target]
+    def _targets(self, asked: ForAdapters) -> list[str]:
+        """Return the networks whose adapters change."""
+        names = list(self.weights.networks)
+        if asked.target not in ("all", *names):
+            raise RequestError(400, f"target is {asked.target[:60]!r}, expected one of all, {', '.join(names)}")
+        return names if asked.target == "all" else [asked.target]
 
     def _check_resumed(self) -> None:
         if self.weights.released:
             raise RequestError(400, "the weights are released: POST /resume_memory_occupation first")
 
 
-def table(routes: WeightRoutes) -> dict[tuple[str, str], "Callable[[Request], Awaitable[Response]]"]:
-    """Return the endpoints by method and path. Each wants the admin key, which their caller checks."""
-    handlers = {
-        ("POST", "/update_weights_from_disk"): routes.from_disk,
-        ("POST", "/update_weights_from_tensor"): routes.from_tensors,
-        ("POST", "/v1/set_lora"): routes.set_lora,
-        ("POST", "/v1/unmerge_lora_weights"): routes.unmerge_lora,
-        ("GET", "/v1/list_loras"): routes.list_loras,
-        ("POST", "/get_weights_checksum"): routes.checksums,
-        ("POST", "/release_memory_occupation"): routes.release,
-        ("POST", "/resume_memory_occupation"): routes.resume,
+def control_routes(routes: WeightRoutes) -> list[Route]:
+    """Return the endpoints. Each wants the admin key, which their caller checks."""
+    handlers: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
+        "/update_weights_from_disk": routes.from_disk,
+        "/update_weights_from_tensor": routes.from_tensors,
+        "/v1/set_lora": routes.set_lora,
+        "/v1/unmerge_lora_weights": routes.unmerge_lora,
+        "/v1/list_loras": routes.list_loras,
+        "/get_weights_checksum": routes.checksums,
+        "/release_memory_occupation": routes.release,
+        "/resume_memory_occupation": routes.resume,
     }
-    return {key: _answered(handler) for key, handler in handlers.items()}
+    return [
+        Route(path, _answered(handler), methods=["GET" if path == "/v1/list_loras" else "POST"])
+        for path, handler in handlers.items()
+    ]
 
 
-def _answered(handler: "Callable[[Request], Awaitable[dict[str, Any]]]") -> "Callable[[Request], Awaitable[Response]]":
+def _answered(handler: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[JSONResponse]]:
     """Return a handler's dict as JSON, and what it raises as sglang's {"success": false, "message": one line}."""
 
-    async def endpoint(request: "Request") -> "Response":
-        from starlette.responses import JSONResponse
-
+    async def endpoint(request: Request) -> JSONResponse:
         try:
             return JSONResponse(await handler(request))
         except (RequestError, WireError) as error:
@@ -210,46 +259,7 @@ def _answered(handler: "Callable[[Request], Awaitable[dict[str, Any]]]") -> "Cal
     return endpoint
 
 
-async def _fields(request: "Request") -> Fields:
+async def _body(request: Request, kind: type[Result]) -> Result:
     """Return the fields of a request, of which there may be none."""
-    if not request.headers.get("content-length", "").strip("0") and "transfer-encoding" not in request.headers:
-        return Fields({})
-    return Fields(await json_of(request, most_bytes=MOST_BYTES))
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestError(400, "serialized_named_tensors holds no JSON") from None
-
-
-def _text(fields: Fields, name: str) -> str:
-    text = fields.text(name, most=4096)
-    if not text:
-        raise RequestError(400, f"{name} is missing")
-    return text
-
-
-def _one_text(fields: Fields, name: str) -> str:
-    """Return a text that may stand in a list of one."""
-    value = fields.value.get(name)
-    if isinstance(value, list):
-        if len(value) != 1:
-            raise RequestError(400, f"{name} holds {len(value)} adapters, expected one: this server has one at a time")
-        return _text(Fields({name: value[0]}), name)
-    return _text(fields, name)
-
-
-def _version(fields: Fields) -> int | None:
-    """Return the version that weights will have; a number or its digits, as sglang's field is a text."""
-    value = fields.value.get("weight_version")
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
-        return Fields({"weight_version": int(value)}).integer("weight_version", high=MOST_VERSION)
-    return fields.integer("weight_version", high=MOST_VERSION)
-
-
-def _sha256(fields: Fields) -> dict[str, str]:
-    """Return the checksum of each network's files."""
-    inner = fields.inner("sha256")
-    return {} if inner is None else {str(name): _text(inner, name) for name in inner.value}
+    empty = not request.headers.get("content-length", "").strip("0") and "transfer-encoding" not in request.headers
+    return convert({} if empty else await json_of(request, most_bytes=MOST_BYTES), kind, lenient=True)

@@ -13,7 +13,7 @@ FAILED = "failed"
 PAUSE = 0.01  # seconds between two looks at the store
 
 
-class Order:
+class PushOrder:
     """Lets new weights be pushed once, after every rank has made the rollout before and before any makes the next.
 
     The ranks' threads see each other through the store of the process group. A look at it blocks nobody; waiting there would
@@ -60,7 +60,7 @@ class Order:
             self.store.set(f"made/{number}/{self.world.rank}", "")
 
     def failed(self) -> None:
-        """Let the others give up too."""
+        """Tell the other ranks that this one failed."""
         if self.store is not None:
             self.store.set(FAILED, str(self.world.rank))
 

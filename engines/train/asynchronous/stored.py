@@ -10,11 +10,11 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import Collected
 from fluvial.engines.rollout.generate import SampleBatch, joined
-from fluvial.engines.train.rollouts import Plan
+from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.models import DiffusionModel
 
 PREFIX = "ahead."  # of the names of their tensors
-FIELDS = ("x", "x_next", "log_prob", "velocity", "final")  # of a trajectory, each `[B, ...]`
+FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final")  # of a trajectory, each `[B, ...]`
 
 
 def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -32,17 +32,12 @@ def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> 
     """
     rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
     rows["thumbnails"] = batch.thumbnails
-    steps = batch.trajectory.steps
-    if steps.ndim > 1:
-        rows["steps"] = steps
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
     scores = world.gather(found.scores[None].to(world.device))[:: world.sequence].sum(0)
     tensors = {
         name: world.gather_data(tensor.contiguous())[:samples].cpu() for name, tensor in rows.items() if tensor is not None
     }
     tensors["scores"] = scores.cpu()
-    if steps.ndim == 1:
-        tensors["steps"] = steps.cpu()
     said = world.gather_items((found.parts, found.problems))[:: world.sequence]
     parts: dict[str, dict[str, float]] = {}
     for own, _ in said:
@@ -51,14 +46,22 @@ def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> 
     # A file holds no tensor without values, so its shape stands here.
     empty = {name: [*tensor.shape] for name, tensor in tensors.items() if not tensor.numel()}
     meta = {
-        "parts": parts, "problems": [line for _, lines in said for line in lines], "computed": found.computed,
-        "waited": found.waited, "empty": empty,
-    }  # fmt: skip
+        "parts": parts,
+        "problems": [line for _, lines in said for line in lines],
+        "computed": found.computed,
+        "waited": found.waited,
+        "empty": empty,
+    }
     return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}, meta
 
 
 def unpacked(
-    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], plan: Plan, model: DiffusionModel, micro_batch: int, world: World
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    plan: RolloutPlan,
+    model: DiffusionModel,
+    micro_batch: int,
+    world: World,
 ) -> tuple[SampleBatch, Collected]:
     """Return this rank's samples of a rollout as `packed` returned it, and what its rewards say of them.
 
@@ -71,14 +74,13 @@ def unpacked(
     """
     device, ids, texts = world.device, torch.tensor([*plan.requests.ids]), plan.requests.prompts
     whole = {**tensors, **{name: torch.empty(shape) for name, shape in meta["empty"].items()}}
-    shared, parts = whole["steps"].long() if whole["steps"].ndim == 1 else None, list[SampleBatch]()
+    parts = list[SampleBatch]()
     for start in range(0, len(ids), micro_batch):
         rows, prompts = ids[start : start + micro_batch], texts[start : start + micro_batch]
         own = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
-        steps = whole["steps"][rows] if shared is None else shared
         cond = plan.sampling.encode(model, prompts)
         trajectory = Trajectory(
-            own["x"], own["x_next"], steps.to(device), own["log_prob"], own.get("velocity"), own["final"], None
+            own["x"], own["x_next"], own["steps"].long(), own["log_prob"], own.get("velocity"), own["final"], None
         )
         parts.append(SampleBatch(prompts, cond, trajectory, own.get("thumbnails")))
     batch = joined(parts)

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.data.image_cache import ImageCache
-from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.prompts import split_off
+from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
@@ -36,7 +35,7 @@ class Job:
         evaluators: evaluator, or evaluators by name; by default the rewards of the run.
         shape: shape of one sample; by default `model.latent_shape()`, for models that have one size.
         load: function from a folder of weights to a model with these weights; needed for a teacher.
-        data: function (key, prompts) -> clean samples `[B, *event]`, for supervised training.
+        data: function (key, prompts as `data.records.Prompt`) -> clean samples `[B, *event]`, for supervised training.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
         prepare: function (world, texts) that is called once before training, on every rank; texts are the negative prompts
             and those prompts of evaluations that are not the job's. It may return the prompts that can be trained on.
@@ -51,15 +50,15 @@ class Job:
     """
 
     model: DiffusionModel
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     rewards: Mapping[str, Reward]
-    heldout: tuple[str, ...]
+    heldout: tuple[Prompt, ...]
     evaluators: Mapping[str, Reward]
     shape: tuple[int, ...]
     load: Callable[[Path], DiffusionModel] | None
-    data: Callable[[Key, Sequence[str]], Tensor] | None
+    data: Callable[[Key, Sequence[Prompt]], Tensor] | None
     encode: Callable[[Tensor], Tensor] | None
-    prepare: Callable[[World, Sequence[str]], Sequence[str] | None] | None
+    prepare: Callable[[World, Sequence[str]], Sequence[Prompt] | None] | None
     check: Callable[[nn.Module], str] | None
     source_weights: Mapping[str, float]
     images: ImageCache | None
@@ -68,16 +67,16 @@ class Job:
     def __init__(
         self,
         model: DiffusionModel,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Prompt],
         rewards: Mapping[str, Reward] | Reward | None = None,
         *,
-        heldout: Sequence[str] | None = None,
+        heldout: Sequence[str | Prompt] | None = None,
         evaluators: Mapping[str, Reward] | Reward | None = None,
         shape: Sequence[int] | None = None,
         load: Callable[[Path], DiffusionModel] | None = None,
-        data: Callable[[Key, Sequence[str]], Tensor] | None = None,
+        data: Callable[[Key, Sequence[Prompt]], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
-        prepare: Callable[[World, Sequence[str]], Sequence[str] | None] | None = None,
+        prepare: Callable[[World, Sequence[str]], Sequence[Prompt] | None] | None = None,
         check: Callable[[nn.Module], str] | None = None,
         source_weights: Mapping[str, float] | None = None,
         images: ImageCache | None = None,
@@ -88,14 +87,13 @@ class Job:
         except ValueError as error:
             made = "fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
             raise UsageError(f"job: {error}; see fluvial.models.protocol, or {made}") from error
-        prompts = _strings("prompts", prompts)
-        if heldout is None:
-            prompts, heldout = split_off(prompts)
+        train = _records("prompts", prompts)
+        train, apart = split_off(train) if heldout is None else (train, _records("heldout", heldout))
         values = {
             "model": model,
-            "prompts": prompts,
+            "prompts": train,
             "rewards": _named("rewards", rewards),
-            "heldout": _strings("heldout", heldout),
+            "heldout": apart,
             "evaluators": _named("evaluators", evaluators),
             "shape": tuple(shape) if shape is not None else only_shape(model),
             "load": load,
@@ -117,7 +115,7 @@ class Job:
                 raise UsageError(f"job: {field} is empty, expected at least one prompt")
             for i, prompt in enumerate(prompts):
                 try:
-                    self.model.check_prompt(prompt)
+                    self.model.check_prompt(prompt.text)
                 except ValueError as error:
                     raise UsageError(f"job: {field}[{i}]: {error}") from error
 
@@ -131,23 +129,19 @@ class Job:
             raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
         return replace(self, model=self.load(weights))
 
-    def blank_preference(self) -> Preference:
-        """Return a preference between two samples of zeros, for a rank without preferences that has to take part."""
-        return Preference(self.prompts[0], torch.zeros(self.shape), torch.zeros(self.shape))
 
-
-def _strings(field: str, prompts: Sequence[str]) -> tuple[str, ...]:
-    """Return prompts as a tuple.
+def _records(field: str, prompts: Sequence[str | Prompt]) -> tuple[Prompt, ...]:
+    """Return prompts as records.
 
     Raises:
-        UsageError: they are not a sequence of strings.
+        UsageError: they are not a sequence of strings or records.
     """
     if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
         raise UsageError(f"job: {field} is of type {type(prompts).__name__}, expected a list of strings")
     for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, str | Prompt):
             raise UsageError(f"job: {field}[{i}] is of type {type(prompt).__name__}, expected a string")
-    return tuple(prompts)
+    return as_prompts(prompts)
 
 
 def _named(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:

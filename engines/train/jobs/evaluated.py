@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fluvial.engines.data.prompts import read_heldout
-from fluvial.engines.data.records import as_prompt, negatives
+from fluvial.engines.data.records import Prompt, negatives, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.rewards.protocol import Reward
@@ -46,8 +46,8 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     selected = select({**job.rewards, **job.evaluators}, names, field=field)
     if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
         raise UsageError(
-            f"{field} gives {weighted[0]!r} a weight, and evaluators have no weights, because each is reported alone: leave "
-            "it"
+            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "
+            "the weight"
         )
     found = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(found, label="evaluator")
@@ -58,10 +58,10 @@ def further_texts(job: Job, asked: Job) -> list[str]:
     """Return the texts that an evaluation encodes and the job does not: prompts, and negative prompts of their own."""
     if asked.heldout is job.heldout:
         return []
-    return [*asked.heldout, *(text for text in negatives(asked.heldout, "") if text)]
+    return [*texts(asked.heldout), *(text for text in negatives(asked.heldout, "") if text)]
 
 
-def check_negatives(prompts: Sequence[str], *, guided: bool, field: str) -> None:
+def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:
     """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
 
     Args:
@@ -69,10 +69,10 @@ def check_negatives(prompts: Sequence[str], *, guided: bool, field: str) -> None
         guided: whether samples are guided.
         field: setting of the guidance, for the message.
     """
-    own = next((prompt for prompt in map(as_prompt, prompts) if prompt.negative is not None), None)
+    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if own is not None and not guided:
         raise UsageError(
-            f"prompt {str(own)!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
+            f"prompt {own.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
             "column negative_prompt out"
         )
 
@@ -81,12 +81,14 @@ def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
     """Return the shape of a sample of another size."""
     if is_recorded(job.model):
         raise UsageError(
-            "evaluation.height or evaluation.width is set, and the model has no adapter and knows only the size of the "
-            "rollout: leave them as they are"
+            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which "
+            "knows only the size of the rollout; remove them"
         )
     if has_one_size(job.model):
-        raise UsageError("evaluation.height or evaluation.width is set, and the model has images of one size only")
+        raise UsageError(
+            "`evaluation.height` and `evaluation.width` have no effect: the model has images of one size only; remove them"
+        )
     try:
         return tuple(job.model.latent_shape(height, width, frames))
     except ValueError as error:
-        raise UsageError(f"evaluation.height is {height} and evaluation.width is {width}: {error}") from error
+        raise UsageError(f"`evaluation.height` is {height} and `evaluation.width` is {width}: {error}") from error

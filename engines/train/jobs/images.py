@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.engines.data.buckets import sized
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.records import as_prompt
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.train.config import BUILT_IN, TrainConfig
+from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 
 
@@ -32,16 +31,19 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     encode = _encoder(job, config)
     shapes: Any = job.sizes or {config.pipeline.size: job.shape}
     cache = ImageCache(
-        cache_folder(config), settings=_settings(job, config), encode=encode,
-        shapes={None: job.shape} if config.model in BUILT_IN else shapes, skip=config.data_errors == "skip",
-    )  # fmt: skip
+        cache_folder(config),
+        settings=_settings(job, config),
+        encode=encode,
+        shapes=shapes if job.encode is None else {None: job.shape},
+        skip=config.data_errors == "skip",
+    )
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
-    apart = sorted(set(job.heldout) - set(job.prompts))
+    apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
 
-    def prepare(world: World, negative: Sequence[str]) -> tuple[str, ...]:
+    def prepare(world: World, negative: Sequence[str]) -> tuple[Prompt, ...]:
         groups: list[tuple[Path | bytes, ...]]
         if preferences is None:
-            groups = [(image,) for prompt in job.prompts if (image := image_of(prompt)) is not None]
+            groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
         else:
             records = preference_records(preferences, check=job.model.check_prompt, skip=apart)
             groups = [(record.win, record.lose) for record in records]
@@ -50,22 +52,17 @@ def with_images(job: Job, config: TrainConfig) -> Job:
             job.prepare(world, negative)
         if preferences is not None:
             return job.prompts
-        found = ((prompt, image) for prompt in job.prompts if (image := image_of(prompt)) is not None)
-        kept = tuple(sized(prompt, cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out)
+        found = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)
+        kept = tuple(replace(prompt, size=cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out)
         if not kept:
             raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
         return kept
 
-    def data(drawn: Key, prompts: Sequence[str]) -> Tensor:
-        given = ((image, as_prompt(prompt).size) for prompt in prompts if (image := image_of(prompt)) is not None)
+    def data(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
+        given = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
         return torch.stack([cache.sample(image, size) for image, size in given])
 
     return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data else job.data)
-
-
-def image_of(prompt: str) -> Path | bytes | None:
-    """Return the image of a prompt's record."""
-    return as_prompt(prompt).image
 
 
 def cache_folder(config: TrainConfig) -> Path:

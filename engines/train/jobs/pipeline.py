@@ -1,4 +1,4 @@
-"""Jobs of diffusers' pipelines, and of a person's own model."""
+"""Jobs of diffusers' pipelines, and of a user-defined model."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,22 +13,29 @@ from fluvial.engines.data.buckets import with_recorded_sizes
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preferred_prompts
 from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
-from fluvial.engines.data.records import negatives
+from fluvial.engines.data.records import Prompt, negatives, texts
 from fluvial.engines.data.sizes import Size, shapes_of
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, no_effect
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
 from fluvial.models import is_recorded
+from fluvial.models.device import default_device, is_accelerator
 
 
 def pipeline(
-    name: str, config: PipelineConfig, *, prompts: Sequence[str] = (), preferences: Path | None = None,
-    data: Sequence[str] = (), steps: int,
-    guidance: Guidance, compute: torch.dtype,
-) -> Job:  # fmt: skip
-    """Return the job of training a diffusers pipeline, or a person's own model, on prompts from a file.
+    name: str,
+    config: PipelineConfig,
+    *,
+    prompts: Sequence[str] = (),
+    preferences: Path | None = None,
+    data: Sequence[str] = (),
+    steps: int,
+    guidance: Guidance,
+    compute: torch.dtype,
+) -> Job:
+    """Return the job of training a diffusers pipeline, or a user-defined model, on prompts from a file.
 
     Args:
         name: folder of the pipeline, its id on the Hub, or `module:name` of an own model (`models.load_adapter`).
@@ -47,8 +54,9 @@ def pipeline(
 
     if not prompts and not data and preferences is None:
         raise UsageError(
-            f"model {name} needs prompts to train on: set prompts to a file, .txt with one prompt per line, .jsonl, .csv or "
-            ".parquet with a column prompt; for sft, set data to a folder of images with captions"
+            f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
+            ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            "captions"
         )
     job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
@@ -64,7 +72,7 @@ def pipeline(
     def prepare(world: World, negative: Sequence[str]) -> None:
         if config.text_cache is not None:
             own = [text for text in negatives([*train, *heldout], "") if text]
-            everything = list(dict.fromkeys([*train, *heldout, *own, *negative]))
+            everything = list(dict.fromkeys([*texts([*train, *heldout]), *own, *negative]))
             with world.agreed():  # until every rank has written its prompts
                 try:
                     for prompt in everything[world.rank :: world.size]:
@@ -76,45 +84,45 @@ def pipeline(
             model.release()
 
     def check(module: nn.Module) -> str:
-        error = model.check(module, (train * 2)[:2])
+        error = model.check(module, texts((train * 2)[:2]))
         return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
 
-    return replace(
-        job,
-        load=model.with_weights,
-        prepare=prepare,
-        check=check if is_recorded(model) else None,
-    )
+    return replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
 
 
 class PromptsOfRun(NamedTuple):
     """The prompts of a run."""
 
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
     weights: dict[str, float]  # of each file of training prompts by its name
 
 
 def read_prompts_of(
-    config: PipelineConfig, *, prompts: Sequence[str], preferences: Path | None, data: Sequence[str],
+    config: PipelineConfig,
+    *,
+    prompts: Sequence[str],
+    preferences: Path | None,
+    data: Sequence[str],
     check: Callable[[str], None],
-) -> PromptsOfRun:  # fmt: skip
+) -> PromptsOfRun:
     """Return the prompts that a run trains on, and those that it holds out.
 
     Args:
         config, prompts, preferences, data: arguments of `pipeline`.
         check: function that raises ValueError for a string that is not a prompt of the model.
     """
-    heldout: tuple[str, ...] = read_heldout(config.heldout, prompts or data, check=check)
-    train: tuple[str, ...]
+    heldout = read_heldout(config.heldout, prompts or data, check=check)
+    apart = texts(heldout)
+    train: tuple[Prompt, ...]
     weights: dict[str, float] = {}
     if prompts:
-        train, weights = read_sources(prompts, check=check, heldout=heldout)
+        train, weights = read_sources(prompts, check=check, heldout=apart)
     elif data:
-        train, weights = read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
+        train, weights = read_sources(data, check=check, heldout=apart, read=read_images, field="data")
     else:
         assert preferences is not None
-        train = preferred_prompts(preferences, check=check, heldout=heldout)
+        train = preferred_prompts(preferences, check=check, heldout=apart)
     if not heldout:
         train, heldout = split_off(train)
     return PromptsOfRun(train, heldout, weights)
@@ -137,7 +145,7 @@ def opened(
     from fluvial.models.pipelines.open import has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
 
-    half = config.frozen == "bfloat16" or (config.frozen == "auto" and torch.cuda.is_available())
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
@@ -148,15 +156,15 @@ def opened(
         model: Any
         if not has_adapter(folder):
             if config.shift is not None:
-                raise ValueError("pipeline.shift is set, and the pipeline has no adapter, so that it makes its own schedule")
+                raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
             if config.sizes:
-                raise ValueError(
-                    "pipeline.sizes is set, and the pipeline has no adapter, so that it has one size: use height"
+                raise UsageError(
+                    "`pipeline.sizes` is set, and the pipeline has no adapter, so that it has one size: use height"
                 )
             options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
             model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
         elif config.call:
-            raise ValueError("pipeline.call is set, and there is an adapter, which calls no pipeline: leave it as it is")
+            raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
         else:
             if config.shift is not None:
                 options["shift"] = config.shift
@@ -178,7 +186,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapted(name: str, config: PipelineConfig) -> Job:
-    """Return the job of a person's own model, without prompts, rewards and evaluators.
+    """Return the job of a user-defined model, without prompts, rewards and evaluators.
 
     Raises:
         UsageError: it cannot be loaded, or takes none of the settings.

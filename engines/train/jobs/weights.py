@@ -1,4 +1,4 @@
-"""What a run starts from: the export of another run, other base weights, or an adapter to go on from."""
+"""Start of a run: the export of another run, other base weights, or an adapter to continue from."""
 
 import hashlib
 import json
@@ -27,6 +27,21 @@ def is_run(name: str) -> bool:
     return (folder / "metrics.jsonl").is_file() and (folder / RECORD).is_file()
 
 
+def configuration(folder: Path) -> TrainConfig:
+    """Return the configuration of the run in a folder, which may have been moved since.
+
+    Raises:
+        UsageError: its record is of another version, or damaged.
+    """
+    from fluvial.engines.train.record import recorded
+
+    file = folder / RECORD
+    try:
+        return replace(recorded(json.loads(file.read_text())), out=folder, resume=False, resume_from=None)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
+
+
 def base_model(name: str) -> str:
     """Return the model that a run trained, or the name itself if it is no run's.
 
@@ -38,7 +53,7 @@ def base_model(name: str) -> str:
     try:
         return str(json.loads((Path(name) / RECORD).read_text())["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"model is {name}, whose {RECORD} is not the record of a run") from error
+        raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
 
 def from_run(config: TrainConfig) -> TrainConfig:
@@ -51,9 +66,9 @@ def from_run(config: TrainConfig) -> TrainConfig:
         return config
     weights = Path(config.model) / WEIGHTS
     if config.weights not in (None, weights):
-        raise UsageError(f"weights is {config.weights}, and model {config.model} is a run with its own: leave one out")
+        raise UsageError("weights", config.weights, hint=f"model {config.model} is a run with its own; leave one out")
     if not weights.is_dir():
-        raise UsageError(f"model is {config.model}, a run that has exported no weights: let it end (--resume)")
+        raise UsageError(f"`model` is {config.model}, a run that has exported no weights: let it end (--resume)")
     return replace(config, model=base_model(config.model), weights=weights)
 
 
@@ -66,17 +81,17 @@ def with_base(job: Job, weights: Path | None) -> Job:
     if weights is None:
         return job
     if not weights.is_dir():
-        raise UsageError(f"weights is {weights}, and there is no such folder, expected a network as diffusers saves one")
+        raise UsageError("weights", weights, hint="there is no such folder, expected a network as diffusers saves one")
     expected, file = getattr(job.model, "network", None), weights / RECORD
     if file.is_file() and expected is not None:
         held = json.loads(file.read_text()).get("_class_name")
         if held not in (None, expected):
-            raise UsageError(f"weights is {weights}, which holds a {held}, expected a {expected}")
+            raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
     return job.with_weights(weights)
 
 
 def adapter_of(config: TrainConfig, job: Job, module: nn.Module) -> LoraFile | None:
-    """Return the adapter that a run goes on from; None if it starts with a new one.
+    """Return the adapter that a run continues from; None if it starts with a new one.
 
     Raises:
         UsageError: it cannot be read, or does not fit the network.
@@ -106,7 +121,7 @@ def _adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
     try:
         return read_lora(path, module, convert=None if kind is None else converter(kind, module))
     except ValueError as error:
-        raise UsageError(f"{field}: {error}") from error
+        raise UsageError(f"`{field}`: {error}") from error
 
 
 def digest(adapter: LoraFile | None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.prompts import read_sources
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.jobs.base import Job
 
@@ -27,7 +28,8 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
     if absent := missing():
         raise UsageError(f"the words job needs {', '.join(absent)}, not installed: {INSTALL}")
     model = built_in.Words(built_in.BASE if weights is None else weights)
-    train, heldout, weights_of = built_in.words("train"), built_in.words("heldout"), dict[str, float]()
+    train: Sequence[str | Prompt] = built_in.words("train")
+    heldout, weights_of = built_in.words("heldout"), dict[str, float]()
     if prompts:
         train, weights_of = read_sources(prompts, check=model.check_prompt, heldout=heldout)
     elif data:
@@ -40,7 +42,7 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
         heldout=heldout,
         evaluators={"reward": reward, "heldout": built_in.heldout_recogniser().letters},
         load=built_in.Words,
-        data=built_in.write,
+        data=lambda key, prompts: built_in.write(key, texts(prompts)),
         encode=lambda images: images * 2 - 1,
         source_weights=weights_of,
     )

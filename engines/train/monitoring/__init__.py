@@ -1,1 +1,1 @@
-"""What is measured of a run while it trains."""
+"""Measurements of a run while it trains."""

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import RunError
 from fluvial.engines.rollout.generate import Requests, Sampling, generate
 from fluvial.engines.rollout.noising import noised_at
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.streams import Stream
 from fluvial.engines.train.job import Job
 from fluvial.models import Schedule
 
@@ -104,7 +105,7 @@ class Probe(NamedTuple):
 
     def _predictions(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
         """Return the prediction of a network at each noised sample, `[P, *event]`."""
-        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(_prompts(job)))
+        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(texts(_prompts(job))))
         parts = []
         for start in range(0, len(self.x), micro_batch):
             rows = slice(start, start + micro_batch)
@@ -115,6 +116,6 @@ class Probe(NamedTuple):
         return torch.cat(parts)
 
 
-def _prompts(job: Job) -> list[str]:
+def _prompts(job: Job) -> list[Prompt]:
     """Return the prompts of a probe, spread over the held-out ones."""
     return [job.heldout[i * len(job.heldout) // SAMPLES] for i in range(SAMPLES)]

@@ -57,7 +57,7 @@ class KeptImages:
 
         def shown(chosen: Sequence[int]) -> Shown:
             images = [_enlarged(found[i]) for i in chosen]
-            return Shown(images, [str(scores.prompts[i]) for i in chosen], [values[i] for i in chosen])
+            return Shown(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
 
         return shown(best), shown(worst)
 

@@ -1,4 +1,4 @@
-"""What the samples of a rollout have to teach: rewards within groups, advantages, and diagnostics by step."""
+"""Learning signal of a rollout: rewards within groups, advantages, and diagnostics by step."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.fsdp.items import Parts
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items.noised import TENTHS
 
 # Edges of the histogram of advantages; the outer bins have no end.
 EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-TENTHS = 10
 # Diagnostics that need no splitting: the log-ratio says what the ratio does.
 WHOLE = {"ratio", "log_ratio"}
 
@@ -52,26 +51,11 @@ def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
     }
 
 
-def parts_of(items: Items, levels: Tensor) -> Tensor:
-    """Return the part of an update that each item belongs to, bool `[P, S]`.
-
-    Recorded steps belong to their step. Clean samples with noise belong to a tenth of the noise levels from 0 to 1.
-
-    Args:
-        items: P items.
-        levels: noise levels of the schedule, `[S + 1]`.
-    """
-    if items.level_next is not None:
-        return items.level[:, None] == levels[:-1].to(items.level.device, non_blocking=True)
-    tenth = (items.level * TENTHS).long().clamp(0, TENTHS - 1)
-    return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
-
-
 def parts_record(parts: Parts | None, *, steps: bool) -> dict[str, Any]:
     """Return the diagnostics by recorded step, or by tenth of the noise levels; parts without items are left out.
 
     Args:
-        parts: diagnostics of an update, split by `parts_of`.
+        parts: diagnostics of an update, split by the `parts` of its items.
         steps: whether the parts are steps.
     """
     if parts is None:

@@ -1,1 +1,1 @@
-"""What several reward models are made of: preprocessing, loading of weights, towers, heads, and the score of texts."""
+"""Parts that reward models share: preprocessing, loading of weights, towers, heads, and the score of texts."""

@@ -1,15 +1,19 @@
 """Image-text models with two towers (CLIP, SigLIP): embeddings of images and prompts, and their cosine similarity."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fluvial.models.rewards.shared import loading
+from fluvial.models.rewards.shared.facts import RewardModel
 from fluvial.models.rewards.shared.pixels import frames_of, in_batches
+
+Processor = tuple[str, str | None]  # folder or id of tokenizer and preprocessing, and commit
 
 # Processor of the models that are finetuned from OpenCLIP's ViT-H/14, and its commit.
 VIT_H = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "1c2b8495b28150b8a4922ee1c8edee224c284c0c")
@@ -97,39 +101,78 @@ class Towers:
         return functional.normalize(projected.float(), dim=-1)
 
 
-def load_towers(
-    reward: str,
-    kind: Any,
-    weights: str | Path,
-    revision: str | None,
-    *,
-    processor: str | None,
-    default: tuple[str, str | None],
-    device: str | None,
-    dtype: str,
-    batch: int,
-    frames: int,
-) -> Towers:
-    """Return the towers of a folder or of an id on the Hub.
+@dataclass(eq=False)
+class TowerReward:
+    """Reward from the two towers of an image-text model; of videos the mean over frames.
 
     Args:
-        reward: name of the reward, for messages.
-        kind: class of transformers.
-        weights, revision: folder or id, and commit.
-        processor: folder or id of tokenizer and preprocessing, if not that of the weights.
-        default: id and commit of the processor where neither `processor` nor the folder of weights has one.
-        device, dtype, batch, frames: see `Towers`; by name.
+        weights: folder of a model of transformers, or id on the Hub.
+        revision: commit on the Hub; by default that of the default weights.
+        processor: folder or id of tokenizer and preprocessing; by default those in the folder of weights, or those of
+            the published model.
+        device: device of the model, e.g. "cuda:1"; by default that of the first images.
+        dtype: dtype of the towers, "float32", "bfloat16" or "float16".
+        batch: largest number of images per forward pass.
+        frames: largest number of evenly spaced frames that a video is scored by.
 
     Raises:
-        LoadingError: something is missing or does not fit, in one line.
+        ValueError: the weights are not there or are of another model, or an option is wrong; in one line.
     """
-    where, kind_of_number = loading.device_of(reward, device), loading.dtype_of(reward, dtype)
-    model: Any = loading.load_model(reward, kind, weights, revision)
-    place, commit = loading.processor_of(weights, revision, processor, default)
-    return Towers(
-        model, loading.load_preprocess(reward, place, commit), load_tokenize(reward, model, place, commit),
-        device=where, dtype=kind_of_number, batch=batch, frames=frames,
-    )  # fmt: skip
+
+    weights: str | Path
+    _: KW_ONLY
+    revision: str | None = None
+    processor: str | None = None
+    device: str | None = None
+    dtype: str = "float32"
+    batch: int = 16
+    frames: int = 8
+    towers: Towers = field(init=False)
+
+    facts: ClassVar[RewardModel]
+    kind: ClassVar[str] = "CLIPModel"  # class of transformers
+    folder_processor: ClassVar[Processor | None] = None  # for a folder of weights without a processor
+
+    def __post_init__(self) -> None:
+        where, dtype = loading.device_of(self.facts.name, self.device), loading.dtype_of(self.facts.name, self.dtype)
+        model, preprocess, tokenize = self.load(self.facts.commit(self.weights, self.revision))
+        self.towers = Towers(model, preprocess, tokenize, device=where, dtype=dtype, batch=self.batch, frames=self.frames)
+
+    def score(self, cosines: Tensor) -> Tensor:
+        """Return the score of each sample, `[B]`, from the cosine similarity of its frames and its prompt, `[B, n]`."""
+        return cosines.mean(1)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each image, `[B]` in float32, differentiable in the images.
+
+        Args:
+            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
+            prompts: prompt of each image.
+        """
+        return self.score(self.towers.cosines(images, prompts))
+
+    def load(self, commit: str | None) -> tuple[Any, Callable[[Tensor], Tensor], Callable[[list[str]], dict[str, Tensor]]]:
+        """Return the model, its preprocessing and its tokenizer.
+
+        Raises:
+            LoadingError: something is missing or does not fit, in one line.
+        """
+        import transformers
+
+        name = self.facts.name
+        model = loading.load_model(name, getattr(transformers, self.kind), self.weights, commit)
+        place = loading.processor_of(self.weights, self.processor, self.default_processor(commit))
+        return model, loading.load_preprocess(name, *place), load_tokenize(name, model, *place)
+
+    def default_processor(self, commit: str | None) -> Processor:
+        """Return the processor where neither `processor` nor the folder of weights has one."""
+        is_folder = Path(self.weights).expanduser().is_dir()
+        return self.folder_processor if is_folder and self.folder_processor else (str(self.weights), commit)
+
+    def check_form(self, form: str, forms: Sequence[str]) -> None:
+        """Raise LoadingError unless a form of the score is known."""
+        if form not in forms:
+            raise loading.LoadingError(f"{self.facts.name}: form is {form!r}, expected one of {', '.join(forms)}")
 
 
 def load_tokenize(reward: str, model: Any, place: str, commit: str | None) -> Callable[[list[str]], dict[str, Tensor]]:

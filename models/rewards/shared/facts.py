@@ -1,4 +1,4 @@
-"""What is known of a reward model before it is loaded: its formula, weights, size and licence."""
+"""Facts about a reward model that need no loading: its formula, weights, size and licence."""
 
 from dataclasses import dataclass
 from importlib import import_module

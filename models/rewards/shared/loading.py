@@ -138,13 +138,11 @@ def read_tensors(reward: str, file: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def processor_of(
-    weights: str | Path, revision: str | None, processor: str | None, default: tuple[str, str | None]
-) -> tuple[str, str | None]:
+def processor_of(weights: str | Path, processor: str | None, default: tuple[str, str | None]) -> tuple[str, str | None]:
     """Return the folder or id, and the commit, that the tokenizer and the preprocessing come from.
 
     Args:
-        weights, revision: weights of the model and their commit.
+        weights: weights of the model.
         processor: folder or id that was asked for, or None.
         default: id and commit to take where `weights` is a folder without a tokenizer.
     """

@@ -80,18 +80,28 @@ def config_of(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> A
     return CLIPConfig(
         projection_dim=common["projection_dim"],
         vision_config={
-            **common, "hidden_size": width, "intermediate_size": _inner(tensors, "visual."), "patch_size": patch,
-            "num_hidden_layers": _layers(tensors, "visual."), "num_attention_heads": vision_heads,
+            **common,
+            "hidden_size": width,
+            "intermediate_size": _inner(tensors, "visual."),
+            "patch_size": patch,
+            "num_hidden_layers": _layers(tensors, "visual."),
+            "num_attention_heads": vision_heads,
             "image_size": patch * side,
         },
         text_config={
-            **common, "hidden_size": text_width, "intermediate_size": _inner(tensors, ""), "vocab_size": vocabulary,
-            "num_hidden_layers": _layers(tensors, ""), "num_attention_heads": text_heads,
+            **common,
+            "hidden_size": text_width,
+            "intermediate_size": _inner(tensors, ""),
+            "vocab_size": vocabulary,
+            "num_hidden_layers": _layers(tensors, ""),
+            "num_attention_heads": text_heads,
             "max_position_embeddings": len(tensors["positional_embedding"]),
             # open_clip takes the output at the largest token, which is the last of its vocabulary.
-            "eos_token_id": vocabulary - 1, "bos_token_id": vocabulary - 2, "pad_token_id": vocabulary - 1,
+            "eos_token_id": vocabulary - 1,
+            "bos_token_id": vocabulary - 2,
+            "pad_token_id": vocabulary - 1,
         },
-    )  # fmt: skip
+    )
 
 
 def _layers(tensors: Mapping[str, Tensor], tower: str) -> int:

@@ -1,4 +1,4 @@
-"""How far the text that an image shows is the text that its prompt asks for: the score of all OCR rewards.
+"""Score of all OCR rewards: agreement of the text in an image with the text that its prompt asks for.
 
 Source: flow_grpo, arXiv 2505.05470, section 5.
 """

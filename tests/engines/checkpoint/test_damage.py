@@ -109,7 +109,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, one: World) -> tuple[Path, Pa
 
 @contextmanager
 def refused(pair: tuple[Path, Path], one: World) -> Iterator[None]:
-    """Let the second checkpoint be damaged, see that it is refused by name with the first as an offer, and mend it."""
+    """Damage the second checkpoint, see that it is refused by name with the first as an offer, and mend it."""
     older, newest = pair
     before = {file: file.read_bytes() for file in newest.iterdir()}
     try:

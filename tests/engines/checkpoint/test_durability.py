@@ -1,4 +1,4 @@
-"""What a power cut leaves: a checkpoint gets its name only after all its bytes and file names are on the disk."""
+"""Checkpoints after a power cut: one gets its name only after all its bytes and file names are on the disk."""
 
 import os
 from pathlib import Path

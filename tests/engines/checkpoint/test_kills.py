@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import launch
@@ -32,41 +33,44 @@ RANDOM = {
     name: ("any", {"rounds": 16, "url": "url" in name, "background": "background" in name})
     for name in ("disk", "disk, background", "url")
 }
-pytestmark = pytest.mark.slow
+SHORT = ("a new update, disk, killed", "an update again, url, full, background", "disk, background")
 
 
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    """Return what the saves of all cases left behind; in memory where there is such a folder, because they sync often."""
+def some(names: Iterable[str]) -> list[Any]:
+    """Return names as parameters; `make test` runs one case of each kind, `make test-all` every one."""
+    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def report(name: str) -> dict[str, Any]:
+    """Return what the saves of a case left behind; in memory where there is such a folder, because they sync often."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="kills-", dir=memory) as folder:
-        return launch.call("kills:explore", folder, {**KILLED, **FULL, **RANDOM}, timeout=600)
-
-
-@pytest.mark.parametrize("name", KILLED)
-def test_killed_at_every_operation(report: dict[str, Any], name: str) -> None:
-    """Both outcomes are met, no other, and the next save clears up what is left."""
-    found = report[name]
+        found = launch.call("kills:explore", folder, {name: {**KILLED, **FULL, **RANDOM}[name]})[name]
     assert "error" not in found, found["error"]
+    return found
+
+
+@pytest.mark.parametrize("name", some(KILLED))
+def test_killed_at_every_operation(name: str) -> None:
+    """Both outcomes are met, no other, and the next save clears up what is left."""
+    found = report(name)
     assert {*found["outcomes"]} == {*SCENES[name.split(",")[0]]}
     assert found["operations"] >= 10
     assert sum(found["outcomes"].values()) == found["operations"] + 1
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_the_disk_full_at_every_operation(report: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", some(FULL))
+def test_the_disk_full_at_every_operation(name: str) -> None:
     """And full from then on: the message says so, and the one before is the newest, or the new one is there."""
-    found = report[name]
-    assert "error" not in found, found["error"]
+    found = report(name)
     assert {*found["outcomes"]} == {*SCENES[name.split(",")[0]]}
     assert sum(found["outcomes"].values()) == found["operations"] + 1
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_killed_at_any_time(report: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", some(RANDOM))
+def test_killed_at_any_time(name: str) -> None:
     """Some saves get through between the kills, and nothing is lost that was there."""
-    found = report[name]
-    assert "error" not in found, found["error"]
+    found = report(name)
     assert found["updates"] == sorted(found["updates"])
     assert len(found["updates"]) == 17
     assert found["updates"][-1] > 5

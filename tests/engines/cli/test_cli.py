@@ -1,4 +1,4 @@
-"""What a person types wrongly ends in one line that says what and where, with exit code 2, and nothing is written."""
+"""Wrong input ends in one line that says what and where, with exit code 2, and nothing is written."""
 
 import json
 import re
@@ -25,31 +25,34 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --processes 2 --processes=2", "--processes is given twice"),
     ("sample handwriting --processes 2", "unknown flag --processes"),
     ("train handwriting --updtes 3", "did you mean --updates?"),
-    ("train handwriting --rollout.etaa 3", "did you mean --rollout.eta?"),
+    ("train handwriting --rollout.sampler.etaa 3", "did you mean --rollout.sampler.eta?"),
     ("train handwriting --updates many", "--updates"),
     ("train handwriting --updates 0", "updates is 0"),
     ("train handwriting --update-micro-batch 0", "update-micro-batch is 0"),
     ("train handwriting --train half", "'half'"),
-    ("train handwriting --rollout.eta -0.1", "eta is -0.1"),
-    ("train handwriting --rollout.eta nan", "eta is nan"),
-    ("train handwriting --rollout.eta inf", "eta is inf"),
-    ("train handwriting --rollout.eta 0", "eta is 0, so every step of flow_sde is deterministic"),
+    ("train handwriting --rollout.sampler.eta -0.1", "eta is -0.1"),
+    ("train handwriting --rollout.sampler.eta nan", "eta is nan"),
+    ("train handwriting --rollout.sampler.eta inf", "eta is inf"),
+    ("train handwriting --rollout.sampler.eta 0", "eta is 0, expected a number above 0: every step of flow_sde"),
     ("train handwriting --rollout.group 1", "group is 1, expected at least 2"),
-    ("train handwriting --rollout.window 11", "a window of 11 steps does not fit steps 0 to 6"),
-    ("train handwriting --rollout.window 0", "a window of 0 steps"),
-    ("train handwriting --rollout.window-low 5 --rollout.window 2", "a window of 2 steps does not fit steps 5 to 6"),
+    ("train handwriting --rollout.window.size 11", "--rollout.window has 11 stochastic steps in steps 0 to 6"),
+    ("train handwriting --rollout.window.size 0", "--rollout.window.size is 0, expected an integer"),
+    ("train handwriting --rollout.window.low 5 --rollout.window.size 2", "has 2 stochastic steps in steps 5 to 6"),
+    ("train handwriting --rollout.window scatered", "moving, branches; did you mean 'scattered'?"),
+    ("train handwriting --rollout.window scattered", "--rollout.window.size"),
+    ("train handwriting --rollout.window all --rollout.window.size 2", "the kind all has no size, which random, scattered,"),
     (
-        "train handwriting --rollout.sampler cps --rollout.window 1 --rollout.window-high 10",
-        "the last step of cps is deterministic",
+        "train handwriting --rollout.sampler cps --rollout.window.size 1 --rollout.window.high 10",
+        "the last step of cps has no log-probability",
     ),
-    ("train handwriting --rollout.sampler cps --rollout.eta 1.5", "eta is 1.5, expected at most 1 for cps"),
-    ("train handwriting --rollout.sampler ode", "eta is 0.8, and ode takes no noise"),
+    ("train handwriting --rollout.sampler cps --rollout.sampler.eta 1.5", "eta is 1.5, expected at most 1 for cps"),
+    ("train handwriting --rollout.sampler ode --rollout.sampler.eta 1", "the kind ode has no eta, which flow_sde"),
     ("train handwriting --rollout.sampler euler", "'euler'"),
     ("train handwriting --objective.clip-low nan", "--objective.clip-low is nan"),
     ("train handwriting --kl.coef -1", "coef is -1"),
-    ("train guard --rollout.sampler cps", "--rollout.sampler is cps, and guard needs"),
-    ("train guard --rollout.form unscaled", "use form density or no_const"),
-    ("train guard --rollout.reduction sum", "reduction mean"),
+    ("train guard --rollout.sampler cps", "--rollout.sampler is 'cps', expected flow_sde or dance_sde"),
+    ("train guard --rollout.form unscaled", "expected density or no_const"),
+    ("train guard --rollout.reduction sum", "expected mean"),
     ("train handwriting --optimizer.lr -1", "lr is -1"),
     ("train handwriting --lora.rank 0", "lora.rank is 0"),
     ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),
@@ -67,8 +70,8 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --seed 1{zeros}", "expected"),
     ("train handwriting --advantage.eps 0", "eps is 0"),
     (
-        "train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window-high 10 --kl.coef 1",
-        "use --kl.coef 0",
+        "train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window.high 10 --kl.coef 1",
+        "the last step of cps has no KL",
     ),
     ("pretrain handwriting --seed -1", "seed is -1"),
     ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
@@ -81,12 +84,12 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --out {tmp}/new --weights {tmp}/cut", "cannot be read"),
     ("pretrain handwriting --out {tmp}/foreign", "already holds a model"),
     ("pretrain handwriting --batch 0", "batch is 0"),
-    ("eval handwriting --weights {tmp}/nowhere", "config.json is missing"),
+    ("eval handwriting --weights {tmp}/nowhere", "nowhere: there is no such folder"),
     ("eval handwriting --samples 0", "samples is 0"),
     ("sample handwriting --prompts 12a4", "--prompts: prompt '12a4'"),
     ("sample handwriting --prompts", "--prompts"),
     ("sample handwriting --out {tmp}/empty.txt/x.png", "cannot be written"),
-    ("sample handwriting --out {tmp}/x.nonsense", "cannot be written"),
+    ("sample handwriting --out {tmp}/x.nonsense", "x.nonsense, expected a name that ends in .png"),
     ("plan", "needs the name of a model, got nothing, expected one of handwriting, sd3.5-medium"),
     ("preferences handwriting --group 1", "group is 1, expected at least 2"),
     ("preferences handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
@@ -98,9 +101,9 @@ WRONG: list[tuple[str, str]] = [
     ("train grpo --rewards characters machine characters=2", "which names 'characters' twice"),
     ("train dpo --objective.preferences {tmp}/nowhere", "preferences.jsonl cannot be read"),
     ("train distill --objective.teacher {tmp}/nowhere", "config.json is missing"),
-    ("train nft --train full", "--train is full, and nft's old policy"),
-    ("train grpo --model handwriting-unet", "use ddim or ode"),
-    ("train ddpo --model handwriting", "use flow_sde or dance_sde or cps or ode"),
+    ("train nft --train full", "--train is 'full', expected lora: nft's old policy"),
+    ("train grpo --model handwriting-unet", "expected ddim or ode"),
+    ("train ddpo --model handwriting", "expected flow_sde or dance_sde or cps"),
     ("plan sd4", "got 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),
     ("plan handwriting --gpus 0", "gpus is 0"),
     ("plan handwriting --resolution 64", "has images of one size only"),
@@ -203,7 +206,7 @@ def test_weights_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
     text = capfd.readouterr().out
     assert "heldout" in text
     assert "reward" in text
-    assert "6 samples of the shipped base" in " ".join(text.split())
+    assert "6 samples of handwriting" in " ".join(text.split())
 
 
 def test_a_plan_is_printed_and_checked(capfd: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +243,8 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     resumes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
-    from fluvial.engines.train import recipes, trainer
+    from fluvial.engines import train as training
+    from fluvial.engines.train import recipes
     from fluvial.engines.train.record import as_record
 
     out = tmp_path / "run"
@@ -248,7 +252,7 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     out.mkdir()
     (out / "config.json").write_text(json.dumps(as_record(begun)))
     seen: list[Any] = []
-    monkeypatch.setattr(trainer, "train", lambda config, console: seen.append(config))
+    monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
     assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
     (config,) = seen
     assert replace(config, resume=False, resume_from=None) == replace(begun, updates=3)

@@ -1,4 +1,4 @@
-"""A person's own objective, sampler, reward, recipe and model train from the command line; broken ones end in one line."""
+"""User-defined objective, sampler, reward, recipe and model train from the command line; broken ones end in one line."""
 
 import importlib
 import json
@@ -45,7 +45,7 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
     finish(["train", "toy_doors:recipe", "--out", str(out), "--objective.scale", "0.5"], capfd)
     record = json.loads((out / "config.json").read_text())
     assert record["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
-    assert record["rollout"]["sampler"] == "toy_doors:walk"
+    assert record["rollout"]["sampler"] == {"kind": "toy_doors:walk", "eta": 0.5}
     assert moved(out)
     assert len(metrics(out)) == 2
     finish(["train", "toy_doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
@@ -56,7 +56,15 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
 def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They are named by flags; the other recipe gives other weights."""
     out = tmp_path / "run"
-    own = ["--rollout.sampler", "toy_doors:walk", "--rollout.eta", "0.5", "--rewards", "toy_doors:bold", "characters=0.5"]
+    own = [
+        "--rollout.sampler",
+        "toy_doors:walk",
+        "--rollout.sampler.eta",
+        "0.5",
+        "--rewards",
+        "toy_doors:bold",
+        "characters=0.5",
+    ]
     finish(["train", "handwriting", "--out", str(out), *TINY, *own], capfd)
     assert moved(out)
     assert {"reward/toy_doors:bold", "reward/characters"} <= set(metrics(out)[0]) or "reward" in metrics(out)[0]
@@ -75,6 +83,7 @@ INSTALLED = """
 from dataclasses import dataclass, replace
 import toy_doors
 from toy_doors import bold, walk
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.models.handwriting import BASE, Handwriting
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Pull(toy_doors.Pull):
 def recipe():
     found = toy_doors.recipe()
     return replace(
-        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler="walk"), updates=1
+        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler=Stochastic("walk")), updates=1
     )
 
 class Codes(Handwriting):
@@ -174,8 +183,8 @@ class Loose(toy_doors.Pull):
 
 @dataclass(frozen=True)
 class Crooked(toy_doors.Pull):
-    def loss(self, v, items, transition, config):
-        loss, info = super().loss(v, items, transition, config)
+    def loss(self, v, items, config):
+        loss, info = super().loss(v, items, config)
         return loss.mean(), info
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Faulty(toy_doors.Pull):
-    def loss(self, v, items, transition, config):
+    def loss(self, v, items, config):
         return v.no_such_attribute, None
 
 def crooked():
@@ -240,14 +249,14 @@ WRONG = [
     ("train broken:returns_list", 2, "recipe 'broken:returns_list' returned a list, expected a TrainConfig"),
     ("train broken:needs", 2, "recipe 'broken:needs' has the signature (data)"),
     ("train broken:raises", 2, "recipe 'broken:raises' raised KeyError: 'no such file'"),
-    ("train broken:wrong_field", 2, "recipe 'broken:wrong_field' raised ValueError: updates is 0"),
+    ("train broken:wrong_field", 2, "recipe 'broken:wrong_field' raised FieldError: updates is 0"),
     ("train broken:number", 2, "recipe 'broken:number' is of type int"),
     ("train broken:raisess", 2, "broken has no 'raisess'; did you mean 'raises'?"),
     ("train nowhere:recipe", 2, "there is no module 'nowhere'"),
     ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
     ("train broken:", 2, "expected module:name"),
     ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
-    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, items, transition, config)"),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, items, config)"),
     ("train broken:plain", 2, "is not a frozen dataclass"),
     ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
     ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),

@@ -37,7 +37,7 @@ def passes(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, 
 
 @pytest.fixture(scope="module", autouse=True)
 def mine() -> Iterator[None]:
-    """A person's own module with evaluators."""
+    """User-defined module with evaluators."""
     module: Any = types.ModuleType("evaluators")
     module.brightness, module.passes = brightness, passes
     sys.modules["evaluators"] = module
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
     typed += ["--rollout.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
     assert cli.run([*typed, "--out", str(folder / "run")]) == 0
-    assert cli.run(["train", "handwriting", "--out", str(folder / "codes"), *launch.SMALL, "--updates", "2"]) == 0
+    launch.trained(folder / "codes", "--updates", "2")
     return folder
 
 
@@ -185,21 +185,30 @@ WRONG = [
         "--weights is None and --lora is None",
     ),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --lora {tmp}/no", "no is neither a file nor a folder"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no, and there is no such folder"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no: there is no such folder"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1,"),
     ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("eval handwriting --base start", "there is nothing to compare with it"),
-    ("eval handwriting --base {tmp}/nowhere", "nowhere, expected start, the folder of a run, a checkpoint or a"),
+    ("eval handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
     (
         "eval handwriting --base {tmp}/run",
         "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same",
     ),
     ("eval {tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
-    ("eval {tmp}/run --weights {tmp}/run/weights", "run has its own: leave them out, or name the model {tmp}/sd3"),
+    (
+        "eval {tmp}/run --weights {tmp}/run/weights",
+        "--weights and --lora have no effect with {tmp}/run, a run with its own; remove them",
+    ),
     ("eval {tmp}/run --pipeline.height 17", "17"),
-    ("eval {tmp}/run --pipeline.sizes 16x16 16x32", "--pipeline.sizes is set, and --pipeline.height or width as well"),
+    (
+        "eval {tmp}/run --pipeline.sizes 16x16 16x32",
+        "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes; remove them",
+    ),
     ("eval {tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
-    ("eval {tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', and the run of"),
+    (
+        "eval {tmp}/codes/checkpoints/000002 --negative 1234",
+        "--negative is '1234', expected '': that is the negative prompt",
+    ),
 ]
 
 

@@ -1,12 +1,13 @@
-"""What the library says of fields is printed as flags; parsing returns the very configuration."""
+"""Fields in the library's errors are printed as flags; parsing returns the very configuration."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from fluvial.engines.cli.parse import HelpPrintedError, field_names, flags_in_errors, parsed, typed, with_flags
-from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.core.checks import FieldError
+from fluvial.engines.cli.parse import HelpPrintedError, field_names, flags_in_errors, parsed, typed
+from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         if self.eta < 0:
-            raise ValueError(f"rollout.eta is {self.eta:g}, expected at least 0: set rollout.window_low too")
+            raise UsageError("rollout.eta", self.eta, "at least 0", "set `rollout.window_low` too")
 
 
 @dataclass(frozen=True)
@@ -62,39 +63,37 @@ NAMES = field_names(Run(Path("x")))
 
 # (what the library says, what is printed)
 TABLE = [
-    ("rollout.eta is 0", "--rollout.eta is 0"),
-    ("rollout.eta is 0, set rollout.eta > 0.", "--rollout.eta is 0, set --rollout.eta > 0."),
-    ("use rollout.window_low 2 or rollout.eta=1", "use --rollout.window-low 2 or --rollout.eta=1"),
-    ("(rollout.eta)", "(--rollout.eta)"),
-    ("objective.clip is below 0", "--objective.clip is below 0"),
-    ("max_log_ratio is 2 and rollout.eta is 3", "--max-log-ratio is 2 and --rollout.eta is 3"),
-    ("updates is 0, expected at least 1", "--updates is 0, expected at least 1"),
-    ("train: updates is 0", "train: --updates is 0"),
-    ("rollout.eta is 1, and rewards is set", "--rollout.eta is 1, and --rewards is set"),
-    ("rewards 'mine:x' has the signature ()", "--rewards 'mine:x' has the signature ()"),
-    ("it has none: set rewards to a name", "it has none: set --rewards to a name"),
+    (UsageError("rollout.eta", 0.0), "--rollout.eta is 0"),
     (
-        "another run: rollout.eta 1 there, updates 2 there, 3 here",
-        "another run: --rollout.eta 1 there, --updates 2 there, 3 here",
+        UsageError("rollout.eta", 0.0, "at most `max_log_ratio`", "set `rollout.eta`."),
+        "--rollout.eta is 0, expected at most --max-log-ratio: set --rollout.eta.",
     ),
-    # English, paths, modules, other people's names and what is a flag already stay as they are.
-    ("the updates of a rollout; no updates are made", "the updates of a rollout; no updates are made"),
-    ("a multiple of the updates is expected", "a multiple of the updates is expected"),
-    ("--rollout.eta is 0", "--rollout.eta is 0"),
-    ("rollout.etas is 0", "rollout.etas is 0"),
-    ("rollout.eta.grad is 0", "rollout.eta.grad is 0"),
-    ("my.rollout.eta is 0", "my.rollout.eta is 0"),
-    ("runs/max_log_ratio cannot be read", "runs/max_log_ratio cannot be read"),
-    ("the reward mine:max_log_ratio raised", "the reward mine:max_log_ratio raised"),
-    ("max_log_ratio:bright is no reward", "max_log_ratio:bright is no reward"),
-    ("its max_log_ratios", "its max_log_ratios"),
-    ("rollout is a dataclass", "rollout is a dataclass"),
+    (UsageError("use `rollout.window_low` 2 or `rollout.eta`=1"), "use --rollout.window-low 2 or --rollout.eta=1"),
+    (UsageError("(`rollout.eta`)"), "(--rollout.eta)"),
+    (RunError("train: `updates` is 0, and `rewards` 'mine:x' too"), "train: --updates is 0, and --rewards 'mine:x' too"),
+    # A word of English, a field of something else, and a dataclass, which has no flag of its own.
+    (UsageError("the updates of a rollout; no updates are made"), "the updates of a rollout; no updates are made"),
+    (UsageError("batch", 0, "at least 1"), "batch is 0, expected at least 1"),
+    (UsageError("`rollout.etas` is 0"), "rollout.etas is 0"),
+    (UsageError("`rollout` is a dataclass"), "rollout is a dataclass"),
+    (FieldError("max_log_ratio", "is -1"), "--max-log-ratio is -1"),
+    (FieldError("beta", "is -1"), "beta is -1"),
 ]
 
 
-@pytest.mark.parametrize(("said", "printed"), TABLE, ids=[said for said, _ in TABLE])
-def test_fields_in_a_message_become_flags(said: str, printed: str) -> None:
-    assert with_flags(said, NAMES) == printed
+@pytest.mark.parametrize(("error", "printed"), TABLE, ids=[printed for _, printed in TABLE])
+def test_fields_of_an_error_become_flags(error: Exception, printed: str) -> None:
+    with pytest.raises(FluvialError) as caught, flags_in_errors(Run(Path("x"))):
+        raise error
+    assert str(caught.value) == printed
+
+
+def test_a_field_may_have_another_name_in_the_library() -> None:
+    with (
+        pytest.raises(UsageError, match=r"^--rewards is 1$"),
+        flags_in_errors(Run(Path("x")), {"evaluation.rewards": "rewards"}),
+    ):
+        raise UsageError("evaluation.rewards", 1)
 
 
 def test_the_names_of_all_fields_are_those_of_the_flags() -> None:
@@ -105,7 +104,7 @@ def test_the_names_of_all_fields_are_those_of_the_flags() -> None:
 def test_an_error_of_a_run_keeps_its_kind(kind: type[Exception]) -> None:
     """The exit code depends on it."""
     with pytest.raises(kind, match=r"^--rollout\.eta is wrong$") as caught, flags_in_errors(Run(Path("x"))):
-        raise kind("rollout.eta is wrong")
+        raise kind("`rollout.eta` is wrong")
     assert type(caught.value) is kind
 
 
@@ -124,9 +123,9 @@ def test_an_error_that_names_no_field_passes_as_it_is() -> None:
 def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     """A field of any type takes its flags from the dataclass that it holds."""
     default = Run(Path("runs"), rewards=("ink",))
-    assert parsed(Run, lambda: default, "run", []) == default
+    assert parsed(default, "run", []) == default
     words = ["--objective.clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
-    found = parsed(Run, lambda: default, "run", words)
+    found = parsed(default, "run", words)
     assert type(found) is Run
     assert found == replace(
         default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
@@ -146,14 +145,14 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
 )
 def test_a_wrong_flag_is_one_line(words: list[str], line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parsed(Run, lambda: Run(Path("x")), "run", words)
+        parsed(Run(Path("x")), "run", words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HelpPrintedError):
-        parsed(Run, lambda: Run(Path("x")), "run", ["--help"], about="About it.")
+        parsed(Run(Path("x")), "run", ["--help"], about="About it.")
     shown = " ".join(capsys.readouterr().out.split())
     assert "About it." in shown
     for words in ("--objective.clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):

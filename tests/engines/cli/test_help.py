@@ -15,8 +15,8 @@ import pytest
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
-from fluvial.engines.cli.preferences import PipelinePreferencesConfig, PreferencesConfig
-from fluvial.engines.cli.sample import PipelineSampleConfig, SampleConfig
+from fluvial.engines.cli.preferences import PreferencesConfig
+from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.plan.plan import PlanConfig
 from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining, words_pretraining
 from fluvial.engines.train.recipes import RECIPES
@@ -28,9 +28,7 @@ CONFIGS: dict[str, Any] = {
     "pretrain words": words_pretraining(),
     "eval handwriting": EvalConfig(),
     "sample handwriting": SampleConfig(),
-    "sample folder/pipeline": PipelineSampleConfig(),
     "preferences handwriting": PreferencesConfig(Path("x")),
-    "preferences folder/pipeline": PipelinePreferencesConfig(Path("x")),
     "plan handwriting": PlanConfig(),
 }
 
@@ -84,9 +82,19 @@ def test_the_help_of_a_recipe_begins_with_its_docstring(name: str, capsys: pytes
 def test_the_help_of_a_recipe_does_not_wait_for_model_libraries() -> None:
     """Nor for FSDP2, which takes as long as torch itself; a fresh process, as a person starts one."""
     heavy = (
-        "diffusers", "transformers", "peft", "sklearn", "matplotlib", "tensorboard", "triton", "sympy", "torch._dynamo",
-        "torch.distributed.fsdp", "torch.distributed.tensor", "rich.console",
-    )  # fmt: skip
+        "diffusers",
+        "transformers",
+        "peft",
+        "sklearn",
+        "matplotlib",
+        "tensorboard",
+        "triton",
+        "sympy",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "rich.console",
+    )
     code = (
         "import sys, fluvial.engines.cli.main as cli\nassert cli.run(['train', 'grpo', '--help']) == 0\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"

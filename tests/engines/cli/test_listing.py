@@ -1,15 +1,18 @@
-"""What is listed without importing torch: recipes, installed ones too, and models."""
+"""Lists that need no torch: recipes, installed ones too, and models."""
 
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from fluvial.engines.cli import listing
 from fluvial.engines.cli import main as cli
+from fluvial.engines.named_models import MODELS
+from fluvial.models import check_model
 
 HEAVY = "torch", "diffusers", "transformers", "peft", "triton", "sklearn", "numpy"
 
@@ -35,10 +38,13 @@ def test_recipes_are_listed_as_they_are() -> None:
     assert all(listing.recipes().values())
 
 
-def test_built_in_models_are_listed_as_they_are() -> None:
-    from fluvial.engines.train.config import BUILT_IN
-
-    assert tuple(listing.BUILT_IN) == BUILT_IN
+@pytest.mark.parametrize("name", MODELS)
+def test_a_name_of_a_model_stands_for_what_there_is(name: str) -> None:
+    """Its class, its job and its pretraining can be imported; the job is one of that class, the pretraining is its."""
+    entry = MODELS[name]
+    assert resolve_name(entry.pretraining)().model == name
+    assert callable(resolve_name(entry.job))
+    check_model(resolve_name(entry.model)(), "model")
 
 
 def test_installed_recipes_and_adapters_are_listed_without_importing_them(

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import read_preferences, write_preferences
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Dpo
 from fluvial.engines.rollout.generate import NO_GUIDANCE
+from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, RolloutConfig
 
@@ -38,9 +40,13 @@ def pipeline_job(folder: Path) -> jobs.Job:
     """Return the job of the pipeline on the prompts of its preferences."""
     height, width = ROW.sizes[0][:2]
     return jobs.pipeline(
-        str(folder / "model"), PipelineConfig(height=height, width=width), preferences=folder / "prefs", steps=3,
-        guidance=NO_GUIDANCE, compute=torch.float32,
-    )  # fmt: skip
+        str(folder / "model"),
+        PipelineConfig(height=height, width=width),
+        preferences=folder / "prefs",
+        steps=3,
+        guidance=NO_GUIDANCE,
+        compute=torch.float32,
+    )
 
 
 def test_without_preferences_and_prompts_the_line_asks_for_prompts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,14 +58,14 @@ def test_without_preferences_and_prompts_the_line_asks_for_prompts(folder: Path,
 def test_prompts_come_from_the_preferences_and_evaluation_prompts_are_held_out(folder: Path) -> None:
     """Every tenth prompt; their pairs are left out of training."""
     job = pipeline_job(folder)
-    assert job.heldout == (PROMPTS[0], PROMPTS[10])
-    assert job.prompts == tuple(prompt for prompt in PROMPTS if prompt not in job.heldout)
+    assert texts(job.heldout) == [PROMPTS[0], PROMPTS[10]]
+    assert texts(job.prompts) == [prompt for prompt in PROMPTS if prompt not in texts(job.heldout)]
     job = replace(job, encode=lambda images: images[:, :1])
     asked = {"encode": job.encode, "shape": (1, 16, 16), "check": job.model.check_prompt}
-    found = read_preferences(folder / "prefs", skip=job.heldout, **asked)  # type: ignore[arg-type]
+    found = read_preferences(folder / "prefs", skip=texts(job.heldout), **asked)  # type: ignore[arg-type]
     assert [preference.prompt for preference in found] == [prompt for prompt in job.prompts for _ in range(2)]
     with pytest.raises(UsageError, match="line 1: '0 red foxes' is held out for evaluation, never trained on"):
-        read_preferences(folder / "prefs", heldout=job.heldout, **asked)  # type: ignore[arg-type]
+        read_preferences(folder / "prefs", heldout=texts(job.heldout), **asked)  # type: ignore[arg-type]
 
 
 def test_prompts_of_a_file_of_their_own_must_not_be_in_the_preferences(folder: Path, tmp_path: Path) -> None:
@@ -83,10 +89,13 @@ def test_a_pipeline_trains_on_given_preferences_where_its_job_encodes_images(fol
 
     job = replace(job, encode=encode)
     config = tiny_jobs.config(
-        tmp_path / "run", model=str(folder / "model"), train="lora", updates=2,
+        tmp_path / "run",
+        model=str(folder / "model"),
+        train="lora",
+        updates=2,
         objective=Dpo(beta=10.0, preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler="ode", eta=0.0),
-    )  # fmt: skip
+        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+    )
     with init_world() as world:
         run = tiny_jobs.Run(config, world, job)
         record = run.rollout()
@@ -97,8 +106,10 @@ def test_a_pipeline_trains_on_given_preferences_where_its_job_encodes_images(fol
 
 def test_a_job_without_an_encoder_says_how_to_bring_one(folder: Path, tmp_path: Path) -> None:
     config = tiny_jobs.config(
-        tmp_path / "run", model=str(folder / "model"), objective=Dpo(preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler="ode", eta=0.0),
-    )  # fmt: skip
+        tmp_path / "run",
+        model=str(folder / "model"),
+        objective=Dpo(preferences=folder / "prefs"),
+        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+    )
     with init_world() as world, pytest.raises(UsageError, match=r"has no function from images to samples \(encode\): pass"):
         tiny_jobs.Run(config, world, pipeline_job(folder))

@@ -1,7 +1,10 @@
 """`--processes N`: the same command on the processes of this machine."""
 
+import errno
+import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -63,7 +66,7 @@ def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert len(started) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_stop_and_go_on(tmp_path: Path) -> None:
     """Ctrl-C saves and exits with 0, and the weights are those of the run on two ranks without a stop, to the bit."""
     flags = ["--updates", "3", "--checkpoint-every", "9"]
@@ -87,3 +90,26 @@ def test_two_processes_train_stop_and_go_on(tmp_path: Path) -> None:
     )
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("command", ["runs", "--help", "models"])
+def test_output_that_nobody_reads_ends_a_command_silently(command: str) -> None:
+    """As in `fluvial runs | head -n 1`: `head` closes the pipe, and the command says nothing of it."""
+    program = [sys.executable, "-P", "-m", "fluvial.engines", command]
+    closed, end = os.pipe()
+    os.close(closed)
+    try:
+        done = subprocess.run(program, stdout=end, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(end)
+    assert (done.returncode, done.stderr) in ((141, ""), (0, ""))
+
+
+def test_a_lost_connection_is_an_error_while_output_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    """Only a pipe behind standard output is silent."""
+
+    def command(args: list[str]) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert cli.run([], command) == 1
+    assert "Broken pipe" in capfd.readouterr().err

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import key
-from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch, sized, with_recorded_sizes
+from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch, with_recorded_sizes
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import size_of
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
-from fluvial.engines.data.records import Prompt, as_prompt
+from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_size, shapes_of
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
@@ -73,15 +74,18 @@ def test_of_equal_ratios_the_nearest_area_counts() -> None:
 def test_sizes_of_a_model() -> None:
     """Each has a shape of its own."""
     assert shapes_of(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2)) == {
-        SQUARE: (3, 4, 4), TALL: (3, 6, 4),
-    }  # fmt: skip
+        SQUARE: (3, 4, 4),
+        TALL: (3, 6, 4),
+    }
     with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have one shape"):
         shapes_of(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
 
 
 def prompts_of(*counts: int) -> list[Prompt]:
     """Return so many prompts of each size."""
-    return [sized(f"{size} {number}", size) for size, count in zip(SIZES, counts, strict=False) for number in range(count)]
+    return [
+        Prompt(f"{size} {number}", size=size) for size, count in zip(SIZES, counts, strict=False) for number in range(count)
+    ]
 
 
 def test_batches_have_one_size_and_epochs_are_whole() -> None:
@@ -102,7 +106,7 @@ def test_sources_keep_their_shares_over_sizes() -> None:
     """A source of weight 3 is drawn three times as often, whatever the sizes of its prompts."""
     prompts = []
     for source, sizes in (("a", (SQUARE, SQUARE, TALL)), ("b", (TALL, WIDE, WIDE, WIDE))):
-        prompts += [sized(Prompt(f"{source}{number}", source=source), size) for number, size in enumerate(sizes)]
+        prompts += [Prompt(f"{source}{number}", source=source, size=size) for number, size in enumerate(sizes)]
     order = BatchOrder(prompts, key(0), {"a": 3.0})
     drawn = Counter(prompts[place].source for number in range(1200) for place in order.batch(number, 2))
     assert drawn["a"] / drawn.total() == pytest.approx(0.75, abs=0.01)
@@ -113,7 +117,7 @@ def test_sources_keep_their_shares_over_sizes() -> None:
 @pytest.mark.parametrize("size", [None, TALL])
 def test_one_size_has_the_order_of_prompts(size: Size | None) -> None:
     """To the prompt, so that runs of one size draw as they did."""
-    prompts = [sized(str(number), size) for number in range(7)]
+    prompts = [Prompt(str(number), size=size) for number in range(7)]
     order, known = BatchOrder(prompts, key(3)), PromptOrder(prompts, key(3))
     assert [order.batch(number, 3) for number in range(9)] == [known.places(3 * number, 3) for number in range(9)]
 
@@ -126,14 +130,14 @@ def test_draws_have_the_size_of_the_first() -> None:
         assert len({prompts[place].size for place in places}) == 1
         counts.update(places)
     assert [counts[place] / 1800 for place in range(9)] == pytest.approx([1 / 9] * 9, abs=0.04)
-    plain = ["a", "b", "c"]
-    assert drawn_batch(plain, key(5), 4) == drawn_batch([sized(prompt, TALL) for prompt in plain], key(5), 4)
+    plain = as_prompts(["a", "b", "c"])
+    assert drawn_batch(plain, key(5), 4) == drawn_batch([replace(prompt, size=TALL) for prompt in plain], key(5), 4)
 
 
 def test_the_size_of_a_rollout() -> None:
     """That of its prompts, or each as likely."""
-    assert size_of_batch([sized("a", TALL)], key(0), SIZES) == TALL
-    drawn = Counter(size_of_batch(["a"], key(number), SIZES) for number in range(300))
+    assert size_of_batch([Prompt("a", size=TALL)], key(0), SIZES) == TALL
+    drawn = Counter(size_of_batch([Prompt("a")], key(number), SIZES) for number in range(300))
     assert set(drawn) == set(SIZES)
     assert min(drawn.values()) > 70
 
@@ -201,12 +205,16 @@ def test_both_images_of_a_preference_have_the_size_of_the_preferred(tmp_path: Pa
     """So an image may be there at two sizes; one that would be cut too much is named, or its preference left out."""
     found = painted(tmp_path / "all", square=(20, 20), tall=(20, 28), wide=(36, 24))
     pairs = [("square", "tall"), ("tall", "square")]
-    records = [PreferenceRecord(f"line {i}", f"p{i}", found[win], found[lose]) for i, (win, lose) in enumerate(pairs)]
+    records = [
+        PreferenceRecord(f"line {i}", Prompt(f"p{i}"), found[win], found[lose]) for i, (win, lose) in enumerate(pairs)
+    ]
     made = cache(tmp_path, skip=True)
     made.fill([(record.win, record.lose) for record in records] + [(found["wide"], found["tall"])], one)
     assert made.left_out == {(found["wide"], found["tall"])}
-    preferences = EncodedPreferences([*records, PreferenceRecord("", "left out", found["wide"], found["tall"])], made)
-    assert [as_prompt(prompt).size for prompt in preferences.prompts] == [SQUARE, TALL]
+    preferences = EncodedPreferences(
+        [*records, PreferenceRecord("", Prompt("left out"), found["wide"], found["tall"])], made
+    )
+    assert [prompt.size for prompt in preferences.prompts] == [SQUARE, TALL]
     for preference, size in zip(preferences, (SQUARE, TALL), strict=True):
         assert preference.win.shape == preference.lose.shape == SHAPES[size]
     with pytest.raises(
@@ -214,7 +222,7 @@ def test_both_images_of_a_preference_have_the_size_of_the_preferred(tmp_path: Pa
     ):
         cache(tmp_path).fill([(found["wide"], found["tall"])], one)
     with pytest.raises(UsageError, match="no preference can be used"):
-        EncodedPreferences([PreferenceRecord("", "left out", found["wide"], found["tall"])], made)
+        EncodedPreferences([PreferenceRecord("", Prompt("left out"), found["wide"], found["tall"])], made)
 
 
 class Ranks:

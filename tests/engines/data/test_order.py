@@ -12,13 +12,13 @@ from fluvial.engines.data.order import PromptOrder, order_key
 from fluvial.engines.data.records import Prompt
 
 
-def order(prompts: Sequence[str], seed: int = 0, **weights: Any) -> PromptOrder:
+def order(prompts: Sequence[Prompt], seed: int = 0, **weights: Any) -> PromptOrder:
     return PromptOrder(prompts, order_key(seed), weights)
 
 
 def test_an_epoch_sees_every_prompt_once() -> None:
     """In an order of its own in each epoch, and for each seed."""
-    prompts = [f"prompt {i}" for i in range(23)]
+    prompts = [Prompt(f"prompt {i}") for i in range(23)]
     places = order(prompts).places(0, 69)
     epochs = [places[i : i + 23] for i in (0, 23, 46)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)

@@ -16,15 +16,17 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
+from fluvial.engines.data.records import texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dpo
+from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import RolloutConfig
 from fluvial.engines.train.recipes import dpo
 
-ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler="ode", eta=0.0)
+ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler=Ode())
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def one() -> Iterator[World]:
 
 def read_preferences(folder: Path, job: jobs.Job) -> tuple[Preference, ...]:
     """Return the preferences of a folder, as a run reads them."""
-    return read(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=job.heldout)
+    return read(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, heldout=texts(job.heldout))
 
 
 def chosen(count: int = 4) -> list[tuple[str, Tensor, Tensor]]:
@@ -50,7 +52,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     write_preferences(folder, chosen())
     found = read_preferences(folder, tiny.job())
-    assert [preference.prompt for preference in found] == [prompt for prompt, _, _ in chosen()]
+    assert [preference.prompt.text for preference in found] == [prompt for prompt, _, _ in chosen()]
     for preference, (_, win, lose) in zip(found, chosen(), strict=True):
         torch.testing.assert_close(preference.win, win * 2 - 1, rtol=0, atol=1.01 / 255)
         torch.testing.assert_close(preference.lose, lose * 2 - 1, rtol=0, atol=1.01 / 255)
@@ -186,15 +188,19 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
     write_preferences(tmp_path / "given", chosen(8))
     run = tiny.Run(
         tiny.config(
-            tmp_path, rollout=replace(ODE, prompts=16), objective=Dpo(beta=10.0, preferences=tmp_path / "given"),
-            updates=12, train="lora", micro_batch=32,
+            tmp_path,
+            rollout=replace(ODE, prompts=16),
+            objective=Dpo(beta=10.0, preferences=tmp_path / "given"),
+            updates=12,
+            train="lora",
+            micro_batch=32,
             optimizer=OptimizerConfig(lr=0.02),
         ),
         one,
-    )  # fmt: skip
+    )
     seen = []
-    learn = run.trainer.learner.preference_items
-    run.trainer.learner.preference_items = lambda given, *args: (seen.append(given), learn(given, *args))[1]  # type: ignore
+    learn = run.trainer.learner.pairs
+    run.trainer.learner.pairs = lambda given, *args: (seen.append(given.preferences), learn(given, *args))[1]  # type: ignore
     records = [run.rollout() for _ in range(12)]
     assert all(record["pairs"] == 16 * 4 for record in records)
     assert not any("reward" in record or "diversity" in record for record in records)
@@ -210,7 +216,7 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
 def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`fluvial preferences` draws codes, keeps the best and the worst of each, and names the command that trains on them."""
     folder = tmp_path / "pairs"
-    args = ["--prompts", "6", "--group", "3", "--steps", "3", "--micro-batch", "9", "--out", str(folder)]
+    args = ["--count", "6", "--group", "3", "--steps", "3", "--micro-batch", "9", "--out", str(folder)]
     assert cli.run(["preferences", "handwriting", *args]) == 0
     told = " ".join(capsys.readouterr().out.split())
     job = jobs.handwriting()
@@ -222,12 +228,16 @@ def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pyte
     for preference in found:
         assert preference.win.shape == job.shape
         images = torch.stack([preference.win, preference.lose]) / 2 + 0.5
-        better, worse = torch.as_tensor(reward(images, [preference.prompt] * 2)).tolist()
+        better, worse = torch.as_tensor(reward(images, [preference.prompt.text] * 2)).tolist()
         assert better > worse
     config = replace(
-        dpo(), out=tmp_path / "run", updates=1, micro_batch=8, rollout=replace(ODE, steps=8),
+        dpo(),
+        out=tmp_path / "run",
+        updates=1,
+        micro_batch=8,
+        rollout=replace(ODE, steps=8),
         objective=Dpo(beta=100.0, preferences=folder),
-    )  # fmt: skip
+    )
     run = tiny.Run(config, one, job)
     run.rollout()
     assert run.infos[0].loss == pytest.approx(math.log(2), abs=1e-5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fluvial.engines.data.prompts import read_heldout, read_prompts, read_sources, sources, split_off
-from fluvial.engines.data.records import Prompt, metadata_of, negatives
+from fluvial.engines.data.records import Prompt, as_prompts, metadata_of, negatives, texts
 from fluvial.engines.errors import UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -18,9 +18,12 @@ RECORDS: list[dict[str, Any]] = [
 ]
 # A line of flow_grpo's dataset/geneval/train_metadata.jsonl.
 GENEVAL = {
-    "tag": "counting", "include": [{"class": "bench", "count": 4}], "exclude": [{"class": "bench", "count": 5}],
-    "t2i_prompt": "four benches", "prompt": "four benches",
-}  # fmt: skip
+    "tag": "counting",
+    "include": [{"class": "bench", "count": 4}],
+    "exclude": [{"class": "bench", "count": 5}],
+    "t2i_prompt": "four benches",
+    "prompt": "four benches",
+}
 
 
 def words(prompt: str) -> None:
@@ -80,7 +83,7 @@ def test_one_prompt_per_line(tmp_path: Path) -> None:
     """Blank lines and spaces around a prompt are dropped; the rest is kept to the letter, in its order."""
     path = tmp_path / "prompts.txt"
     path.write_text("  a red fox \n\n\tzwei Kühe\na red fox\n", encoding="utf-8")
-    assert read_prompts(path, check=words) == ("a red fox", "zwei Kühe", "a red fox")
+    assert texts(read_prompts(path, check=words)) == ["a red fox", "zwei Kühe", "a red fox"]
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, saved_to_disk])
@@ -89,12 +92,14 @@ def test_records_keep_their_columns(tmp_path: Path, write: Callable[[Path, Any],
     endings = {"jsonl": ".jsonl", "parquet": ".parquet", "saved_to_disk": ""}
     fox, cats = read_prompts(write(tmp_path / f"mine{endings[write.__name__]}", RECORDS), check=words)
     assert isinstance(fox, Prompt)
-    assert (fox, fox.tag, fox.negative, fox.weight, fox.source) == ("a red fox", "colour", "blurry", 1.0, "mine")
-    assert (cats, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
-    assert metadata_of([fox, cats, "text"]) == [
-        {"tag": "colour", "count": 1}, {"count": 2, "boxes": [[0, 1], [2, 3]]}, {}
-    ]  # fmt: skip
-    assert negatives([fox, cats, "text"], "otherwise") == ["blurry", "otherwise", "otherwise"]
+    assert (fox.text, fox.tag, fox.negative, fox.weight, fox.source) == ("a red fox", "colour", "blurry", 1.0, "mine")
+    assert (cats.text, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
+    assert metadata_of([fox, cats, Prompt("text")]) == [
+        {"tag": "colour", "count": 1},
+        {"count": 2, "boxes": [[0, 1], [2, 3]]},
+        {},
+    ]
+    assert negatives([fox, cats, Prompt("text")], "otherwise") == ["blurry", "otherwise", "otherwise"]
 
 
 def test_a_table_of_text(tmp_path: Path) -> None:
@@ -102,23 +107,22 @@ def test_a_table_of_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text('\ufeffprompt,weight,count\n"a fox, red",2,1\n"two\ncats",,2\n', encoding="utf-8")
     fox, cats = read_prompts(path, check=words)
-    assert (fox, fox.weight, fox.metadata) == ("a fox, red", 2.0, {"count": "1"})
-    assert (cats, cats.weight, cats.metadata) == ("two\ncats", 1.0, {"count": "2"})
+    assert (fox.text, fox.weight, fox.metadata) == ("a fox, red", 2.0, {"count": "1"})
+    assert (cats.text, cats.weight, cats.metadata) == ("two\ncats", 1.0, {"count": "2"})
 
 
 def test_the_files_of_flow_grpo(tmp_path: Path) -> None:
     """GenEval's metadata load as they are and reach the reward whole; its OCR prompts are lines of text."""
     (found,) = read_prompts(jsonl(tmp_path / "train_metadata.jsonl", [GENEVAL]), check=anything)
-    assert (found, found.tag) == ("four benches", "counting")
+    assert (found.text, found.tag) == ("four benches", "counting")
     assert metadata_of([found])[0] == {name: value for name, value in GENEVAL.items() if name != "prompt"}
     (tmp_path / "train.txt").write_text('A sign that reads "Hello, {world}"\n')
-    assert read_prompts(tmp_path / "train.txt", check=anything) == ('A sign that reads "Hello, {world}"',)
+    assert texts(read_prompts(tmp_path / "train.txt", check=anything)) == ['A sign that reads "Hello, {world}"']
 
 
 def test_a_record_travels_between_processes() -> None:
     prompt = Prompt("a fox", tag="t", weight=2.0, metadata={"count": 1})
-    copied = pickle.loads(pickle.dumps(prompt))
-    assert (copied, copied.tag, copied.weight, copied.metadata) == ("a fox", "t", 2.0, {"count": 1})
+    assert pickle.loads(pickle.dumps(prompt)) == prompt
 
 
 def test_an_image_is_found_beside_its_file(tmp_path: Path) -> None:
@@ -244,18 +248,19 @@ def test_several_files(tmp_path: Path) -> None:
 def test_every_tenth_prompt_is_held_out() -> None:
     """The two parts are apart, also where a prompt stands twice, and together they are all."""
     prompts = [f"prompt {i}" for i in range(25)]
-    train, heldout = split_off(prompts)
-    assert heldout == ("prompt 0", "prompt 10", "prompt 20")
+    train, heldout = map(texts, split_off(as_prompts(prompts)))
+    assert heldout == ["prompt 0", "prompt 10", "prompt 20"]
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(prompts)
-    assert split_off(["a", "b", "a"]) == (("b",), ("a",))
+    twice = [Prompt("a"), Prompt("b"), Prompt("a", tag="other")]
+    assert split_off(twice) == ((Prompt("b"),), (Prompt("a"),))
 
 
 def test_every_tenth_prompt_of_each_source_is_held_out() -> None:
     prompts = [Prompt(f"{source} {i}", source=source) for i in range(11) for source in "ab"]
-    assert split_off(prompts)[1] == ("a 0", "b 0", "a 10", "b 10")
+    assert texts(split_off(prompts)[1]) == ["a 0", "b 0", "a 10", "b 10"]
 
 
 def test_a_single_prompt_is_trained_on_and_evaluated() -> None:
     """There is no other."""
-    assert split_off(["a"]) == (("a",), ("a",))
+    assert split_off([Prompt("a")]) == ((Prompt("a"),), (Prompt("a"),))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, drawn, evaluate, every
 from fluvial.engines.evaluation.folder import EvaluationFolder, contact_sheet, write_image
@@ -86,7 +86,7 @@ def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
         assert rank["score"] == alone.score
         assert rank["split"] == json.loads(json.dumps(alone.split))
         assert rank["rows"] == json.loads(json.dumps([vars(row) for row in rows(alone.scores)]))
-        assert rank["prompts"] == list(alone.prompts) == [*TAGGED] * 3
+        assert rank["prompts"] == texts(alone.prompts) == texts(TAGGED) * 3
         assert rank["images"] == (alone.images * 255).round().tolist()  # those of the other rank too
     assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == sorted(kept) == sorted(alone.scores.names)
 
@@ -96,12 +96,19 @@ def test_the_rows_of_a_table(one: World) -> None:
     result = found(one)
     table = rows(result.scores)
     assert [(row.evaluator, row.part, row.name, row.samples) for row in table] == [
-        ("bright", "all", "", 6), ("bright", "source", "a", 4), ("bright", "source", "b", 2),
-        ("bright", "tag", "even", 4), ("bright", "tag", "odd", 2),
-        ("passes", "all", "", 6), ("passes", "source", "a", 4), ("passes", "source", "b", 2),
-        ("passes", "tag", "even", 4), ("passes", "tag", "odd", 2),
-        ("passes", "tags", "mean over tags", 6), ("passes", "prompts", "any sample of a prompt", 6),
-    ]  # fmt: skip
+        ("bright", "all", "", 6),
+        ("bright", "source", "a", 4),
+        ("bright", "source", "b", 2),
+        ("bright", "tag", "even", 4),
+        ("bright", "tag", "odd", 2),
+        ("passes", "all", "", 6),
+        ("passes", "source", "a", 4),
+        ("passes", "source", "b", 2),
+        ("passes", "tag", "even", 4),
+        ("passes", "tag", "odd", 2),
+        ("passes", "tags", "mean over tags", 6),
+        ("passes", "prompts", "any sample of a prompt", 6),
+    ]
     by = {(row.evaluator, row.part, row.name): row for row in table}
     assert by["passes", "all", ""].mean == pytest.approx(1 / 3)
     assert by["passes", "tag", "even"].mean == 0.5
@@ -140,7 +147,7 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     """Whether an evaluator returns NaN or raises; above `max_invalid` the evaluation ends with the first reason."""
 
     def fails(images: Tensor, prompts: Any) -> list[float]:
-        if wrong is None and "2" in map(str, prompts):
+        if wrong is None and "2" in prompts:
             raise ValueError("no answer")
         return [math.nan if prompt == "2" else 0.5 for prompt in prompts]
 
@@ -151,8 +158,8 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     with pytest.warns(UserWarning, match=f"{line} samples of the evaluation have no valid score and are left out of it"):
         found = evaluate(job, job.model.build(), world=one, max_invalid=0.25, **values)
     assert (found.samples, found.invalid) == (6, 2)
-    assert [str(prompt) for prompt in found.prompts] == ["0", "1", "3"] * 2
-    kept = [row for row, prompt in enumerate(whole.scores.prompts) if prompt != "2"]
+    assert texts(found.prompts) == ["0", "1", "3"] * 2
+    kept = [row for row, prompt in enumerate(whole.scores.prompts) if prompt.text != "2"]
     assert torch.equal(found.images, whole.images[kept])
     assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
     assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
@@ -212,7 +219,7 @@ def test_a_line_tells_the_scores_or_that_there_are_none(one: World) -> None:
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:
     """To the bit, whatever a prompt holds."""
     values = torch.rand(3, 2, generator=torch.Generator().manual_seed(0)) * 1e-3
-    scores = Scores(("a", "mine:b"), ["0", "1", "2"], ['say "hi", twice', "two\nlines", "été"], values)
+    scores = Scores(("a", "mine:b"), ["0", "1", "2"], list(as_prompts(['say "hi", twice', "two\nlines", "été"])), values)
     write_scores(tmp_path / "scores.csv", scores)
     again = read_scores(tmp_path / "scores.csv")
     assert torch.equal(again.values, values)

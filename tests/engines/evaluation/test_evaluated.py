@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_jobs as tiny
 
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.train import job as jobs
@@ -29,7 +30,7 @@ def test_what_is_trained_on_stays(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "0", "tag": "even"}\n{"prompt": "5", "negative_prompt": "3"}\n')
     job = tiny.job()
     found = asked(job, prompts=(str(tmp_path / "a.jsonl"),), rewards=("contrast", "heldout"))
-    assert found.heldout == ("0", "5")
+    assert texts(found.heldout) == ["0", "5"]
     assert found.prompts == job.prompts
     assert dict(found.evaluators) == {"contrast": tiny.contrast, "heldout": tiny.brightness}
     assert further_texts(job, found) == ["0", "5", "3"]
@@ -51,7 +52,7 @@ def test_an_image_has_the_size_of_the_evaluation() -> None:
     assert asked(job, width=32, height=64).shape == (1, 64, 32)
     with pytest.raises(UsageError, match=r"evaluation.height is 63 and evaluation.width is 512: the height is 63"):
         asked(job, height=63)
-    with pytest.raises(UsageError, match="no adapter and knows only the size of the rollout"):
+    with pytest.raises(UsageError, match="a model without adapter, which knows only the size of the rollout"):
         asked(tiny.job(model=Recorded()), width=64)
     with pytest.raises(UsageError, match="has images of one size only"):
         asked(jobs.handwriting(), height=64)
@@ -93,9 +94,8 @@ def test_settings_are_checked_when_they_are_made(settings: dict[str, Any], says:
 
 
 def test_a_negative_prompt_needs_guidance() -> None:
-    from fluvial.engines.data.records import Prompt
 
     check_negatives([Prompt("a", negative="b")], guided=True, field="guidance")
-    check_negatives(["a"], guided=False, field="guidance")
+    check_negatives([Prompt("a")], guided=False, field="guidance")
     with pytest.raises(UsageError, match="of no use without guidance: set guidance, or leave the column"):
         check_negatives([Prompt("a", negative="b")], guided=False, field="guidance")

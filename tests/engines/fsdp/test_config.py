@@ -67,8 +67,11 @@ def test_the_floor_is_reached_and_not_passed() -> None:
 def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
     """The message names the field that depends on it."""
     assert rates(updates=None, count=4, warmup=2) == [0.5, 1, 1, 1]
-    for settings, field in (({"schedule": "cosine"}, "schedule is cosine"), ({"warmup_ratio": 0.1}, "warmup_ratio is 0.1")):
-        with pytest.raises(ValueError, match=f"optimizer.{field}, which depends on the number of updates: set `updates`"):
+    for settings, field in (
+        ({"schedule": "cosine"}, "schedule is 'cosine'"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio is 0.1"),
+    ):
+        with pytest.raises(ValueError, match=f"optimizer.{field}: it depends on the number of updates; set updates"):
             rates(updates=None, **settings)
 
 
@@ -77,12 +80,12 @@ def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
     [
         ({"lr": -1.0}, r"optimizer.lr is -1.0, expected"),
         ({"lr": float("nan")}, r"optimizer.lr is nan, expected"),
-        ({"betas": (0.9, 1.0)}, r"optimizer.betas has a decay of 1"),
+        ({"betas": (0.9, 1.0)}, r"optimizer.betas is .*, expected below 1"),
         ({"betas": (0.9, 1.5)}, r"optimizer: betas is 1.5|optimizer.betas is 1.5"),
         ({"betas": (0.9,)}, r"optimizer.betas is \(0.9,\), expected two numbers"),
         ({"eps": 0.0}, r"optimizer.eps is 0.0, expected"),
         ({"ema_decay": 1.5}, r"optimizer.ema_decay is 1.5, expected"),
-        ({"ema_decay": 1.0}, r"optimizer.ema_decay has a decay of 1"),
+        ({"ema_decay": 1.0}, r"optimizer.ema_decay is .*, expected below 1"),
         ({"max_grad_norm": 0.0}, r"optimizer.max_grad_norm is 0.0, expected"),
         ({"warmup": -1}, r"optimizer.warmup is -1, expected"),
         ({"schedule": "linear"}, r"optimizer.schedule is 'linear', expected .*constant.*cosine"),

@@ -15,7 +15,9 @@ from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 ranks"), pytest.param(4, id="4 ranks", marks=pytest.mark.long)]
+)
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, in pairs, and the result of their updates."""
     return request.param, launch.on_ranks(request.param, "context:updates")[0]
@@ -41,9 +43,13 @@ def test_loss_and_gradients_are_those_of_one_process(
         whole = velocity(net, items)
     engine = Engine(net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
     info = engine.update(
-        items, tiny_transformers.loss_of(velocity, net), torch.ones(tiny_transformers.ITEMS),
-        count=tiny_transformers.ITEMS, micro_batch=2, pad_to=tiny_transformers.ITEMS,
-    )  # fmt: skip
+        items,
+        tiny_transformers.loss_of(velocity, net),
+        torch.ones(tiny_transformers.ITEMS),
+        count=tiny_transformers.ITEMS,
+        micro_batch=2,
+        pad_to=tiny_transformers.ITEMS,
+    )
     assert found["info"]["items"] == tiny_transformers.ITEMS
     assert found["info"]["loss"] == pytest.approx(info.loss, rel=1e-5)
     assert found["info"]["grad_norm"] == pytest.approx(info.grad_norm, rel=1e-5)
@@ -59,7 +65,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]], model: str) -> None:
     """By the name of the input and its number of tokens."""
     _, result = ranks
-    assert "context_parallel is 2, but encoder_hidden_states has 3 tokens" in result[model]["odd"]
+    assert "context_parallel is 2: encoder_hidden_states has 3 tokens" in result[model]["odd"]
 
 
 def test_what_cannot_be_split_is_refused(one: World) -> None:
@@ -70,7 +76,7 @@ def test_what_cannot_be_split_is_refused(one: World) -> None:
         Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None:
     """Rollout, reward and update, with guidance and a KL, on 1 rank and on a pair."""
     found = {ranks: launch.on_ranks(ranks, "split:updates", tmp_path)[0] for ranks in (1, 2)}

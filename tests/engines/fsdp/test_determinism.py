@@ -57,6 +57,7 @@ def processors(folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_only_odd_addresses_change_the_bits_of_products(tmp_path: Path) -> None:
     """The fault that `fresh_copy` prevents shows on some processor that MKL can be, and never at multiples of 64 bytes."""
     script = Path(launch.__file__).parents[1] / "workers" / "products.py"
@@ -75,9 +76,13 @@ def test_only_odd_addresses_change_the_bits_of_products(tmp_path: Path) -> None:
 
 
 @given(
-    rows=st.integers(1, 7), micro_batch=st.integers(1, 4), more=st.integers(0, 5), offset=st.integers(0, 17),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), turned=st.booleans(),
-)  # fmt: skip
+    rows=st.integers(1, 7),
+    micro_batch=st.integers(1, 4),
+    more=st.integers(0, 5),
+    offset=st.integers(0, 17),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    turned=st.booleans(),
+)
 def test_micro_batches_are_contiguous_aligned_copies(
     rows: int, micro_batch: int, more: int, offset: int, dtype: torch.dtype, turned: bool
 ) -> None:

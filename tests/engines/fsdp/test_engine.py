@@ -261,7 +261,7 @@ def test_an_engine_needs_no_more_than_a_module(one: World) -> None:
     assert trained.sharded.units == [net, *net.blocks]
     with pytest.raises(ValueError, match="sharded already: give each engine a module of its own"):
         Engine(net)
-    with pytest.raises(ValueError, match=r"optimizer\.schedule is cosine, which depends on the number of updates"):
+    with pytest.raises(ValueError, match=r"optimizer\.schedule is 'cosine': it depends on the number of updates"):
         Engine(Net(), config=OptimizerConfig(schedule="cosine"))
     with pytest.raises(UsageError, match="create the engine within `with init_world"):
         contextvars.Context().run(Engine, Net())

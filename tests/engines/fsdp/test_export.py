@@ -1,4 +1,4 @@
-"""What is exported opens in diffusers and computes the same: whole, sharded, merged, averaged, or an adapter alone."""
+"""Exports open in diffusers and computes the same: whole, sharded, merged, averaged, or an adapter alone."""
 
 import gc
 import json
@@ -125,9 +125,16 @@ def test_an_adapter_alone_is_loaded_by_a_pipeline(tmp_path: Path, one: World, dt
     assert set(found) == {f"transformer.{name}" for name in names}
     assert {tensor.dtype for tensor in found.values()} == {dtype or torch.float32}
     pipeline = StableDiffusion3Pipeline(
-        transformer=MODEL.build(), scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None,
-        tokenizer=None, text_encoder_2=None, tokenizer_2=None, text_encoder_3=None, tokenizer_3=None,
-    )  # fmt: skip
+        transformer=MODEL.build(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
     base = run(pipeline.transformer)
     pipeline.load_lora_weights(tmp_path / "lora")
     with use_adapter(module, "old"):

@@ -143,7 +143,7 @@ for formula in CPU.values():
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize("train", ["full", "lora"])
 def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkpointing: Any) -> None:
-    """FSDP's own work is none; and counting changes no bit of what is trained."""
+    """FSDP's own work is not counted; and counting changes no bit of what is trained."""
     items, weight = data(6)
 
     def net() -> Net:

@@ -1,4 +1,4 @@
-"""What is moved to the host between phases comes back to the bit, and nothing can be computed while it is away."""
+"""Tensors that are moved to the host between phases come back to the bit, and nothing can be computed while it is away."""
 
 from collections.abc import Iterator
 

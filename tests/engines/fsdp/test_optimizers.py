@@ -173,9 +173,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_optimizer_steps_as_its_library_does(one: World, name: str) -> None:
     """Betas, eps and weight decay reach it: AdamW and SGD of torch, and transformers' Adafactor."""
-    trained = engine(
-        one, name, schedule="constant", warmup=0, ema_decay=0.0, max_grad_norm=1e9, **SETTINGS[name]
-    )  # fmt: skip
+    trained = engine(one, name, schedule="constant", warmup=0, ema_decay=0.0, max_grad_norm=1e9, **SETTINGS[name])
     steps(trained, 4)
     for key, tensor in plain(name, Wide(), 4).items():
         torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-6)

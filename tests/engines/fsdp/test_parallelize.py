@@ -1,6 +1,7 @@
-"""What is done to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
+"""Changes to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,11 +68,12 @@ def gradients(built: Engine) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_blocks_that_are_alike_share_one_compiled_region(one: World) -> None:
+def test_blocks_that_are_alike_share_one_compiled_region(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks, one graph, and one more for the first, whose input needs no gradient.
 
     The gradients are those of eager mode, and FLOPs are counted all the same.
     """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces, and needs no C++ compiler
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager, compiled = engine(one), engine(one, compile=True)
@@ -128,8 +130,8 @@ def test_an_attention_backend_is_set_or_refused(one: World) -> None:
     assert {block.attn.processor._attention_backend for block in blocks} == {"native"}
     for module, backend, says in (
         (tiny_transformers.flux(), "no_such", "engine.attention is no_such, which cannot be used"),
-        (Handwriting(weights=None).build(), "native", "attention is native, but SD3Transformer2DModel does not choose"),
-        (Net(), "native", "attention is native, but Net does not choose"),
+        (Handwriting(weights=None).build(), "native", "attention is 'native': SD3Transformer2DModel does not choose"),
+        (Net(), "native", "attention is 'native': Net does not choose"),
     ):
         with pytest.raises(UsageError, match=says):
             Engine(module, [], OptimizerConfig(), one, updates=1, sharding=EngineConfig(attention=backend))

@@ -13,6 +13,8 @@ from fluvial.bench.counting import HostReads
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Clipped, Dppo, Guard
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train.config import RolloutConfig
 
 
@@ -34,7 +36,12 @@ def test_no_read_a_micro_batch(
     reads = []
     for micro_batch in (16, 8, 2):
         rollout = RolloutConfig(
-            prompts=2, group=4, steps=4, window=2, sampler=sampler, guidance=Guidance(guidance), window_high=3
+            prompts=2,
+            group=4,
+            steps=4,
+            sampler=Stochastic(sampler),
+            window=RandomWindow(2, high=3),
+            guidance=Guidance(guidance),
         )
         run = Run(replace(config(tmp_path, rollout=rollout, objective=objective), micro_batch=micro_batch), one)
         engine, counters = run.trainer.engine, list[int]()

@@ -1,6 +1,7 @@
 """Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and no second copy of the parameters exists."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from fluvial.engines.fsdp.engine import Engine, OptimizerConfig
 from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World, init_world
 
-CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = {
     "keep": {},
     "reshard": {"comm": "reshard"},
     "every": {"grad_sync": "every"},
     "checkpointed": {"checkpointing": "block"},
+    "bfloat16": {"compute": "bfloat16"},
+    "bfloat16, reshard": {"compute": "bfloat16", "comm": "reshard", "checkpointing": "block"},
+    "bfloat16, reduced in it": {"compute": "bfloat16", "reduce": "bfloat16"},
+    "bfloat16, offload between phases": {"compute": "bfloat16", "offload": "phases"},
+    "compiled": {"compute": "bfloat16", "compile": True},
 }
 
 
@@ -45,8 +50,10 @@ def trained(one: World, config: EngineConfig) -> Engine:
     return engine
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_bits_are_those_of_fsdp(one: World, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces, and needs no C++ compiler
     alone = trained(one, EngineConfig(**CONFIGS[config]))
     monkeypatch.setattr(parallelize, "is_whole", lambda *_, **__: False)
     wrapped = trained(one, EngineConfig(**CONFIGS[config]))
@@ -93,16 +100,43 @@ def test_gradients_add_up_over_backward_passes_outside_of_an_update(one: World) 
 ADAPTED = copies.adapted()
 
 
-@pytest.mark.parametrize(
-    "options", [{"offload": "always"}, {"compile": True}, {"compute": "bfloat16"}, {"reduce": "bfloat16"}], ids=str
-)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_needs_fsdp_keeps_it(options: dict[str, Any], ranks: int) -> None:
-    assert parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=ranks, device=CPU)
-    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks, **options), ranks=ranks, device=CPU)
-    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=2 * ranks, device=CPU)
-    assert not parallelize.is_whole(Net().bfloat16(), EngineConfig(replicas=ranks), ranks=ranks, device=CPU)
-    assert parallelize.replicas(ADAPTED, EngineConfig(**options), ranks=ranks, device=CPU) == 1
+def test_what_needs_fsdp_keeps_it(ranks: int) -> None:
+    assert parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=ranks)
+    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks, offload="always"), ranks=ranks)
+    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=2 * ranks)
+    assert parallelize.replicas(ADAPTED, EngineConfig(offload="always"), ranks=ranks) == 1
+
+
+def test_a_parameter_of_another_dtype_is_cast_only_while_the_module_computes(one: World) -> None:
+    """The trained ones, which have float32 masters; a frozen one is computed with as it is held."""
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, sharding=EngineConfig(compute="bfloat16"))
+    held = {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()}
+    with engine.inference() as module:
+        module(data(6)[0]["x"])
+        computed = dict(module.named_parameters())
+        assert {parameter.dtype for parameter in computed.values()} == {torch.bfloat16}
+        shared = {name for name, parameter in computed.items() if parameter.data_ptr() == held[name]}
+        assert shared == {name for name, parameter in computed.items() if not parameter.requires_grad}
+    assert {parameter.untyped_storage().nbytes() > 0 for name, parameter in computed.items() if name in shared} == {True}
+    assert not any(parameter.untyped_storage().nbytes() for name, parameter in computed.items() if name not in shared)
+
+
+def test_a_module_computes_with_shards_that_have_moved(one: World) -> None:
+    """As after an offload: the storage is another one, and so are the values."""
+    net = Net()
+    engine, x = Engine(net, list(net.blocks), OptimizerConfig(), one), data(6)[0]["x"]
+    with engine.inference() as module, torch.no_grad():
+        before = module(x).clone()
+    for parameter in net.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter._local_tensor.data = torch.zeros_like(parameter._local_tensor)
+    with engine.inference() as module, torch.no_grad():
+        after = module(x)
+    assert before.any()
+    assert not after.any()
 
 
 TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}
@@ -117,13 +151,15 @@ TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False
         ("adapters", {"replicas": 2}, 8, 2),
         ("adapters", {"comm": "reshard"}, 8, 1),  # asks for the least memory
         ("adapters", {"context_parallel": 2}, 8, 1),
+        ("adapters", {"compute": "bfloat16", "compile": True}, 8, 8),
+        ("adapters", {"offload": "always"}, 8, 1),
         ("all", {}, 8, 1),  # moments would be copied, too
         ("none", {}, 8, 1),  # a reference gathers for a moment
     ],
     ids=str,
 )
 def test_auto_copies_what_would_be_gathered_anyway(trained: str, options: dict[str, Any], ranks: int, expected: int) -> None:
-    assert parallelize.replicas(TRAINED[trained], EngineConfig(**options), ranks=ranks, device=CPU) == expected
+    assert parallelize.replicas(TRAINED[trained], EngineConfig(**options), ranks=ranks) == expected
 
 
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from fluvial.engines.objectives.table import (
     Dpo,
     name_of,
 )
-from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.rollout.window import AllSteps, RandomWindow
 from fluvial.engines.train.config import (
     CorrectionConfig,
     KLConfig,
@@ -35,13 +36,11 @@ from fluvial.engines.train.validate import check_model
 from fluvial.models import Prediction
 
 ROLLOUT: dict[str, Sequence[Any]] = {
-    "sampler": tuple(SAMPLERS),
-    "solver": ("euler", "dpmpp_2m"),
+    "sampler": (*(Stochastic(name, 0.5) for name in Stochastic.known_kinds()), Ode(), Ode("dpmpp_2m"), SaSolver(0.5)),
     "form": ("density", "no_const", "unscaled"),
     "reduction": ("mean", "sum"),
-    "eta": (0.0, 0.5),
     "group": (1, 2),
-    "window": (None, 1),
+    "window": (AllSteps(), RandomWindow(1)),
 }
 RUN: dict[str, Sequence[Any]] = {
     "objective": tuple(OBJECTIVE_ROWS),
@@ -60,11 +59,18 @@ Options = tuple[Any, ...]  # a value of each of ROLLOUT, then of each of RUN
 def build(options: Options, base: TrainConfig, rollout: RolloutConfig) -> TrainConfig:
     """Return the run of a combination of options."""
     objective, train, coef, weight, correction, minibatches = options
-    noising = NoisingConfig(shared=True) if objective == "dgpo" else base.noising
+    noising = NoisingConfig(draw="rollout") if objective == "dgpo" else base.noising
     return replace(
-        base, objective=OBJECTIVE_ROWS[objective], noising=noising, train=train, kl=KL[coef, weight],
-        correction=CORRECTION[correction], minibatches=minibatches, updates=minibatches, rollout=rollout,
-    )  # fmt: skip
+        base,
+        objective=OBJECTIVE_ROWS[objective],
+        noising=noising,
+        train=train,
+        kl=KL[coef, weight],
+        correction=CORRECTION[correction],
+        minibatches=minibatches,
+        updates=minibatches,
+        rollout=rollout,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,7 @@ def test_refusals_say_what_to_use(built: tuple[dict[Options, TrainConfig], set[s
     for refusal in refusals:
         assert "\n" not in refusal
         assert "--" not in refusal, refusal  # fields, not flags
-        assert re.search(r"\b(use|leave|expected)\b", refusal), refusal
+        assert re.search(r"\b(use|leave|expected|remove)\b", refusal), refusal
 
 
 def test_every_value_is_in_a_run(built: tuple[dict[Options, TrainConfig], set[str]]) -> None:
@@ -114,14 +120,20 @@ def test_every_value_is_in_a_run(built: tuple[dict[Options, TrainConfig], set[st
     assert set(product(OBJECTIVE_ROWS, ("full", "lora"))) - both == {(name, "full") for name in FOLLOWED}
 
 
-def cover(candidates: Sequence[Options]) -> list[Options]:
-    """Return some of the candidates that hold each pair of two options' values which any of them holds; greedily."""
-    columns = [torch.tensor([sorted(set(map(repr, column))).index(repr(value)) for value in column])
-               for column in zip(*candidates, strict=True)]  # fmt: skip
+def cover(candidates: Sequence[Options], ways: int) -> list[Options]:
+    """Return some of the candidates with each combination of `ways` options' values that any of them has; greedily."""
+    columns = []
+    for column in zip(*candidates, strict=True):
+        values = sorted(set(map(repr, column)))
+        columns.append(torch.tensor([values.index(repr(value)) for value in column]))
     size = 1 + max(int(column.max()) for column in columns)
     places = torch.stack(
-        [(number * size + a) * size + b for number, (a, b) in enumerate(combinations(columns, 2))], dim=1
-    )  # [N, pairs of options], each a number of its own
+        [
+            number * size**ways + sum(column * size**place for place, column in enumerate(group))
+            for number, group in enumerate(combinations(columns, ways))
+        ],
+        dim=1,
+    )  # [N, groups of options], each a number of its own
     missing = torch.zeros(int(places.max()) + 1, dtype=torch.bool)
     missing[places] = True
     chosen = []
@@ -135,10 +147,11 @@ def cover(candidates: Sequence[Options]) -> list[Options]:
 def test_the_cover_is_one() -> None:
     """Of a product of 3 x 3 x 2 with a hole: every pair that there is, in fewer rows than the product has."""
     candidates = [row for row in product(range(3), "abc", (False, True)) if row[:2] != (0, "a")]
-    chosen = cover(candidates)
+    chosen = cover(candidates, 2)
     for first, second in combinations(range(3), 2):
         assert {(row[first], row[second]) for row in chosen} == {(row[first], row[second]) for row in candidates}
     assert 8 <= len(chosen) < 12
+    assert [{*column} for column in zip(*cover(candidates, 1), strict=True)] == [{0, 1, 2}, {*"abc"}, {False, True}]
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +204,11 @@ def measure(trained: tiny.Run) -> list[Direction]:
 DESCENT = OptimizerConfig(lr=1e-4, weight_decay=0.0, warmup=0)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_what_is_built_trains(
-    built: tuple[dict[Options, TrainConfig], set[str]], one: World, given: Path, tmp_path: Path
+    built: tuple[dict[Options, TrainConfig], set[str]], one: World, given: Path, tmp_path: Path, ways: int
 ) -> None:
-    """Each pair of values of two options that any run has, on a model of each kind.
+    """Each value of every option, or each pair of values of two options, that any run has; on a model of each kind.
 
     Losses are finite, the first update lowers the loss of its own items, and rewarded steps become more likely.
     """
@@ -207,7 +220,7 @@ def test_what_is_built_trains(
         except ValueError:
             continue
         candidates.append((*options, prediction))
-    chosen = cover(candidates)
+    chosen = cover(candidates, ways)
     assert len(chosen) < 200
     for *values, prediction in chosen:
         options = tuple(values)

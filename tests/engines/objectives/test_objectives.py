@@ -29,7 +29,10 @@ from fluvial.engines.objectives.table import (
     Sft,
 )
 from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.rollout.items import NoisedSamples, Pairs, RecordedSteps
+from fluvial.engines.rollout.noising import ContinuousLevels
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
     AdvantageConfig,
     CorrectionConfig,
@@ -47,61 +50,129 @@ def one() -> Iterator[World]:
         yield world
 
 
-ODE: dict[str, Any] = {"sampler": "ode", "eta": 0.0}
-GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "eta": 0.5}
+ODE: dict[str, Any] = {"sampler": Ode()}
+GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sampler": Stochastic(eta=0.5)}
 
 
 @pytest.mark.parametrize(
     ("rollout", "changes", "words"),
     [
-        (ODE, {"objective": Clipped()}, "rollout.sampler is ode, and clipped needs the log-probability .* use flow_sde"),
+        (
+            ODE,
+            {"objective": Clipped()},
+            "rollout.sampler is 'ode', expected a stochastic one, e.g. flow_sde: clipped needs the log-prob",
+        ),
         (ODE, {"objective": Guard()}, "guard needs the log-probability"),
-        ({"sampler": "cps"}, {"objective": Guard()}, "rollout.sampler is cps, and guard needs .* use flow_sde or dance_sde"),
-        ({"sampler": "ddim"}, {"objective": Guard()}, "rollout.sampler is ddim, and guard needs"),
-        ({"form": "unscaled"}, {"objective": Guard()}, "guard takes .* use form density or no_const"),
-        ({"reduction": "sum"}, {"objective": Dppo()}, "dppo compares .* reduction mean"),
-        ({"eta": 0.0}, {}, "rollout.eta is 0, so every step of flow_sde is deterministic and has no density: use eta > 0"),
-        ({"sampler": "ode"}, {}, "rollout.eta is 0.5, and ode takes no noise: use eta 0"),
-        ({"sampler": "cps", "eta": 1.5}, {}, "eta is 1.5, expected at most 1 for cps"),
-        ({"solver": "dpmpp_2m"}, {}, "rollout.solver is dpmpp_2m, .* rollout.sampler is flow_sde: use sampler ode"),
-        (ODE | {"shared_noise": True}, {"objective": Nft(old="none")}, "all samples of a group would be the same"),
-        ({"window": 5}, {}, "rollout.window: a window of 5 steps does not fit steps 0 to 4 of 4"),
-        ({"group": 1}, {"objective": Clipped()}, "rollout.group is 1, expected at least 2: clipped .* nothing to be learnt"),
+        (
+            {"sampler": Stochastic("cps", eta=0.5)},
+            {"objective": Guard()},
+            "sampler is 'cps', expected flow_sde or dance_sde, .* with guard",
+        ),
+        (
+            {"sampler": Stochastic("ddim", eta=0.5)},
+            {"objective": Guard()},
+            "sampler is 'ddim', expected flow_sde or dance_sde, .* with guard",
+        ),
+        (
+            {"form": "unscaled"},
+            {"objective": Guard()},
+            "rollout.form is 'unscaled', expected density or no_const: guard takes a log-density",
+        ),
+        (
+            {"reduction": "sum"},
+            {"objective": Dppo()},
+            "rollout.reduction is 'sum', expected mean: dppo takes nats per dimension",
+        ),
+        (
+            ODE | {"shared_noise": True},
+            {"objective": Nft(old="none")},
+            "rollout.shared_noise is True, expected False: ode takes no noise that tells",
+        ),
+        ({"window": RandomWindow(5)}, {}, "rollout.window has 5 stochastic steps in steps 0 to 4 of 4, expected"),
+        ({"group": 1}, {"objective": Clipped()}, "rollout.group is 1, expected at least 2: clipped compares a sample"),
         (ODE | {"group": 1}, {"objective": Dpo()}, "group is 1, expected at least 2: dpo"),
         (ODE | {"group": 1}, {"objective": Raft()}, "group is 1, expected at least 2: raft"),
-        (ODE, {"objective": Nft(), "train": "full"}, "train is full, .* use train lora, or objective.old none"),
-        (ODE, {"objective": Nft(old="none"), "correction": CorrectionConfig("truncate")}, "truncate, .* nft takes none"),
-        ({"form": "unscaled"}, {"correction": CorrectionConfig("mask")}, "form is unscaled, and correction .* use density"),
-        ({"autocast": True}, {}, "rollout.autocast makes .* use correction.mode truncate"),
-        (ODE, {"objective": Distill(teacher=TEACHER)}, "mean_kl.* have no noise: use objective.match velocity_mse"),
-        ({}, {"objective": Distill()}, "objective.teacher is not set, and distill compares with a teacher: use the folder"),
-        ({}, {"objective": Distill(teacher=TEACHER), "kl": KLConfig(0.1, "exact")}, "exact, and the KL term of distill"),
+        (ODE, {"objective": Nft(), "train": "full"}, "train is 'full', expected lora: .* unless objective.old is none"),
         (
-            ODE | {"solver": "dpmpp_2m"},
-            {"objective": Distill(teacher=TEACHER, match="velocity_mse")},
-            "rollout.solver is dpmpp_2m, whose steps are no transition, and distill trains on steps: use euler",
+            ODE,
+            {"objective": Nft(old="none"), "correction": CorrectionConfig("truncate")},
+            "correction.mode has no effect with nft, which takes no log-probability",
         ),
-        ({"form": "unscaled"}, {"objective": Distill(teacher=TEACHER)}, "distill takes no log-probability"),
+        (
+            {"form": "unscaled"},
+            {"correction": CorrectionConfig("mask")},
+            "rollout.form is 'unscaled', expected density or no_const: a correction",
+        ),
+        ({"autocast": True}, {}, "rollout.autocast is True, expected False, or correction.mode truncate"),
+        (
+            ODE,
+            {"objective": Distill(teacher=TEACHER)},
+            "objective.match is 'mean_kl', expected velocity_mse: .* have no noise",
+        ),
+        (
+            {},
+            {"objective": Distill()},
+            "objective.teacher is None, expected a folder of weights: distill compares with a teacher",
+        ),
+        (
+            {},
+            {"objective": Distill(teacher=TEACHER), "kl": KLConfig(0.1, "exact")},
+            "kl.weight has no effect with distill, whose KL term",
+        ),
+        (
+            ODE | {"sampler": Ode("dpmpp_2m")},
+            {"objective": Distill(teacher=TEACHER, match="velocity_mse")},
+            "rollout.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
+        ),
+        (
+            {"form": "unscaled"},
+            {"objective": Distill(teacher=TEACHER)},
+            "rollout.form has no effect with distill, which takes no log-probability",
+        ),
         (ODE, {"objective": Dpo(), "kl": KLConfig(0.1)}, "dpo has the reference in its loss already"),
-        (ODE, {"objective": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards is set, and dpo"),
-        (ODE, {"objective": Dpo(preferences=GIVEN), "prompts": Path("prompts")}, "prompts is set, .* has its own"),
-        ({}, {"objective": Sft()}, "sft learns from data without a rollout: use sampler ode"),
-        (ODE | {"solver": "dpmpp_2m"}, {"objective": Sft()}, "rollout.sampler, solver, .* is set, and sft learns from data"),
-        (ODE, {"objective": Raft(), "advantage": AdvantageConfig("batch")}, "advantage is set, and raft takes no adv"),
-        (ODE, {"objective": Raft(), "max_log_ratio": 0.1}, "max_log_ratio is 0.1, and raft has no ratio"),
-        (ODE, {"objective": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most the 4 steps"),
-        (ODE | {"window": 2}, {"objective": Raft()}, "rollout.window is set, and ode has no stochastic steps"),
-        ({"fraction": 0.5}, {"objective": Awm()}, "rollout.fraction is 0.5, and awm trains on no recorded steps"),
-        ({"reduction": "sum"}, {"objective": Awm()}, "rollout.reduction is set, and awm takes no log-prob"),
-        ({}, {"noising": NoisingConfig(2)}, "noising is set, and clipped trains on the steps"),
-        ({}, {"kl": KLConfig(0.0, "exact")}, "kl.weight is exact, and kl.coef is 0"),
-        (ODE, {"objective": Awm(), "kl": KLConfig(0.1, "exact")}, "the KL term of awm is mean"),
-        ({"sampler": "cps", "window": 1}, {}, "a window of 1 may be just that step"),
-        ({"sampler": "cps", "form": "unscaled"}, {"kl": KLConfig(0.1)}, "the last step of cps .* has no KL"),
+        (ODE, {"objective": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards has no effect with dpo"),
+        (
+            ODE,
+            {"objective": Dpo(preferences=GIVEN), "prompts": Path("prompts")},
+            "prompts has no effect with data or preferences",
+        ),
+        ({}, {"objective": Sft()}, "rollout.sampler is 'flow_sde', expected ode with solver euler: sft learns from data"),
+        (
+            ODE | {"sampler": Ode("dpmpp_2m")},
+            {"objective": Sft()},
+            "rollout.sampler is 'ode', expected ode with solver euler: sft learns from data",
+        ),
+        (
+            ODE,
+            {"objective": Raft(), "advantage": AdvantageConfig("batch")},
+            "advantage.scale has no effect with raft, which takes no adv",
+        ),
+        (ODE, {"objective": Raft(), "max_log_ratio": 0.1}, "max_log_ratio has no effect with raft, which has no ratio"),
+        (ODE, {"objective": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most 4, the steps"),
+        (
+            ODE | {"window": RandomWindow(2)},
+            {"objective": Raft()},
+            "rollout.window has no effect with a sampler that has no stochastic",
+        ),
+        ({"trained": RandomRecorded(0.5)}, {"objective": Awm()}, "rollout.trained has no effect with awm"),
+        ({"reduction": "sum"}, {"objective": Awm()}, "rollout.reduction has no effect with awm"),
+        ({}, {"noising": NoisingConfig(2)}, "noising has no effect with clipped, which trains on the steps"),
+        ({}, {"kl": KLConfig(0.0, "exact")}, "kl.weight has no effect with kl.coef 0; remove it"),
+        (ODE, {"objective": Awm(), "kl": KLConfig(0.1, "exact")}, "kl.weight has no effect with awm, whose KL term is mean"),
+        (
+            {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(1)},
+            {},
+            "rollout.window.high is None, expected at most 3: the last step of cps has no",
+        ),
+        (
+            {"sampler": Stochastic("cps", eta=0.5), "form": "unscaled"},
+            {"kl": KLConfig(0.1)},
+            "the last step of cps has no KL",
+        ),
         ({}, {"minibatches": 3, "updates": 3}, "minibatches is 3, expected a divisor of the 4 samples"),
         ({}, {"minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     """It is refused when the run is built, in one line that says why."""
     with pytest.raises(ValueError, match=words) as refused:
@@ -116,21 +187,21 @@ def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], w
             "epsilon",
             {},
             {},
-            "rollout.sampler is flow_sde, which is for models that predict velocity, .* predicts epsilon: use ddim or ode",
+            "rollout.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
         ),
         (
             "velocity",
-            {"sampler": "ddim"},
+            {"sampler": Stochastic("ddim", eta=0.5)},
             {},
-            "ddim, which is for models that predict epsilon, .* use flow_sde or dance_sde or cps or ode",
+            "rollout.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
         ),
-        ("epsilon", ODE, {"objective": Nft(old="none")}, "nft is defined for flows"),
-        ("epsilon", ODE, {"objective": Awm()}, "awm is defined for flows"),
+        ("epsilon", ODE, {"objective": Nft(old="none")}, "objective is 'nft', expected one for epsilon"),
+        ("epsilon", ODE, {"objective": Awm()}, "objective is 'awm', expected one for epsilon"),
         (
             "epsilon",
             ODE,
-            {"objective": Raft(), "noising": NoisingConfig(levels="continuous")},
-            "noising.levels is continuous, .* use schedule",
+            {"objective": Raft(), "noising": NoisingConfig(levels=ContinuousLevels())},
+            "noising.levels is 'continuous', expected schedule or stratified",
         ),
     ],
 )
@@ -166,9 +237,15 @@ def test_what_the_job_lacks(one: World, tmp_path: Path, objective: Objective, la
 def test_hyper_parameters_out_of_range() -> None:
     """A single number says so itself."""
     for made in (
-        lambda: Nft(old_cap=1.0), lambda: Nft(old_delay=3), lambda: Nft(beta=0.0), lambda: Awm(power=2.0),
-        lambda: Raft(best=0.0), lambda: Dpo(beta=0.0), lambda: Guard(clip=-1.0), lambda: CorrectionConfig(threshold=0.5),
-    ):  # fmt: skip
+        lambda: Nft(old_cap=1.0),
+        lambda: Nft(old_delay=3),
+        lambda: Nft(beta=0.0),
+        lambda: Awm(power=2.0),
+        lambda: Raft(best=0.0),
+        lambda: Dpo(beta=0.0),
+        lambda: Guard(clip=-1.0),
+        lambda: CorrectionConfig(threshold=0.5),
+    ):
         with pytest.raises(ValueError, match=r"expected|use|only") as refused:
             made()
         assert "\n" not in str(refused.value)
@@ -185,15 +262,27 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
     wide = objective.traits.trains_on == "preferences"
     x, v, x_next, x0, target, v_old, v_ref, v_teacher, _ = drawn if wide else drawn[:, :, 0]
     level, numbers = torch.tensor([0.8, 0.4]), torch.tensor([0.5, 0.25])
-    items = Items(
-        x=x, level=level, timestep=None, sample=torch.arange(2), target_weight=numbers, weight=torch.ones(2),
-        level_next=level / 2, x_next=x_next, log_prob_old=-numbers, x0=x0, target=target, v_old=v_old, v_ref=v_ref,
-        v_teacher=v_teacher, context=numbers[:, None].expand(2, 2) if name == "crd" else numbers,
-    )  # fmt: skip
-    transition = transitions.dance_sde(level, level / 2, eta=0.5)
-    assert objective.loss(v, items, transition, config)[0].shape == (2,)
+    fields = {
+        "x": x,
+        "level": level,
+        "timestep": level,
+        "sample": torch.arange(2),
+        "target_weight": numbers,
+        "weight": torch.ones(2),
+        "level_next": level / 2,
+        "x_next": x_next,
+        "log_prob_old": -numbers,
+        "x0": x0,
+        "target": target,
+        "predictions": {"old": v_old, "ref": v_ref, "teacher": v_teacher},
+        "transition": transitions.dance_sde(level, level / 2, eta=0.5),
+        "context": numbers[:, None].expand(2, 2) if name == "crd" else numbers,
+    }
+    kind: Any = {"steps": RecordedSteps, "noised": NoisedSamples, "preferences": Pairs}[objective.traits.trains_on]
+    items = kind(**{field: value for field, value in fields.items() if field in kind._fields})
+    assert objective.loss(v, items, config)[0].shape == (2,)
     with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"):
-        objective.loss(v, items, transition, config._replace(implementation="triton"))
+        objective.loss(v, items, config._replace(implementation="triton"))
     if name.startswith(("clipped", "crd")):
         return  # a single kernel: of crd's loss the KL alone
     if objective.traits.takes_kl:
@@ -203,7 +292,7 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
                 for kernel in ("velocity_error", "step_log_prob", "nft_loss"):
                     if hasattr(module, kernel):
                         patch.setattr(module, kernel, spied(getattr(module, kernel), seen))
-            objective.loss(v, items, transition, config._replace(implementation="reference"))
+            objective.loss(v, items, config._replace(implementation="reference"))
         assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
         assert set(seen) == {"reference"}
 
@@ -238,7 +327,7 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
         assert {half is not None for half in halves} == {folds}
         assert not folds or {half.requires_grad for half in halves} == {gradient == "both"}
         assert run.infos[0].grad_norm > 0
-        found.append((run.infos, run.weights()))
+        found.append(([info._replace(memory=()) for info in run.infos], run.weights()))
     (infos, weights), (folded_infos, folded_weights) = found
     assert infos == folded_infos
     assert all(torch.equal(weights[name], folded_weights[name]) for name in weights)
@@ -272,6 +361,8 @@ def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
 def test_an_implementation_of_nothing() -> None:
     """Matching a teacher's steps calls no kernel, unless there is a KL."""
     rollout, objective = RolloutConfig(**GROUPS), Distill(teacher=TEACHER)
-    with pytest.raises(ValueError, match="implementation is compiled, and no kernel takes part in distill"):
+    with pytest.raises(
+        ValueError, match="implementation has no effect with distill and these settings, in which no kernel takes part"
+    ):
         tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled")
     tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled", kl=KLConfig(0.1))

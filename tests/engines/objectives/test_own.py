@@ -1,4 +1,4 @@
-"""Objectives and samplers of a person's own: they train, are recorded and resumed, and a broken one is one line."""
+"""User-defined objectives and samplers: they train, are recorded and resumed, and a broken one is one line."""
 
 import json
 import sys
@@ -16,17 +16,18 @@ from fluvial.core.transitions import Transition
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives import ErrorInfo, LossConfig, ObjectiveTraits
+from fluvial.engines.objectives.checked import check_loss
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.table import check_loss, check_objective, name_of, objective_type
+from fluvial.engines.objectives.table import check_objective, name_of, objective_type
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.items import Items
-from fluvial.engines.rollout.samplers import SamplerRule
+from fluvial.engines.rollout.items import NoisedSamples, RecordedSteps
+from fluvial.engines.rollout.samplers import Ode, SamplerRule, Stochastic
+from fluvial.engines.train import train
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.record import as_record, recorded
-from fluvial.engines.train.trainer import train
 from fluvial.kernels import velocity_error
 
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler="ode", eta=0.0)
+ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Weighted:
     def target_weight(self, reward, advantage, group):
         return torch.sigmoid(advantage / self.temperature)
 
-    def loss(self, v, items, transition, config):
+    def loss(self, v, items, config):
         error = velocity_error(v, items.target)
         return items.target_weight * error, ErrorInfo(error.detach(), torch.zeros_like(error))
 
@@ -92,11 +93,9 @@ class Reinforce:
         """Return the advantage, scaled."""
         return self.scale * advantage
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> tuple[Tensor, RewardInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
         """-A log p; the ratio's constant takes no part in the gradient."""
-        assert transition is not None
-        assert items.x_next is not None
-        a, b, std = (part[:, None, None, None] for part in transition)
+        a, b, std = (part[:, None, None, None] for part in items.transition)
         log_prob = (-((items.x_next - a * items.x - b * v) ** 2) / (2 * std**2)).mean((1, 2, 3))
         return -items.target_weight * log_prob, RewardInfo(torch.zeros_like(log_prob.detach()))
 
@@ -111,15 +110,20 @@ def drift(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
 def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     """Named by their module they are in config.json, from which the run goes on."""
     config = TrainConfig(
-        tmp_path / "run", objective=objective_type("own_objects:Weighted")(temperature=0.5),  # type: ignore[call-arg]
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler="own_objects:drift", eta=0.3), train="lora", updates=1,
-        eval_samples=2, final_samples=2, micro_batch=4,
-    )  # fmt: skip
+        tmp_path / "run",
+        objective=objective_type("own_objects:Weighted")(temperature=0.5),  # type: ignore[call-arg]
+        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
+        train="lora",
+        updates=1,
+        eval_samples=2,
+        final_samples=2,
+        micro_batch=4,
+    )
     summary = train(config)
     assert summary["updates"] == 1
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
-    assert record["rollout"]["sampler"] == "own_objects:drift"
+    assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
     del sys.modules["own_objects"]  # another process loads it again
     again = recorded(record)
     assert type(again.objective) is objective_type("own_objects:Weighted")
@@ -131,7 +135,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
 
 def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     """Passed in Python, without a name: the noise is the sampler's, and the gradient that of the loss."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=drift, eta=0.3)
+    rollout = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
     run = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce()), one)
     run.rollout()
     doubled = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce(scale=2.0)), one)
@@ -139,21 +143,23 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     assert run.infos[0].grad_norm > 0
     assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
     levels = run.trainer.schedule.levels
-    step = run.trainer.learner.sampler(levels[:-1], levels[1:])
+    step = run.trainer.rollouts.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
     torch.testing.assert_close(step.std, 0.3 * (levels[:-1] - levels[1:]).sqrt())
 
 
 def test_their_records() -> None:
     """An object without a name outside of this file is recorded, too; only reading it back says that it is not found."""
-    config = tiny.config(Path("out"), rollout=RolloutConfig(prompts=2, group=4, sampler=drift), objective=Reinforce(2.0))
+    config = tiny.config(
+        Path("out"), rollout=RolloutConfig(prompts=2, group=4, sampler=Stochastic(drift)), objective=Reinforce(2.0)
+    )
     record = json.loads(json.dumps(as_record(config)))
     assert record["objective"]["name"] == name_of(config.objective) == f"{__name__}:Reinforce"
-    assert record["rollout"]["sampler"] == f"{__name__}:drift"
+    assert record["rollout"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
 
     def local(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
         return drift(level, level_next, eta=eta)
 
-    record = as_record(replace(config, rollout=replace(config.rollout, sampler=local)))
+    record = as_record(replace(config, rollout=replace(config.rollout, sampler=Stochastic(local, eta=0.5))))
     with pytest.raises(UsageError, match=r"<locals>.local' is defined inside of a function"):
         recorded(record)
 
@@ -161,9 +167,9 @@ def test_their_records() -> None:
 def test_a_rule_says_more_of_a_sampler() -> None:
     """What is refused of a built-in sampler is refused of one's own with the same rule."""
     rule = SamplerRule(lambda eta, levels: lambda a, b: drift(a, b, eta=eta), max_eta=0.5, prediction="epsilon")
-    assert RolloutConfig(sampler=rule, eta=0.5).rule is rule
-    with pytest.raises(ValueError, match=r"rollout.eta is 0.8, expected at most 0.5"):
-        RolloutConfig(sampler=rule, eta=0.8)
+    assert Stochastic(rule, eta=0.5).rule is rule
+    with pytest.raises(ValueError, match=r"rollout.sampler.eta is 0.8, expected at most 0.5"):
+        Stochastic(rule, eta=0.8)
 
 
 # What is broken ends in one line.
@@ -194,7 +200,7 @@ class NoLoss:
 class FewArguments(NoLoss):
     """A loss of two arguments."""
 
-    def loss(self, v: Tensor, items: Items) -> Tensor:
+    def loss(self, v: Tensor, items: RecordedSteps) -> Tensor:
         """Return the velocity."""
         return v
 
@@ -208,7 +214,7 @@ class Traits(NoLoss):
         """No traits."""
         return "steps"
 
-    def loss(self, v: Tensor, items: Items, transition: Any, config: Any) -> Any:
+    def loss(self, v: Tensor, items: RecordedSteps, config: Any) -> Any:
         """Nothing."""
 
 
@@ -218,7 +224,7 @@ class Traits(NoLoss):
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
         (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
-        (NoLoss(), r"NoLoss has no method loss\(self, v, items, transition, config\)"),
+        (NoLoss(), r"NoLoss has no method loss\(self, v, items, config\)"),
         (
             FewArguments(),
             r"FewArguments has loss\(self, v: .*, expected loss\(self, v, .*: too many",
@@ -251,7 +257,7 @@ def test_what_is_no_objective(objective: Any, words: str) -> None:
 def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
     """It is refused when the rollout's configuration is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        RolloutConfig(sampler=sampler)
+        RolloutConfig(sampler=Stochastic(sampler))
     assert "\n" not in str(refused.value)
 
 
@@ -265,7 +271,7 @@ def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
 )
 def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words: str) -> None:
     """It is tried on the model's schedule before the first rollout."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=sampler, eta=0.3)
+    rollout = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
     with pytest.raises(UsageError, match=words) as refused:
         tiny.Run(tiny.config(tmp_path, rollout=rollout), one)
     assert "\n" not in str(refused.value)
@@ -284,9 +290,9 @@ class Returns:
             return reward / 0 * 0
         return reward.sum() if self.what == "weight" else reward
 
-    def loss(self, v: Tensor, items: Items, transition: Transition | None, config: LossConfig) -> Any:
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> Any:
         """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
-        error = velocity_error(v, items.target)  # type: ignore[arg-type]
+        error = velocity_error(v, items.target)
         info = ErrorInfo(error.detach(), torch.zeros_like(error))
         return {
             "mean": (error.mean(), info),
@@ -330,9 +336,9 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kl": KLConfig(0.1)}, "kl.coef is 0.1, and the loss of .*:Returns adds no KL: use kl.coef 0"),
-        ({"implementation": "triton"}, "implementation is triton, and no kernel takes part in .*:Returns .*: use auto"),
-        ({"max_log_ratio": 0.5}, "max_log_ratio is 0.5, and .*:Returns has no ratio"),
+        ({"kl": KLConfig(0.1)}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
+        ({"implementation": "triton"}, "implementation has no effect with .*:Returns and these settings"),
+        ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
     ],
 )
 def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:

@@ -43,9 +43,11 @@ def test_a_caption_holds_the_prompt_and_the_score() -> None:
     """Other words are other pixels."""
     image, one = torch.zeros(1, 1, 8, 64), torch.tensor([0.5])
     sheets = [
-        sheet_of(image, ["0427"], one), sheet_of(image, ["0428"], one), sheet_of(image, ["0427"], one + 0.25),
+        sheet_of(image, ["0427"], one),
+        sheet_of(image, ["0428"], one),
+        sheet_of(image, ["0427"], one + 0.25),
         sheet_of(image, ["0427"], one, title="before"),
-    ]  # fmt: skip
+    ]
     assert len({sheet.tobytes() for sheet in sheets}) == 4
     assert sheets[3].height - sheets[0].height == LINE
 

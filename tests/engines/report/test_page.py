@@ -17,23 +17,36 @@ from fluvial.engines.run.run_folder import RunFolder, claim, write_json
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">&'\""
 CONFIG = {
-    "model": EVIL, "train": "lora", "updates": 4, "seed": 0, "objective": {"name": "clipped"},
+    "model": EVIL,
+    "train": "lora",
+    "updates": 4,
+    "seed": 0,
+    "objective": {"name": "clipped"},
     "rollout": {"sampler": "flow_sde", "steps": 4},
-}  # fmt: skip
+}
 
 
 def update(number: int, **changes: Any) -> dict[str, Any]:
     """Return the record of an update, in which all is well."""
     return {
-        "update": number, "samples": 8 * number, "loss": 0.5, "grad_norm": 0.1 * number, "first_pass_max_abs_log_ratio": 0.0,
+        "update": number,
+        "samples": 8 * number,
+        "loss": 0.5,
+        "grad_norm": 0.1 * number,
+        "first_pass_max_abs_log_ratio": 0.0,
         "objective": {"ratio": 1.0, "clipped": 0.25, "kl_ref": 0.01 * number, "kl_old": 0.0},
         "by_step": {"abs_log_ratio": {"1": 0.1, "2": 0.2}, "kl_ref": {"1": 0.0, "2": None}},
-        "reward": {"mean": 0.5 + 0.1 * number, "std": 0.1}, "tags": {EVIL: {"reward": 0.5, "samples": 4}},
+        "reward": {"mean": 0.5 + 0.1 * number, "std": 0.1},
+        "tags": {EVIL: {"reward": 0.5, "samples": 4}},
         "groups": {"reward_std": 0.1, "without_signal": 0.25},
         "advantage": {"zero": 0.0, "histogram": {"below": 0.0, "-1": 0.5, "0": 0.5}},
-        "speed": {"samples_per_second": 2.0}, "memory": {"resident": 0.5}, "seconds": {"rollout": 1.0, "update": 2.0},
-        "skipped_steps": 0, "diversity": 0.5, **changes,
-    }  # fmt: skip
+        "speed": {"samples_per_second": 2.0},
+        "memory": {"resident": 0.5},
+        "seconds": {"rollout": 1.0, "update": 2.0},
+        "skipped_steps": 0,
+        "diversity": 0.5,
+        **changes,
+    }
 
 
 def evaluation(number: int, score: float) -> dict[str, Any]:
@@ -122,9 +135,11 @@ def test_what_is_worth_a_look_is_said(run: Path) -> None:
 
     assert len(lines()) == 1
     bad = {
-        "skipped_steps": 2, "first_pass_max_abs_log_ratio": 1e-3, "diversity": 0.2,
+        "skipped_steps": 2,
+        "first_pass_max_abs_log_ratio": 1e-3,
+        "diversity": 0.2,
         "groups": {"without_signal": 0.75, "reward_std": 0.0},
-    }  # fmt: skip
+    }
     records = [evaluation(0, 0.75), update(1), update(2), update(3), update(4, **bad), evaluation(4, 0.25)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"update": 5, "lo')
     (run / "summary.json").unlink()
@@ -181,8 +196,8 @@ def test_a_browser_shows_the_page(run: Path) -> None:
         assert 'flow_sde"' not in text, "the configuration is folded"
         tab.value("document.querySelector('details').open = true")
         assert 'flow_sde"' in tab.value("document.body.innerText")
-        assert tab.value("document.querySelector('polyline').getBoundingClientRect().height") > 10
-        assert tab.value("getComputedStyle(document.querySelector('polyline')).stroke") == "rgb(37, 99, 235)"
+        assert tab.value("document.querySelector('svg').getBoundingClientRect().height") > 10
+        assert "rgb(37, 99, 235)" in tab.value("[...document.querySelectorAll('path')].map(p => getComputedStyle(p).stroke)")
         background = "getComputedStyle(document.body).backgroundColor"
         light = tab.value(background)
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])

@@ -61,5 +61,6 @@ def test_a_table_has_a_row_per_name() -> None:
     shown = [line.split() for line in out.getvalue().splitlines()]
     assert shown[0] == ["held", "out"]
     assert [row for row in shown if "0.520" in row or "0.967" in row] == [
-        ["│", "before", "│", "0.520", "│", "0", "│"], ["│", "after", "│", "0.967", "│", "1", "│"],
-    ]  # fmt: skip
+        ["│", "before", "│", "0.520", "│", "0", "│"],
+        ["│", "after", "│", "0.967", "│", "1", "│"],
+    ]

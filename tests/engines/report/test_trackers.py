@@ -17,7 +17,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.report import trackers
 from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run.run_folder import RunFolder, claim
-from fluvial.engines.train.trainer import train
+from fluvial.engines.train import train
 
 FAKE = '''
 """Notes its calls. Like the real one it takes these names alone."""
@@ -92,7 +92,7 @@ def folder(out: Path, name: str, update: int = 0) -> RunFolder:
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_tracker_gets_numbers_images_and_settings(tmp_path: Path, name: str) -> None:
-    """By update, with prompts and scores; a number that is none is left out. Without a login it is offline."""
+    """By update, with prompts and scores; a number that is not finite is left out. Without a login it is offline."""
     folder(tmp_path / "run", name)
     start, *rest, end = calls(name)
     assert start[0] == "init"
@@ -231,7 +231,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     """In one line, exit code 2, before anything is written; a folder of its name in the working folder is no package."""
     monkeypatch.setattr(trackers, "find_spec", lambda found: None)
-    with pytest.raises(UsageError, match=f"tracker is '{name}', and {name} is not installed: pip install 'fluvial.{name}.'"):
+    with pytest.raises(UsageError, match=f"tracker is '{name}': {name} is not installed; pip install 'fluvial.{name}.'"):
         trackers.find(name)
     monkeypatch.undo()
     (tmp_path / name).mkdir()

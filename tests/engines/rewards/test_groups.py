@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.rewards.groups import GroupBuffer
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rewards.signature import Samples
@@ -17,7 +18,7 @@ def samples(ids: Sequence[int], size: int) -> Samples:
     """Return samples whose image, prompt and latent say their number."""
     numbers = torch.tensor([float(i) for i in ids])
     images = numbers[:, None, None, None].expand(len(ids), 1, 2, 2)
-    return Samples(images, [f"prompt {i // size}" for i in ids], numbers[:, None])
+    return Samples(images, [Prompt(f"prompt {i // size}") for i in ids], numbers[:, None])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 8, 12])
@@ -31,7 +32,7 @@ def test_groups_are_whole_whatever_the_chunks(chunk: int) -> None:
     assert [group.group for group in found] == [0, 1, 2]
     for number, group in enumerate(found):
         assert group.images[:, 0, 0, 0].tolist() == [4 * number + i for i in range(4)]
-        assert group.prompts == [f"prompt {number}"] * 4
+        assert group.prompts == [Prompt(f"prompt {number}")] * 4
         assert group.latents is not None
         assert group.latents[:, 0].tolist() == group.images[:, 0, 0, 0].tolist()
 

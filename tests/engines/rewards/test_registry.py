@@ -55,7 +55,7 @@ partial = functools.partial(bright)
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A person's own modules, one of which cannot be imported."""
+    """User-defined modules, one of which cannot be imported."""
     (tmp_path / "own_rewards.py").write_text(OWN)
     (tmp_path / "own_broken_rewards.py").write_text("import torch\ntorch.nothing\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.runner import RewardRunner, RewardRunners
 from fluvial.engines.rewards.scores import Scored
@@ -19,7 +20,7 @@ IMAGES, PROMPTS = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 2), ["a
 def scored(reward: Any, **options: Any) -> Scored:
     """Return what a runner says of one chunk."""
     runner = RewardRunner(reward, label="reward 'it'", **options)
-    runner.submit(IMAGES, PROMPTS)
+    runner.submit(IMAGES, as_prompts(PROMPTS))
     (found,) = runner.results()
     runner.close()
     return found
@@ -112,11 +113,11 @@ def test_a_reward_that_has_failed_too_often_is_not_called_any_more() -> None:
     reward = Picky(*PROMPTS, error=ConnectionError)
     runner = RewardRunner(reward, tolerated=4)
     for _ in range(5):
-        runner.submit(IMAGES, PROMPTS)
+        runner.submit(IMAGES, as_prompts(PROMPTS))
     assert [values(found.scores) for found in runner.results()] == [[None] * 4] * 5
     assert reward.calls == 2
     reward.bad = ()
-    runner.submit(IMAGES, PROMPTS)
+    runner.submit(IMAGES, as_prompts(PROMPTS))
     assert runner.collect().tolist() == [0, 1, 2, 3]
     runner.close()
 
@@ -129,10 +130,10 @@ def test_the_seconds_of_rewards_are_computed_or_waited_for() -> None:
         return images.mean((1, 2, 3))
 
     runners = RewardRunners({"slow": (slow, 1.0), "fast": (Picky(), 2.0)})
-    runners.submit(IMAGES, PROMPTS)
+    runners.submit(IMAGES, as_prompts(PROMPTS))
     time.sleep(0.1)
     hidden = runners.collect()
-    runners.submit(IMAGES, PROMPTS)
+    runners.submit(IMAGES, as_prompts(PROMPTS))
     waited = runners.collect()
     runners.close()
     assert hidden.computed >= 0.05 > hidden.waited
@@ -143,7 +144,7 @@ def test_the_seconds_of_rewards_are_computed_or_waited_for() -> None:
 def test_the_ids_of_samples_say_where_their_scores_are() -> None:
     """A repeat has none, and other ranks' samples are 0."""
     runners = RewardRunners({"it": (Picky(), 1.0)})
-    runners.submit(IMAGES, PROMPTS, ids=[4, 5, -1, -1])
+    runners.submit(IMAGES, as_prompts(PROMPTS), ids=[4, 5, -1, -1])
     assert runners.collect(batch=6).scores.tolist() == [[0], [0], [0], [0], [0], [1]]
     runners.close()
 
@@ -162,10 +163,10 @@ def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
     runners = RewardRunners({"neat": (neat, 1.0), "spread": (spread, 1.0)}, group=2, tolerated=1)
     one, two = runners.apart(), runners.apart()
     images = torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 2)
-    two.submit(images[4:6], ["bad", "x"])
-    one.submit(images[:2], ["x", "x"])
-    two.submit(images[6:], ["bad", "x"])
-    one.submit(images[2:4], ["x", "x"])
+    two.submit(images[4:6], as_prompts(["bad", "x"]))
+    one.submit(images[:2], as_prompts(["x", "x"]))
+    two.submit(images[6:], as_prompts(["bad", "x"]))
+    one.submit(images[2:4], as_prompts(["x", "x"]))
     found, other = one.collect(), two.collect()
     runners.close()
     assert torch.equal(found.scores, torch.tensor([[0.0, -0.5], [1.0, 0.5], [2.0, -0.5], [3.0, 0.5]]))

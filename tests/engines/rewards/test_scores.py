@@ -1,4 +1,4 @@
-"""What a reward may return, and what it is told if it returns something else."""
+"""Values that a reward may return, and the error for anything else."""
 
 import warnings
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.runner import RewardRunner, score
 from fluvial.engines.rewards.scores import as_scores
@@ -115,7 +116,7 @@ def test_a_coroutine_is_closed() -> None:
 def test_a_runner_says_it_as_well(returned: Any) -> None:
     """On its thread as in a call."""
     runner = RewardRunner(lambda images, prompts: returned, label="reward 'neat'")
-    runner.submit(torch.zeros(3, 1, 4, 4), PROMPTS)
+    runner.submit(torch.zeros(3, 1, 4, 4), as_prompts(PROMPTS))
     with pytest.raises(RunError, match="reward 'neat' returned"):
         runner.collect()
     runner.close()

@@ -1,4 +1,4 @@
-"""What a reward asks for: its parameters name it, in whichever order and however it is written."""
+"""Inputs of a reward: its parameters name it, in whichever order and however it is written."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.registry import check_records
 from fluvial.engines.rewards.signature import Samples, is_groupwise, reward_problem, signature_of
 
-PROMPTS = [Prompt("a", metadata={"count": 3}), "b"]
+PROMPTS = [Prompt("a", metadata={"count": 3}), Prompt("b")]
 SAMPLES = Samples(torch.ones(2, 3, 4, 4), PROMPTS, torch.zeros(2, 5), 7)
 VIDEO = SAMPLES._replace(images=torch.ones(2, 3, 6, 4, 4))
 
@@ -54,12 +54,12 @@ class Scorer:
 
 METADATA = [{"count": 3}, {}]
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (first_two, {"images": SAMPLES.images, "prompts": PROMPTS, "threshold": 0.5}),
-    (swapped, {"images": SAMPLES.images, "prompts": PROMPTS}),
+    (first_two, {"images": SAMPLES.images, "prompts": texts(PROMPTS), "threshold": 0.5}),
+    (swapped, {"images": SAMPLES.images, "prompts": texts(PROMPTS)}),
     (everything, {"metadata": METADATA, "group": 7, "latents": SAMPLES.latents}),
-    (of_latents, {"latents": SAMPLES.latents, "prompts": PROMPTS}),
+    (of_latents, {"latents": SAMPLES.latents, "prompts": texts(PROMPTS)}),
     (after_a_default, {"metadata": METADATA, "only_strict": True}),
-    (arguments, {"images": SAMPLES.images, "prompts": PROMPTS, "count": 2}),
+    (arguments, {"images": SAMPLES.images, "prompts": texts(PROMPTS), "count": 2}),
     (Scorer(), {"metadata": METADATA}),
     (functools.partial(first_two, threshold=2.0), {"images": SAMPLES.images, "threshold": 2.0}),
     (lambda images, prompts, *, latents: {"latents": latents}, {"latents": SAMPLES.latents}),
@@ -108,9 +108,9 @@ def test_condition_images_are_those_of_the_records(tmp_path: Path) -> None:
     assert image.shape == (3, 4, 5)
     assert image[:, 0, 0].tolist() == [1.0, 0.0, 0.0]
     check_records({"edited": edited}, [prompt])
-    check_records({"swapped": swapped}, [prompt, "b"])
+    check_records({"swapped": swapped}, [prompt, Prompt("b")])
     with pytest.raises(UsageError, match=r"evaluator 'edited' takes condition_images, and prompt 'b' has none"):
-        check_records({"edited": edited}, [prompt, "b"], label="evaluator")
+        check_records({"edited": edited}, [prompt, Prompt("b")], label="evaluator")
 
 
 WRONG: list[tuple[Any, str]] = [

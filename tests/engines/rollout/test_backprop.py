@@ -16,6 +16,8 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import AlignProp
 from fluvial.engines.rollout.backprop import number_of_steps
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomRecorded, RandomWindow
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.models.handwriting import digits, likeness
 
@@ -38,11 +40,11 @@ def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
     return tiny.config(out, objective=objective, rollout=rollout, train="lora", micro_batch=2)
 
 
-SAMPLERS = {
-    "ode": ("velocity", {"sampler": "ode", "eta": 0.0}),
-    "flow_sde": ("velocity", {"sampler": "flow_sde", "eta": 0.7}),
-    "cps": ("velocity", {"sampler": "cps", "eta": 0.7}),
-    "ddim": ("epsilon", {"sampler": "ddim", "eta": 1.0}),
+SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ode": ("velocity", {"sampler": Ode()}),
+    "flow_sde": ("velocity", {"sampler": Stochastic("flow_sde", eta=0.7)}),
+    "cps": ("velocity", {"sampler": Stochastic("cps", eta=0.7)}),
+    "ddim": ("epsilon", {"sampler": Stochastic("ddim", eta=1.0)}),
 }
 
 
@@ -54,7 +56,7 @@ def test_the_last_steps_lead_to_the_samples_of_the_rollout(one: World, tmp_path:
     run = tiny.Run(
         configured(tmp_path, AlignProp(last=last), **settings),
         one,
-        tiny.job(prediction, rewards={"smooth": smooth}),  # type: ignore[arg-type]
+        tiny.job(prediction, rewards={"smooth": smooth}),
     )
     record = run.rollout()
     assert run.infos[0].loss == pytest.approx(-record["reward"]["mean"], abs=1e-6)
@@ -66,7 +68,7 @@ def test_more_steps_have_another_gradient(one: World, tmp_path: Path) -> None:
     """The gradient through two steps is not that through one."""
     norms = []
     for last in (1, 2):
-        config = configured(tmp_path, AlignProp(last=last), sampler="ode", eta=0.0)
+        config = configured(tmp_path, AlignProp(last=last), sampler=Ode())
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
         run.rollout()
         norms.append(run.infos[0].grad_norm)
@@ -77,10 +79,14 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
     """In ten updates, and comes near a target."""
     for target in (None, 0.45):
         config = TrainConfig(
-            tmp_path, objective=AlignProp(last=2, target=target), train="lora", updates=10, micro_batch=4,
-            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler="ode", eta=0.0),
+            tmp_path,
+            objective=AlignProp(last=2, target=target),
+            train="lora",
+            updates=10,
+            micro_batch=4,
+            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
             optimizer=OptimizerConfig(lr=0.01),
-        )  # fmt: skip
+        )
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
         rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]
         if target is None:
@@ -95,7 +101,7 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
     def counted(images: Tensor, prompts: Sequence[str]) -> list[float]:
         return [1.0] * len(images)
 
-    config = configured(tmp_path, AlignProp(last=1), sampler="ode", eta=0.0)
+    config = configured(tmp_path, AlignProp(last=1), sampler=Ode())
     run = tiny.Run(config, one, tiny.job(rewards={"counted": counted}))
     with pytest.raises(UsageError, match="reward 'counted' gives no gradient, and alignprop follows it") as refused:
         run.rollout()
@@ -106,14 +112,14 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
     ("objective", "changes", "words"),
     [
         (AlignProp(last=5), {}, "objective.last is 5, expected at most the 4 steps"),
-        (AlignProp(), {"window": 2}, "rollout.window is set, and alignprop takes all steps"),
-        (AlignProp(), {"fraction": 0.5}, "rollout.fraction is 0.5, and alignprop takes the last steps"),
+        (AlignProp(), {"window": RandomWindow(2)}, "rollout.window is 'random', expected all steps"),
+        (AlignProp(), {"trained": RandomRecorded(0.5)}, "rollout.trained has no effect with alignprop"),
     ],
 )
 def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:
     """It is refused when the run is built."""
     with pytest.raises(ValueError, match=words):
-        configured(tmp_path, objective, eta=0.5, **changes)
+        configured(tmp_path, objective, sampler=Stochastic(eta=0.5), **changes)
 
 
 def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:

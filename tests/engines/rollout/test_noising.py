@@ -1,8 +1,9 @@
 """Clean samples with noise on them: at which levels, with which keys, and what the model should predict there."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_jobs as tiny
@@ -10,15 +11,23 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal
-from fluvial.engines.rollout.items import Items
-from fluvial.engines.rollout.noising import draw_levels, noised, noised_at, preferred
+from fluvial.engines.rollout.items import NoisedSamples, noised_pairs, noised_samples
+from fluvial.engines.rollout.noising import (
+    ContinuousLevels,
+    LogitNormalLevels,
+    ScheduleLevels,
+    StratifiedLevels,
+    draw_levels,
+    noised_at,
+)
 from fluvial.engines.train.config import NoisingConfig
 from fluvial.models import Prediction, Schedule
 
 B, STEPS = 64, 10
 SCHEDULES: dict[Prediction, Schedule] = {
-    "velocity": tiny.Tiny().schedule(STEPS, tiny.SHAPE), "epsilon": tiny.Tiny("epsilon").schedule(STEPS, tiny.SHAPE),
-}  # fmt: skip
+    "velocity": tiny.Tiny().schedule(STEPS, tiny.SHAPE),
+    "epsilon": tiny.Tiny("epsilon").schedule(STEPS, tiny.SHAPE),
+}
 
 
 def keys(count: int = B) -> Key:
@@ -31,13 +40,15 @@ def clean(count: int = B) -> Tensor:
     return torch.rand(count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-def put(config: NoisingConfig, prediction: Prediction = "velocity", rows: Any = slice(None), dtype: Any = None) -> Items:
+def put(
+    config: NoisingConfig, prediction: Prediction = "velocity", rows: Any = slice(None), dtype: Any = None
+) -> NoisedSamples:
     """Return the pairs of some of the samples."""
     every = keys()
     x0 = clean()[rows] if dtype is None else clean()[rows].to(dtype)
     weight = torch.ones(len(x0))
     own = Key(every.low[rows], every.high[rows])  # type: ignore[index]
-    return noised(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
+    return noised_samples(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
@@ -57,7 +68,7 @@ def test_levels_of_the_schedule(prediction: Prediction, each: int) -> None:
 
 def test_levels_between_the_steps() -> None:
     """They lie along the schedule as its steps do: as many in each, evenly within it, and none is given a timestep."""
-    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, "continuous"))
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, ContinuousLevels()))
     assert timesteps is None
     grid = SCHEDULES["velocity"].levels
     for upper, lower in pairwise(grid.tolist()):
@@ -71,7 +82,7 @@ def test_levels_between_the_steps() -> None:
 
 def test_levels_of_a_logit_normal() -> None:
     """The logit's mean is 0 and its deviation 1."""
-    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, "logit_normal"))
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, LogitNormalLevels()))
     assert timesteps is None
     logit = torch.logit(levels.double())
     assert float(logit.mean()) == pytest.approx(0, abs=0.06)
@@ -79,7 +90,16 @@ def test_levels_of_a_logit_normal() -> None:
     assert abs(float(torch.corrcoef(logit.T)[0, 1])) < 0.1
 
 
-@pytest.mark.parametrize("levels", ["schedule", "stratified", "continuous", "logit_normal"])
+def test_the_mean_of_a_logit_normal_shifts_the_levels() -> None:
+    """The mean log 3 moves each level as a schedule's shift of 3 does."""
+    found, shifted = (
+        draw_levels(keys(100), SCHEDULES["velocity"], NoisingConfig(4, LogitNormalLevels(mean)))[0].double()
+        for mean in (0.0, math.log(3))
+    )
+    torch.testing.assert_close(shifted, 3 * found / (1 + 2 * found), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("levels", [ScheduleLevels(), StratifiedLevels(), ContinuousLevels(), LogitNormalLevels()])
 def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
     """Any slice or permutation of the batch has the same levels and noise, to the bit."""
     config = NoisingConfig(3, levels)
@@ -91,7 +111,11 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
             own = slice(m * len(rows), (m + 1) * len(rows))
             for name in ("x", "level", "timestep", "target_weight", "weight", "x0", "target"):
                 mine, known = getattr(part, name), getattr(whole, name)
-                assert (mine is None) == (known is None) == (name == "timestep" and levels not in ("schedule", "stratified"))
+                assert (
+                    (mine is None)
+                    == (known is None)
+                    == (name == "timestep" and isinstance(levels, ContinuousLevels | LogitNormalLevels))
+                )
                 if mine is not None:
                     assert torch.equal(mine[own], known[place]), name
         assert torch.equal(part.sample, torch.arange(len(rows)).repeat(3))
@@ -107,7 +131,7 @@ def test_noise_is_drawn_for_each_level() -> None:
     assert float(noise.std()) == pytest.approx(1, abs=0.06)
     for first, second in ((noise[0], noise[1]), (noise[:, 1:], noise[:, :-1])):
         assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.1
-    more = put(NoisingConfig(2, "continuous"))
+    more = put(NoisingConfig(2, ContinuousLevels()))
     torch.testing.assert_close(more.target, pairs.target)
 
 
@@ -149,20 +173,16 @@ def test_the_formulas(prediction: Prediction) -> None:
 def test_a_preference_shares_noise_and_level(prediction: Prediction) -> None:
     """The two samples of a pair differ by what is clean in them, and by nothing else; the preferred one is the first."""
     ones, schedule, config = torch.ones(B), SCHEDULES[prediction], NoisingConfig(3)
-    win, lose = (noised(x0, keys(), ones, ones, schedule, config, prediction) for x0 in (clean(), clean().flip(0)))
-    both = preferred(win, lose)
+    x0 = torch.stack([clean(), clean().flip(0)], dim=1).repeat(3, 1, 1, 1, 1)
+    both = noised_pairs(clean(), clean().flip(0), keys(), ones, schedule, config, prediction)
     assert both.x.shape == (3 * B, 2, *tiny.SHAPE)
-    assert both.x0 is not None
-    assert both.target is not None
-    assert torch.equal(both.x0[:, 0], clean().repeat(3, 1, 1, 1))
-    assert torch.equal(both.x0[:, 1], clean().flip(0).repeat(3, 1, 1, 1))
     assert both.level.shape == (3 * B,)
-    assert torch.equal(both.level, lose.level)
-    noise = both.target + (both.x0 if prediction == "velocity" else 0)
+    assert torch.equal(both.level, noised_samples(clean(), keys(), ones, ones, schedule, config, prediction).level)
+    noise = both.target + (x0 if prediction == "velocity" else 0)
     torch.testing.assert_close(noise[:, 0], noise[:, 1])
     level = both.level[:, None, None, None, None]
     kept = 1 - level if prediction == "velocity" else level**0.5
-    torch.testing.assert_close(both.x[:, 0] - both.x[:, 1], (kept * (both.x0[:, :1] - both.x0[:, 1:]))[:, 0])
+    torch.testing.assert_close(both.x[:, 0] - both.x[:, 1], (kept * (x0[:, :1] - x0[:, 1:]))[:, 0])
 
 
 LONG = Schedule(torch.linspace(1, 0, 15), torch.arange(14.0))
@@ -170,7 +190,7 @@ LONG = Schedule(torch.linspace(1, 0, 15), torch.arange(14.0))
 
 def test_stratified_levels() -> None:
     """AWM's: 6 of the steps 1 to 11, one of each part 1, 2-3, 4-5, 6-7, 8-9 and 10-11, uniformly."""
-    levels, timesteps = draw_levels(keys(2000), LONG, NoisingConfig(6, "stratified", highest=12, skip=1))
+    levels, timesteps = draw_levels(keys(2000), LONG, NoisingConfig(6, StratifiedLevels(highest=12, skip=1)))
     assert timesteps is not None
     assert torch.equal(levels, LONG.levels[timesteps.long()])
     for part, expected in enumerate([[1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]):
@@ -181,14 +201,14 @@ def test_stratified_levels() -> None:
 
 def test_more_stratified_levels_than_steps() -> None:
     """A part without a whole step takes the step below it, as the published code does."""
-    _, timesteps = draw_levels(keys(3), LONG, NoisingConfig(6, "stratified", highest=3))
+    _, timesteps = draw_levels(keys(3), LONG, NoisingConfig(6, StratifiedLevels(highest=3)))
     assert timesteps is not None
     assert timesteps.tolist() == [[0, 0, 1, 1, 2, 2]] * 3
 
 
 def test_steps_that_are_left_out() -> None:
     """Distinct steps of the range alone; all of them where it has no more."""
-    _, timesteps = draw_levels(keys(50), LONG, NoisingConfig(3, highest=5, skip=2))
+    _, timesteps = draw_levels(keys(50), LONG, NoisingConfig(3, ScheduleLevels(highest=5, skip=2)))
     assert timesteps is not None
     assert {tuple(sorted(row)) for row in timesteps.tolist()} == {(2, 3, 4)}
 
@@ -196,13 +216,22 @@ def test_steps_that_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"levels": "continuous", "skip": 1}, "noising.skip is set, and noising.levels is continuous"),
-        ({"highest": 3, "skip": 3, "each": 1}, "expected less than noising.highest"),
-        ({"highest": 5, "skip": 2, "each": 4}, "noising.each is 4, expected at most 3"),
-        ({"shared": True, "draw": "call"}, "noising.draw is call, and noising.shared"),
+        (lambda: cast(Any, ContinuousLevels)(skip=1), "unexpected keyword argument 'skip'"),
+        (lambda: cast(Any, LogitNormalLevels)(highest=1), "unexpected keyword argument 'highest'"),
+        (lambda: ScheduleLevels(3, skip=3), "noising.levels.skip is 3, expected less than noising.levels.highest 3"),
+        (lambda: StratifiedLevels(3, skip=4), "noising.levels.skip is 4, expected less than noising.levels.highest 3"),
+        (lambda: NoisingConfig(4, ScheduleLevels(5, skip=2)), "noising.each is 4, expected at most 3"),
+        (
+            lambda: cast(Any, NoisingConfig)(levels="schedule"),
+            "noising.levels is 'schedule', expected one of Schedule",
+        ),
+        (
+            lambda: cast(Any, NoisingConfig)(draw="group"),
+            "noising.draw is 'group', expected one of 'sample', 'call'",
+        ),
     ],
 )
-def test_levels_that_cannot_be_drawn(settings: dict[str, Any], says: str) -> None:
-    """They are errors."""
-    with pytest.raises(ValueError, match=says):
-        NoisingConfig(**settings)
+def test_levels_that_cannot_be_drawn(settings: Callable[[], Any], says: str) -> None:
+    """They are errors, or cannot be written at all."""
+    with pytest.raises((ValueError, TypeError), match=says):
+        settings()

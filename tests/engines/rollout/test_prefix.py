@@ -14,19 +14,22 @@ from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps, generate
 from fluvial.engines.rollout.items import concatenate
-from fluvial.engines.rollout.samplers import SAMPLERS, sampler_rule
-from fluvial.engines.rollout.window import WindowMoves
+from fluvial.engines.rollout.samplers import SAMPLERS, Ode, Stochastic, sampler_rule
+from fluvial.engines.rollout.window import MovingWindow, RandomWindow
 from fluvial.kernels import step_log_prob
 from fluvial.models.guidance import guided_velocity
 
 STEPS, GROUP, SAMPLES = 6, 4, 12
 STOCHASTIC = [name for name in SAMPLERS if name != "ode"]
 PLAIN, GUIDED, TWICE = Guidance(), Guidance(scale=2.0), Guidance(scale=2.0, forwards="two")
-SHARED = RolloutConfig(prompts=2, group=4, steps=STEPS, eta=0.5, window=2, window_low=2, share_prefix=True)
+SHARED = RolloutConfig(
+    prompts=2, group=4, steps=STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=2, share_prefix=True)
+)
 
 
 class Counted(tiny.Tiny):
@@ -81,20 +84,24 @@ class Case:
     def chunks(self, ids: range, *, shared: bool, micro_batch: int) -> list[Chunk]:
         """Return the same in chunks."""
         groups = [i // GROUP for i in ids]
-        requests = Requests([tiny.PROMPTS[group] for group in groups], ids, key(5), groups)
+        requests = Requests([Prompt(tiny.PROMPTS[group]) for group in groups], ids, key(5), groups)
         return list(generate(self.model, net(), requests, self.sampling(shared=shared), micro_batch=micro_batch))
 
 
 CASES = [Case(sampler) for sampler in STOCHASTIC] + [
-    Case(window=(1,)), Case(window=(3, 4, 5)), Case(guidance=GUIDED), Case(guidance=TWICE), Case("cps", guidance=GUIDED),
-]  # fmt: skip
+    Case(window=(1,)),
+    Case(window=(3, 4, 5)),
+    Case(guidance=GUIDED),
+    Case(guidance=TWICE),
+    Case("cps", guidance=GUIDED),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_rollout_of_groups_that_start_from_the_same_noise(case: Case) -> None:
     """To rounding, with the noise of each sample's own key; until the window a group's samples are one."""
     found, expected = case.made(), case.made(shared=False)
-    assert found.steps.tolist() == expected.steps.tolist() == list(case.window)
+    assert found.steps.tolist() == expected.steps.tolist() == [list(case.window)] * len(found.final)
     for one, two in zip(found[:5], expected[:5], strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.final, expected.final, rtol=1e-4, atol=1e-5)
@@ -158,9 +165,13 @@ def one() -> Iterator[World]:
 
 
 RUNS: list[dict[str, Any]] = [
-    {}, {"contiguous": False}, {"guidance": GUIDED}, {"sampler": "cps", "window_high": 5}, {"window_draw": "sample"},
-    {"window_draw": "call"}, {"moves": WindowMoves(every=1)},
-]  # fmt: skip
+    {},
+    {"guidance": GUIDED},
+    {"sampler": Stochastic("cps", eta=0.5), "window": replace(SHARED.window, high=5)},
+    {"window": RandomWindow(2, low=2, draw="sample", share_prefix=True)},
+    {"window": RandomWindow(2, low=2, draw="call", share_prefix=True)},
+    {"window": MovingWindow(2, low=2, share_prefix=True)},
+]
 
 
 @pytest.mark.parametrize("changes", RUNS, ids=str)
@@ -175,7 +186,8 @@ def test_a_run_starts_on_policy(one: World, tmp_path: Path, changes: dict[str, A
         trajectory = run.trajectories[-1]
         begun = trajectory.x[:, 0].unflatten(0, (2, 4))
         alike = torch.equal(begun, begun[:, :1].expand_as(begun))
-        assert alike == (trajectory.steps.ndim == 1) or changes == {"window_draw": "call"}
+        same = changes.get("window", SHARED.window).draw == "call"
+        assert alike == (trajectory.steps == trajectory.steps[:1]).all() or same
 
 
 def test_a_resumed_run_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
@@ -196,21 +208,21 @@ def test_a_resumed_run_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"window_low": 0}, "rollout.share_prefix is set, and the stochastic steps may begin at step 0"),
-        ({"group": 1}, "rollout.share_prefix is set, and rollout.group is 1"),
-        ({"sampler": "ode", "eta": 0.0}, "rollout.share_prefix is set, and ode takes no noise"),
+        ({}, "rollout.window.share_prefix has no effect with rollout.window.low 0"),
+        ({"group": 1}, "rollout.window.share_prefix has no effect with rollout.group 1"),
+        ({"sampler": Ode()}, "rollout.window.share_prefix is True, expected False: ode takes no noise"),
     ],
 )
 def test_without_a_prefix_it_is_refused(changes: dict[str, Any], said: str) -> None:
     """In one line, which names the field and what to do."""
     with pytest.raises(ValueError, match=said) as raised:
-        replace(SHARED, **changes)
+        replace(SHARED, **changes) if changes else RandomWindow(2, share_prefix=True)
     assert "\n" not in str(raised.value)
 
 
 def test_a_prefix_ends_before_the_window() -> None:
     """A stochastic step that the group would share is refused."""
     sampling = replace(Case().sampling(shared=True), prefix=SharedPrefix(3, GROUP))
-    requests = Requests(["0"] * GROUP, range(GROUP), key(5), [0] * GROUP)
+    requests = Requests([Prompt("0")] * GROUP, range(GROUP), key(5), [0] * GROUP)
     with pytest.raises(ValueError, match=r"window holds steps \[2\], expected 3 to 5, the steps taken"):
         list(generate(Case().model, net(), requests, sampling, micro_batch=GROUP))

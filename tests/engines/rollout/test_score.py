@@ -78,11 +78,11 @@ def test_a_trajectory_that_does_not_fit_is_one_line() -> None:
     for wrong, given, message in (
         (trajectory, two, "score: the conditioning has [2] rows, expected 3, one per sample"),
         (
-            trajectory._replace(steps=torch.tensor([0, 4])),
+            trajectory._replace(steps=torch.tensor([[0, 4]] * 3)),
             cond,
             "score: steps go up to 4, and the schedule has steps 0 to 3",
         ),
-        (trajectory._replace(steps=torch.tensor([0])), cond, "score: steps has shape [1], expected [2] or [3, 2]"),
+        (trajectory._replace(steps=torch.tensor([0])), cond, "score: steps has shape [1], expected [3, 2]"),
         (trajectory._replace(x_next=trajectory.x_next[:, :1]), cond, "score: x has shape [3, 2, 1, 8, 32] and x_next"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

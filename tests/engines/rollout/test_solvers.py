@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fluvial.core import gaussian
 from fluvial.core.random import fold_in, key, normal
+from fluvial.core.rollout import rollout
 from fluvial.core.sigmas import shifted
-from fluvial.engines.rollout.generate import deterministic_step
-from fluvial.engines.rollout.solvers import sa_schedule, solve
+from fluvial.engines.rollout.solvers import deterministic_step, sa_schedule, solve
 from fluvial.models import Prediction, Schedule
 
 MEAN, DEVIATION = 1.5, 0.4  # of the clean samples, each element alone
@@ -114,7 +114,7 @@ def test_it_is_diffusers_scheduler(prediction: Prediction) -> None:
     torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
 
 
-def test_the_model_is_asked_once_a_step() -> None:
+def test_one_prediction_per_step() -> None:
     """At the schedule's own levels, all samples alike, in their dtype."""
     grid, seen = schedule(5, "velocity"), []
 
@@ -131,9 +131,20 @@ def test_the_model_is_asked_once_a_step() -> None:
 
 
 def test_another_solver() -> None:
-    """There is one; Euler's steps are a rollout's."""
-    with pytest.raises(ValueError, match="solver is 'euler', expected 'dpmpp_2m'"):
-        solve("euler", exact("velocity"), torch.ones(1, 2), schedule(2, "velocity"), prediction="velocity")
+    """An unknown solver raises."""
+    with pytest.raises(ValueError, match="solver is 'heun', expected one of 'euler', 'dpmpp_2m'"):
+        solve("heun", exact("velocity"), torch.ones(1, 2), schedule(2, "velocity"), prediction="velocity")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
+def test_eulers_steps_are_those_of_a_rollout(prediction: Prediction) -> None:
+    """To the bit: the deterministic steps of an epsilon-prediction model are DDIM's."""
+    grid, x = schedule(6, prediction), torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    if prediction == "velocity":
+        grid = Schedule(shifted(6, 3.0), grid.timesteps)
+    still = deterministic_step(prediction)
+    want = rollout(exact(prediction), x, grid.levels, transition=still, key=key(0), record=())
+    assert torch.equal(solve("euler", exact(prediction), x, grid, prediction=prediction), want.final)
 
 
 class Seen:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.models.guidance import Guided
@@ -52,8 +52,7 @@ def test_the_longest_prompt_of_all_ranks_counts() -> None:
     """Rounded up; what is padding of it, and what it saves, is counted over all ranks."""
     model: Any = Model()
     lengths = TextLengths(model, beside([40, 50, 2]))
-    assert lengths.of(["x" * 10, "x" * 4]) == 64
-    assert lengths.padding == Padding(64, 1 - 64 / (4 * 64), 1 - 0.64)
+    assert lengths.padding(["x" * 10, "x" * 4]) == Padding(64, 1 - 64 / (4 * 64), 1 - 0.64)
     assert lengths.of(["x" * 99]) == 100
     assert TextLengths(model).of(["x" * 32]) == 32
 
@@ -70,7 +69,7 @@ def test_a_prompt_is_measured_once() -> None:
 def test_negative_prompts_count_where_there_is_guidance(guidance: Guidance, tokens: int) -> None:
     """Both halves are padded to one length, which holds a record's own negative prompt too."""
     model: Any = Model()
-    cond: Any = TextLengths(model).encode(guidance, ["a", "b"])
+    cond: Any = TextLengths(model).encode(guidance, as_prompts(["a", "b"]))[0]
     halves = [cond.cond, cond.uncond] if isinstance(cond, Guided) else [cond]
     assert [half.tokens.shape[1] for half in halves] == [tokens] * len(halves)
     own = [Prompt("a", negative="y" * 70)]
@@ -82,4 +81,4 @@ def test_a_model_that_does_not_mask_padding_keeps_it() -> None:
     model: Any = SimpleNamespace(encode=None)
     lengths = TextLengths(model, beside())
     assert lengths.of(["a"]) is None
-    assert lengths.padding is None
+    assert lengths.padding(["a"]) is None

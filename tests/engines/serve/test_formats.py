@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from fluvial.engines.data.records import texts
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
 
@@ -39,11 +40,11 @@ def bomb() -> str:
 
 def test_images_of_flow_factory() -> None:
     found = flow_factory({"prompt": ["a", "b"], "image": [file(1), file(2, kind="JPEG")], "video": None}, LIMITS)
-    assert [sample.prompt for sample in found] == ["a", "b"]
+    assert [sample.prompt.text for sample in found] == ["a", "b"]
     images, prompts = batch_of(found)
     assert images.shape == (2, 3, 2, 4)
     assert torch.allclose(images[:, 0, 0, 0] * 255, torch.tensor([1.0, 2.0]))
-    assert prompts == ["a", "b"]
+    assert texts(prompts) == ["a", "b"]
 
 
 def test_videos_and_conditions_of_flow_factory() -> None:
@@ -61,7 +62,7 @@ def test_requests_of_unirl() -> None:
     body = {"requests": [{"history": turns, "required_rewards": ["x", "y", "x"], "metadata": {"tag": "t"}}]}
     (request,) = unirl(body, LIMITS)
     assert request.rewards == ("x", "y")
-    assert (str(request.sample.prompt), request.sample.prompt.metadata) == ("a", {"tag": "t"})
+    assert (request.sample.prompt.text, request.sample.prompt.metadata) == ("a", {"tag": "t"})
     assert int(request.sample.image[0, 0, 0]) == 5
     assert unirl({"requests": []}, LIMITS) == []
 
@@ -72,15 +73,15 @@ IMAGE = file()
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ([], 400, "the body is of another type, expected an object"),
-        ({}, 400, "prompt is missing, expected a list"),
-        ({"prompt": "a", "image": [IMAGE]}, 400, "prompt is of another type"),
-        ({"prompt": [], "image": []}, 400, "prompt is empty"),
-        ({"prompt": [1], "image": [IMAGE]}, 400, "holds what is no text"),
+        ([], 400, "the body: Expected `object`, got `array`"),
+        ({}, 400, "missing required field `prompt`"),
+        ({"prompt": "a", "image": [IMAGE]}, 400, "prompt: Expected `array`, got `str`"),
+        ({"prompt": [], "image": []}, 400, "prompt: Expected `array` of length >= 1"),
+        ({"prompt": [1], "image": [IMAGE]}, 400, r"prompt\[0\]: Expected `str`, got `int`"),
         ({"prompt": ["a"]}, 400, "expected one of them"),
         ({"prompt": ["a"], "image": [IMAGE], "video": [[IMAGE]]}, 400, "expected one of them"),
         ({"prompt": ["a", "b"], "image": [IMAGE]}, 400, "2 prompts and 1 of image"),
-        ({"prompt": ["a"], "image": "abc"}, 400, "image is of another type"),
+        ({"prompt": ["a"], "image": "abc"}, 400, "image: Expected `array [|] null`, got `str`"),
         ({"prompt": ["a"], "image": ["?"]}, 400, "is not base64"),
         ({"prompt": ["a"], "image": ["é"]}, 400, "is not base64"),
         ({"prompt": ["a"], "image": ["aGVsbG8="]}, 400, "is no image file, expected one of PNG"),
@@ -90,7 +91,11 @@ IMAGE = file()
         ({"prompt": ["a"] * 13, "image": [IMAGE] * 13}, 413, "more than 0.0001 megapixels: send fewer at once"),
         ({"prompt": ["a"], "video": [[IMAGE, file(size=(2, 4))]]}, 400, "frames of several sizes"),
         ({"prompt": ["a"], "video": [[]]}, 400, "has no frames"),
-        ({"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]}, 400, "has 2 images, expected one"),
+        (
+            {"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]},
+            400,
+            "length <= 1",
+        ),
         ({"prompt": ["a"], "image": [IMAGE], "condition_videos": [[]]}, 400, "condition_videos is set"),
     ],
 )
@@ -103,15 +108,18 @@ def test_wrong_requests_to_compute(body: Any, status: int, says: str) -> None:
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (1, r"requests\[0\] is of another type"),
-        ({"history": []}, "history is empty"),
-        ({"history": [{"text": "a", "video_path": "/etc/passwd"}]}, "has a video, expected image_b64"),
-        ({"history": [{"text": "a"}]}, "image_b64 is missing, expected text"),
-        ({"history": [{"image_b64": IMAGE}]}, "text is missing"),
-        ({"history": [{"text": "a", "image_b64": IMAGE}]}, "required_rewards is missing"),
+        (1, r"requests\[0\]: Expected `object`, got `int`"),
+        ({"history": [], "required_rewards": ["x"]}, "history: Expected `array` of length >= 1"),
+        (
+            {"history": [{"text": "a", "video_path": "/etc/passwd"}], "required_rewards": ["x"]},
+            "has a video",
+        ),
+        ({"history": [{"text": "a"}], "required_rewards": ["x"]}, "image_b64 is missing"),
+        ({"history": [{"image_b64": IMAGE}], "required_rewards": ["x"]}, "text is missing"),
+        ({"history": [{"text": "a", "image_b64": IMAGE}]}, "missing required field `required_rewards`"),
         (
             {"history": [{"text": "a", "image_b64": IMAGE}], "required_rewards": ["x"], "metadata": []},
-            "metadata is of another",
+            "metadata: Expected `object [|] null`",
         ),
     ],
 )

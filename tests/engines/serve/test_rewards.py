@@ -12,12 +12,12 @@ from fake_servers import FakeClock
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.serve.asgi import KEY_ENV, key_of
 from fluvial.engines.serve.formats import Limits
 from fluvial.engines.serve.rewards import RewardService, application
+from fluvial.engines.wire.client import HttpClient
 
 IMAGES = torch.arange(5 * 3 * 2 * 4).view(5, 3, 2, 4) / 255
 PROMPTS = ("a", "bb", "ccc", "bad", "e")
@@ -47,7 +47,7 @@ def app(*rewards: Any, key: str = "", **options: Any) -> Any:
 
 def client(served: Any, path: str = "") -> HttpClient:
     """Return a client of an application."""
-    return HttpClient(f"http://server:1{path}", transport=asgi.transport(served), clock=FakeClock())
+    return HttpClient(f"http://server:1{path}", transport=asgi.Transport(served), clock=FakeClock())
 
 
 def test_both_formats_give_what_the_reward_gives() -> None:
@@ -87,7 +87,7 @@ def test_a_sample_that_fails_harms_no_other() -> None:
 
 
 def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
-    """Score a number of which one is none, with two further ones."""
+    """Score numbers of which one is not finite, with two further ones."""
     return {
         "score": [1.0, float("nan"), 3.0],
         "length": [float(len(prompt)) for prompt in prompts],
@@ -133,10 +133,12 @@ def test_names_and_health() -> None:
         served = app(brightness, fragile, key="secret")
         key = {"authorization": "Bearer secret"}
         return [
-            await asgi.call(served, "/health"), await asgi.call(served, "/rewards", headers=key),
-            await asgi.call(served, "/rewards"), await asgi.call(served, "/rewards", headers={"authorization": "Bearer no"}),
+            await asgi.call(served, "/health"),
+            await asgi.call(served, "/rewards", headers=key),
+            await asgi.call(served, "/rewards"),
+            await asgi.call(served, "/rewards", headers={"authorization": "Bearer no"}),
             await asgi.call(served, "/nothing", headers=key),
-        ]  # fmt: skip
+        ]
 
     health, names, none, wrong, missing = asyncio.run(both())
     assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok", "fragile": "ok"}})
@@ -176,12 +178,12 @@ def test_images_of_several_sizes_are_scored_apart() -> None:
 
     async def both() -> Any:
         served = app(noted, linger=0.2)
-        wide = FlowFactory(client(None))._payload(torch.ones(1, 3, 2, 8) / 255, ["x"])
-        return await asyncio.gather(asgi.call(served, "/compute", request(1)), asgi.call(served, "/compute", wide))
+        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8) / 255, ["x", "x"])
+        return await asyncio.gather(asgi.call(served, "/compute", request(2)), asgi.call(served, "/compute", wide))
 
-    found = [answer.value["rewards"][0] for answer in asyncio.run(both())]
-    assert found == [sum(range(24)), 48]
-    assert sorted(calls) == [(1, 3, 2, 4), (1, 3, 2, 8)]
+    found = [answer.value["rewards"] for answer in asyncio.run(both())]
+    assert found == [(IMAGES[:2].flatten(1).sum(1) * 255).tolist(), [48, 48]]
+    assert sorted(calls) == [(2, 3, 2, 4), (2, 3, 2, 8)]
 
 
 def test_a_full_queue_answers_429() -> None:

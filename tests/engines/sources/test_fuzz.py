@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from fluvial.core.random import Key
 from fluvial.core.transitions import bind
-from fluvial.engines.http.transport import Reply
 from fluvial.engines.rollout.generate import Sampling, StochasticSteps
-from fluvial.engines.sources.asking import Asking, Order
-from fluvial.engines.sources.reading import Expected, Sample, read_samples
+from fluvial.engines.sources.replies import Expected, Sample, read_samples
+from fluvial.engines.sources.requests import Asking, PromptOrder
+from fluvial.engines.wire.client import Reply
 from fluvial.engines.wire.errors import WireError
 from fluvial.engines.wire.response import write_response
 
-ORDER = Order("1", None, (0, 1), None, ((1, 2),) * 2, ((1, 2),) * 2)
+ORDER = PromptOrder("1", None, (0, 1), None, ((1, 2),) * 2, ((1, 2),) * 2)
 
 
 def sampling() -> Sampling:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
 from fluvial.engines.sources.in_process import InProcess
@@ -29,7 +30,7 @@ def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None
 
     source = InProcess(model, behaviour)
     sampling = Sampling(tiny.SHAPE, on_device(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
-    requests = Requests(["1"] * 4, [0, 1, 2, 3], key(5))
+    requests = Requests([Prompt("1")] * 4, [0, 1, 2, 3], key(5))
     source.push(cast(Engine, None), 7)
     expected = list(generate(model, module, requests, sampling, micro_batch=2))
     found = list(source.generate(requests, sampling, micro_batch=2))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import optree
@@ -17,22 +18,25 @@ from fake_servers import loopback
 from torch import nn
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
-from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Guidance
-from fluvial.engines.rollout.serving import ServersConfig
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.rollout.window import Branches, RandomWindow
 from fluvial.engines.sources import servers
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.remote import Remote
-from fluvial.engines.train.rollouts import Plan
+from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
 
 
@@ -83,15 +87,20 @@ def served(
     with ExitStack() as stack:
         urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
         source = Remote(
-            replace(rollout, source=urls, servers=config), tiny.Tiny(), behaviour=lambda: nullcontext(fakes[0].module),
-            adapter=lambda version: "default", world=world, sizes={}, sync=FakeSync(fakes),
-        )  # fmt: skip
+            replace(rollout, source=urls, servers=config),
+            tiny.Tiny(),
+            behaviour=lambda: nullcontext(fakes[0].module),
+            adapter=lambda version: "default",
+            world=world,
+            sizes={},
+            sync=FakeSync(fakes),
+        )
         stack.callback(source.close)
-        source.push(cast(Engine, None), 3)
+        source.push(cast(Engine, SimpleNamespace(world=world)), 3)
         yield source
 
 
-def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> Plan:
+def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
@@ -99,7 +108,7 @@ def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> Pla
         return trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
 
 
-def chunks(source: Any, plan: Plan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
+def chunks(source: Any, plan: RolloutPlan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
     """Return all chunks of a rollout."""
     return list(source.generate(plan.requests, plan.sampling, micro_batch=micro_batch))
 
@@ -111,15 +120,15 @@ def net() -> nn.Module:
 
 VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    ({"sampler": "dance_sde"}, {}),
-    ({"sampler": "cps"}, {}),
-    ({"window": 2, "form": "no_const", "reduction": "sum"}, {}),
-    ({"window": 1, "window_draw": "sample", "window_high": 3}, {}),
-    ({"window": 1, "window_draw": "call", "window_high": 3}, {}),
+    ({"sampler": Stochastic("dance_sde", eta=0.5)}, {}),
+    ({"sampler": Stochastic("cps", eta=0.5)}, {}),
+    ({"window": RandomWindow(2), "form": "no_const", "reduction": "sum"}, {}),
+    ({"window": RandomWindow(1, high=3, draw="sample")}, {}),
+    ({"window": RandomWindow(1, high=3, draw="call")}, {}),
     ({"shared_noise": True}, {}),
-    ({"share_prefix": True, "window_low": 1}, {}),
-    ({"branches": 2, "window": 1, "window_high": 2, "window_low": 0}, {}),
-    ({"window": 1, "window_high": 2, "after": AfterWindow(fraction=0.5)}, {}),
+    ({"window": RandomWindow(2, low=1, share_prefix=True)}, {}),
+    ({"window": Branches(1, 2, high=2)}, {}),
+    ({"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))}, {}),
     ({"guidance": Guidance(2.0, "3")}, {}),
     ({}, {"objective": Dppo(), "train": "lora"}),
 ]
@@ -146,7 +155,7 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
 
 def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
     """Objectives that train on clean samples record no steps."""
-    rollout, fake = replace(STEPS, sampler="ode", eta=0.0), FakeRollouts(net())
+    rollout, fake = replace(STEPS, sampler=Ode()), FakeRollouts(net())
     plan = planned(one, rollout, objective=Nft(), train="lora")
     with served(fake, world=one, rollout=rollout) as source:
         found = chunks(source, plan)
@@ -157,11 +166,13 @@ def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
 
 def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     """One per prompt, with a seed each; the trajectory is taken from the reply, and is scored alike here."""
-    rollout, fake = replace(STEPS, window=2), FakeRollouts(net(), "sglang")
+    rollout, fake = replace(STEPS, window=RandomWindow(2)), FakeRollouts(net(), "sglang")
     plan = planned(one, rollout)
     with served(fake, world=one, rollout=rollout) as source:
         made = chunks(source, plan)
-        met = source.greet(plan.requests._replace(prompts=["1"] * 4, ids=range(4), key=key(8)), plan.sampling)
+        handshake = source.compare_with_servers(
+            plan.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), plan.sampling
+        )
     window = sorted(cast(Any, plan.sampling.stochastic).steps_of([0]))
     for request in fake.requests:
         assert "extra_sampling_params" not in request
@@ -170,21 +181,26 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
         assert request["rollout_debug_mode"] is False
         assert (request["rollout_return_dit_trajectory"], request["num_outputs_per_prompt"]) == (True, 4)
     assert len({request["seed"] for request in fake.requests}) == len(fake.requests) == 3
-    assert met.largest == 0.0
-    assert met.kind == "sglang"
+    assert handshake.largest == 0.0
+    assert handshake.kind == "sglang"
     assert {chunk.version for chunk in made} == {3}
 
 
 @pytest.mark.parametrize(
     "rollout",
     [
-        {"sampler": "dance_sde"}, {"form": "no_const"}, {"reduction": "sum"}, {"shared_noise": True}, {"autocast": True},
-        {"share_prefix": True, "window_low": 1}, {"window": 1, "window_draw": "sample", "window_high": 3},
-        {"branches": 2, "window": 1, "window_high": 2},
-        {"window": 1, "window_high": 2, "after": AfterWindow(fraction=0.5)},
+        {"sampler": Stochastic("dance_sde", eta=0.5)},
+        {"form": "no_const"},
+        {"reduction": "sum"},
+        {"shared_noise": True},
+        {"autocast": True},
+        {"window": RandomWindow(2, low=1, share_prefix=True)},
+        {"window": RandomWindow(1, high=3, draw="sample")},
+        {"window": Branches(1, 2, high=2)},
+        {"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
     """When the run is built, in one line that names the field."""
     with pytest.raises(UsageError, match=r"rollout\..*sglang|rollout\.(sampler|form)") as caught:
@@ -194,9 +210,13 @@ def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -
 
 def test_what_no_server_can_do_is_refused(one: World) -> None:
     """A function of this process is not known elsewhere."""
-    other = replace(STEPS, sampler="ode", eta=0.0, solver="unipc")
-    for rollout in (replace(STEPS, step_cache=0.1, window=2), replace(STEPS, sampler=bound), other):
-        with pytest.raises(UsageError, match=r"rollout\.source names servers"):
+    other = replace(STEPS, sampler=Ode("unipc"))
+    for rollout in (
+        replace(STEPS, step_cache=0.1, window=RandomWindow(2)),
+        replace(STEPS, sampler=Stochastic(bound, eta=0.5)),
+        other,
+    ):
+        with pytest.raises(UsageError, match=r"rollout\.(step_cache|sampler|sampler\.solver) is .*servers"):
             served(FakeRollouts(net()), world=one, rollout=rollout).__enter__()
 
 
@@ -242,14 +262,14 @@ class Code:
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "killed in mid-request": (Fault(hang_up), "cannot be reached: IncompleteRead"),
+    "killed in mid-request": (Fault(hang_up), "cannot be reached: peer closed connection"),
     "ten gigabytes": (Fault(huge), "a reply of more than 1 MB"),
     "two replies": (Fault(twice), "0 samples came, expected 4"),
     "500": (Fault(lambda handler: respond(handler, b'{"detail": "out of memory"}', 500)), "answered 500: .*out of memory"),
     "503": (Fault(lambda handler: respond(handler, b"", 503)), "answered 503"),
     "a page": (Fault(lambda handler: respond(handler, b"<html>", media="text/html")), "of type 'text/html'"),
-    "JSON": (Fault(lambda handler: respond(handler, b"{}")), "no list of at most"),
-    "a pickle": (lambda samples: pickle.dumps(Code()), "no msgpack"),
+    "JSON": (Fault(lambda handler: respond(handler, b"{}")), "response: Expected .?array"),
+    "a pickle": (lambda samples: pickle.dumps(Code()), "response: Expected .?array"),
     "fewer samples": (lambda samples: samples[:-1], "3 samples came, expected 4"),
     "more samples": (lambda samples: samples * 2, "8 samples came, expected 4"),
     "other weights": (changed(weight_version=2), "weights of version 2, expected 3"),
@@ -335,8 +355,27 @@ def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> No
         assert len(fakes[0].requests) > 1
 
 
+def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
+    """In a rollout with another key, the first reply holds samples of the last one."""
+    fake, plan, known = FakeRollouts(net()), planned(one), dict[str, Any]()
+    following = plan.requests._replace(key=key(9))
+
+    def noted(samples: Any) -> Any:
+        known[samples[0].prompt] = samples
+        return samples
+
+    with served(fake, world=one) as source:
+        fake.faults = [noted] * 20
+        chunks(source, plan)
+        fake.faults = [lambda samples: known[samples[0].prompt]]
+        with pytest.raises(RunError, match="sent the same sample twice"):
+            chunks(source, plan._replace(requests=following))
+        fake.faults = []
+        assert len(chunks(source, plan._replace(requests=following._replace(key=key(10))))) == 2
+
+
 def test_a_server_that_repeats_itself_is_found_out(one: World) -> None:
-    """No sample is used twice, neither of this rollout nor of the one before."""
+    """No sample is used twice in a rollout."""
     fake, plan, known = FakeRollouts(net()), planned(one), list[Any]()
 
     def repeated(samples: Any) -> Any:
@@ -353,9 +392,14 @@ def test_nothing_hangs_without_servers(one: World) -> None:
     """Neither when the run is built, nor later."""
     with pytest.raises(RunError, match="cannot be reached"):
         Remote(
-            replace(STEPS, source="http://127.0.0.1:9", servers=QUICK), tiny.Tiny(), behaviour=lambda: nullcontext(net()),
-            adapter=lambda version: "default", world=one, sizes={}, sync=FakeSync([]),
-        )  # fmt: skip
+            replace(STEPS, source="http://127.0.0.1:9", servers=QUICK),
+            tiny.Tiny(),
+            behaviour=lambda: nullcontext(net()),
+            adapter=lambda version: "default",
+            world=one,
+            sizes={},
+            sync=FakeSync([]),
+        )
     fake, plan = FakeRollouts(net()), planned(one)
     with served(fake, world=one) as source:
         fake.is_ready, fake.faults = False, [Fault(hang_up)] * 9
@@ -376,16 +420,16 @@ def test_servers_that_differ_are_refused(one: World) -> None:
 def test_the_handshake_says_how_far_servers_are(one: World) -> None:
     """0 where they compute the same, more where their weights are others."""
     fake, plan = FakeRollouts(net()), planned(one)
-    requests = plan.requests._replace(prompts=["1"] * 4, ids=list(range(4)))
+    requests = plan.requests._replace(prompts=[Prompt("1")] * 4, ids=list(range(4)))
     with served(fake, world=one) as source:
-        met = source.greet(requests, plan.sampling)
-        assert met.largest == 0.0
-        assert [*met.differences] == [0, 1, 2, 3]
-        assert met.record["sigmas"] == plan.sampling.schedule.levels.tolist()
-        assert "|log-prob by server - by trainer| per step  0: 0 1: 0 2: 0 3: 0" in str(met)
+        handshake = source.compare_with_servers(requests, plan.sampling)
+        assert handshake.largest == 0.0
+        assert [*handshake.differences] == [0, 1, 2, 3]
+        assert handshake.record["sigmas"] == plan.sampling.schedule.levels.tolist()
+        assert "|log-prob by server - by trainer| per step  0: 0 1: 0 2: 0 3: 0" in str(handshake)
         own, fake.module = fake.module, tiny.Tiny(seed=1).build()
         source.behaviour = lambda: nullcontext(own)
-        assert source.greet(requests, plan.sampling).largest > 1e-3
+        assert source.compare_with_servers(requests, plan.sampling).largest > 1e-3
 
 
 @pytest.mark.parametrize("source", ["ftp://a", "http://a,b", "http//a"])
@@ -397,5 +441,5 @@ def test_addresses_of_another_kind_are_refused(source: str) -> None:
 
 def test_settings_of_servers_need_servers() -> None:
     """They would do nothing."""
-    with pytest.raises(ValueError, match=r"rollout\.source names no servers"):
+    with pytest.raises(ValueError, match=r"rollout.servers has no effect without servers"):
         replace(STEPS, servers=QUICK)

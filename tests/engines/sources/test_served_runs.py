@@ -10,13 +10,15 @@ import launch
 import pytest
 import tiny_pipelines
 import torch
+from marks import long
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.serving import ServersConfig
+from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.rollout.window import RandomWindow
+from fluvial.engines.train import train
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import handwriting
-from fluvial.engines.train.trainer import train
 
 ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
 REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none"
@@ -33,12 +35,12 @@ def address(server: launch.Process) -> str:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ["handwriting", "sd3", "qwen-image"])
+@pytest.mark.parametrize("name", ["handwriting", long("sd3"), "qwen-image"])
 def test_two_updates_with_a_server_have_the_bits_of_those_without(
     tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The adapter is pushed after each update; the handshake finds no difference, and neither does a rollout."""
-    model, size = ["handwriting"], ["--rollout.window", "1", "--rollout.window-high", "2"]
+    model, size = ["handwriting"], ["--rollout.window", "random", "--rollout.window.size", "1", "--rollout.window.high", "2"]
     if name != "handwriting":
         row = tiny_pipelines.ROWS[name]
         model = [str(tiny_pipelines.save(row, tmp_path / name))]
@@ -76,10 +78,16 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
             servers.pop(0).kill()
         return 1 - images.flatten(1).mean(1)
 
-    small = RolloutConfig(prompts=2, group=2, steps=3, window=1, window_high=2)
+    small = RolloutConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
     config = TrainConfig(
-        tmp_path / "inside", rollout=small, micro_batch=2, updates=3, final_samples=2, eval_every=0, tracker="none",
-    )  # fmt: skip
+        tmp_path / "inside",
+        rollout=small,
+        micro_batch=2,
+        updates=3,
+        final_samples=2,
+        eval_every=0,
+        tracker="none",
+    )
     job = replace(handwriting(), rewards={"dark": dark})
     train(config, job)
     calls.clear()

@@ -1,6 +1,7 @@
 """Rollouts that are written to a folder, and runs that are trained from one."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,11 +18,13 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
 from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.sources import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.trainer import Trainer
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +59,14 @@ def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {},
-        {"rollout": replace(STEPS, window=2)},
-        {"rollout": replace(STEPS, window=1, window_draw="call")},
-        {"rollout": replace(STEPS, window=2, window_draw="sample", window_high=3, form="no_const")},
+        {"rollout": replace(STEPS, window=RandomWindow(2))},
+        {"rollout": replace(STEPS, window=RandomWindow(1, draw="call"))},
+        {"rollout": replace(STEPS, window=RandomWindow(2, high=3, draw="sample"), form="no_const")},
         {"objective": Dppo(), "train": "lora"},
-        {"objective": Nft(), "train": "lora", "rollout": replace(STEPS, sampler="ode", eta=0.0, solver="dpmpp_2m")},
+        {"objective": Nft(), "train": "lora", "rollout": replace(STEPS, sampler=Ode("dpmpp_2m"))},
     ],
     ids=["all steps", "a window", "a window per chunk", "a window per sample", "predictions kept", "clean samples"],
-)  # fmt: skip
+)
 def test_replayed_rollouts_give_the_weights_to_the_bit(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Of the run that stored them, whose own weights storing does not change."""
     run = config(tmp_path, **changes)
@@ -190,7 +193,7 @@ def no_rollout_of_this_key(folder: Path) -> None:
         (rewritten("log_prob", lambda tensor: None), "has no tensor 0.log_prob"),
         (rewritten("steps", lambda tensor: tensor + 1), "has steps that are not steps of the schedule"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_folder_is_one_line(
     one: World, folder: Path, tmp_path: Path, damage: Callable[[Path], Any], says: str
 ) -> None:
@@ -210,8 +213,8 @@ def test_a_damaged_folder_is_one_line(
     ("changes", "says"),
     [
         ({"seed": 1}, "has no rollout of key .* use the seed"),
-        ({"rollout": replace(STEPS, eta=0.6)}, "its coefficient"),
-        ({"rollout": replace(STEPS, window=2)}, "other stochastic steps"),
+        ({"rollout": replace(STEPS, sampler=Stochastic(eta=0.6))}, "its coefficient"),
+        ({"rollout": replace(STEPS, window=RandomWindow(2))}, "other stochastic steps"),
         ({"objective": Dppo(), "train": "lora"}, "has no predictions"),
     ],
 )
@@ -263,6 +266,31 @@ def test_a_rollout_that_is_written_again_replaces_the_first(
     assert {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()} == before
 
 
+def test_a_rollout_is_on_the_disk_before_it_has_its_name(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could leave a name without the data, which the index says is there; the index comes last."""
+    folder, done, sync, move = tmp_path / "stored", list[str](), stored.sync, os.replace
+
+    def synced(path: Path) -> None:
+        done.append(f"sync {path.name}")
+        sync(path)
+
+    def moved(source: Any, target: Any) -> None:
+        if Path(target).parent == folder:
+            done.append(f"move {Path(source).name} {Path(target).suffix}")
+        move(source, target)
+
+    monkeypatch.setattr(stored, "sync", synced)
+    monkeypatch.setattr(os, "replace", moved)
+    trained(config(tmp_path, updates=1, rollout=replace(STEPS, store=folder)), one)
+    moves = [line.split() for line in done if line.startswith("move")]
+    assert [suffix for _, _, suffix in moves] == [".safetensors", ".json"]
+    for _, partial, suffix in moves:
+        assert done.index(f"sync {partial}") < done.index(f"move {partial} {suffix}")
+    assert done[-1] == "sync stored"
+
+
 def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> None:
     """Before anything is computed."""
     (tmp_path / "file").write_text("")
@@ -281,5 +309,5 @@ def test_a_source_of_another_kind_is_refused(source: str) -> None:
 
 def test_replayed_rollouts_are_not_stored_again(tmp_path: Path) -> None:
     """They are stored already."""
-    with pytest.raises(ValueError, match="whose rollouts are stored already"):
+    with pytest.raises(ValueError, match=r"rollout\.store has no effect with rollouts that are stored"):
         replace(STEPS, source="replayed:x", store=tmp_path)

@@ -12,7 +12,7 @@ from weight_servers import adapted, base, engine_of, run, served
 
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.sources.push_folder import LOCK
-from fluvial.engines.sources.weights import WeightSync
+from fluvial.engines.sources.weight_sync import WeightSync
 
 
 def test_two_ranks_push_what_one_does(tmp_path: Path) -> None:

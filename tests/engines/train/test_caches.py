@@ -13,6 +13,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.sft import Sft
 from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.job import Job
@@ -46,10 +47,15 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
     pipeline = PipelineConfig(**settings)
     return jobs.of_run(
         TrainConfig(
-            cache / "run", model=str(folder / name), objective=Sft(), data=(str(folder / "foxes"),), data_cache=cache,
-            pipeline=pipeline, rollout=RolloutConfig(prompts=2, group=1, sampler="ode", eta=0.0),
+            cache / "run",
+            model=str(folder / name),
+            objective=Sft(),
+            data=(str(folder / "foxes"),),
+            data_cache=cache,
+            pipeline=pipeline,
+            rollout=RolloutConfig(prompts=2, group=1, sampler=Ode()),
         )
-    )  # fmt: skip
+    )
 
 
 def prepared(job: Job, world: World) -> None:

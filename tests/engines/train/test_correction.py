@@ -17,7 +17,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.losses import LossConfig
 from fluvial.engines.objectives.table import Clipped, Guard
 from fluvial.engines.rollout.correction import correct
-from fluvial.engines.rollout.items import Items, Share
+from fluvial.engines.rollout.items import RecordedSteps, Share
 from fluvial.engines.train.config import (
     CorrectionConfig,
 )
@@ -34,11 +34,13 @@ def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: An
     """Return a run whose rollout computed in bfloat16, and its record."""
     run = Spied(
         tiny.config(
-            tmp_path, rollout=replace(STEPS, autocast=True), correction=CorrectionConfig(mode, level, threshold),
+            tmp_path,
+            rollout=replace(STEPS, autocast=True),
+            correction=CorrectionConfig(mode, level, threshold),
             optimizer=OptimizerConfig(max_grad_norm=1e9),
         ),
         one,
-    )  # fmt: skip
+    )
     return run, run.rollout()
 
 
@@ -53,7 +55,6 @@ def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, 
     assert record["correction"]["gap_mean"] > 1e-6
     assert all(record["correction"][name] > 0 for name in ("gap_mean", "gap_p99", "kl", "effective"))
     items, known = run.updates[0].items, run.trajectories[0].log_prob
-    assert items.log_prob_old is not None
     own = items.log_prob_old.unflatten(0, (tiny.STEPS, 8)).T
     weight, info = correction.rollout_weights(own, known, mode=mode, threshold=threshold, level=level)
     assert float((own - known).abs().max()) > 1e-5
@@ -82,7 +83,7 @@ def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     run.rollout()
     recorded = run.trajectories[0].velocity
     assert recorded is not None
-    assert not torch.equal(run.updates[0].items.v_old, recorded.transpose(0, 1).flatten(0, 1))  # type: ignore[arg-type]
+    assert not torch.equal(run.updates[0].items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
     assert run.infos[0].max_abs["log_ratio"] == 0.0
 
 
@@ -93,15 +94,15 @@ def test_the_kl_has_no_weight() -> None:
     level = torch.linspace(0.3, 0.9, 6)
     transition = transitions.dance_sde(level, level / 2, eta=0.5)
     known = gaussian.log_prob(transition, x, v, x_next)
-    items = Items(
-        x, level, None, torch.arange(6), torch.ones(6), torch.ones(6), level / 2, x_next, known, transition, v_ref=v_ref
+    items = RecordedSteps(
+        x, level, level, torch.arange(6), torch.ones(6), torch.ones(6), level / 2, x_next, known, transition, {"ref": v_ref}
     )
     share = Share(0, 6, 6)
     config = CorrectionConfig("mask", threshold=1.5)
     known_then = (known + 5 * (torch.arange(6) % 2)).unsqueeze(1)
     corrected, _ = correct(items, known, known_then, config, share=share, gather=lambda tensor: tensor)
     assert corrected.target_weight.tolist() == [1, 0, 1, 0, 1, 0]
-    loss, info = Clipped().loss(v, corrected, transition, LossConfig(kl_coef=0.5, kl_weight="exact"))
+    loss, info = Clipped().loss(v, corrected, LossConfig(kl_coef=0.5, kl_weight="exact"))
     kl = gaussian.kl(transition, v, v_ref)
     torch.testing.assert_close(info.kl_ref, kl)
     torch.testing.assert_close(loss, 0.5 * kl - corrected.target_weight)

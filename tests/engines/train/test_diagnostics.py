@@ -1,4 +1,4 @@
-"""What is watched: how far the samples of a group lie apart, and how far a model has gone."""
+"""Diagnostics: how far the samples of a group lie apart, and how far a model has gone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import RolloutConfig
 from fluvial.engines.train.monitoring import diagnostics
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity, thumbnails
@@ -44,8 +45,10 @@ def test_diversity_is_a_mean_over_pairs(groups: int, group: int) -> None:
     flat = images(groups * group, 6)
     distances = [
         ((flat[g * group + i] - flat[g * group + j]) ** 2).mean().sqrt()
-        for g in range(groups) for i in range(group) for j in range(i)
-    ]  # fmt: skip
+        for g in range(groups)
+        for i in range(group)
+        for j in range(i)
+    ]
     assert diversity(flat, group) == pytest.approx(float(torch.stack(distances).mean()), rel=1e-6)
 
 
@@ -76,7 +79,7 @@ def test_thumbnails(shape: tuple[int, ...], side: tuple[int, int]) -> None:
 
 def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
     """Of the images that the reward saw, group by group; a rollout that takes no noise and begins alike would have 0."""
-    rollout, seen = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5), []
+    rollout, seen = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), []
 
     def scored(drawn: Tensor, prompts: Any) -> Tensor:
         if drawn.unique().numel() > 1:  # not the blank images that a reward is tried on

@@ -14,8 +14,9 @@ from tiny_token_job import Toy, ToyCond
 from torch import Tensor, nn
 
 from fluvial.engines.fsdp.engine import OptimizerConfig
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.train import train
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.trainer import train
 from fluvial.models import LoraConfig
 
 
@@ -49,9 +50,14 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
     job = tiny_token_job.job()
     job = replace(job, model=Telling(), shape=(7, job.shape[1]))
     config = TrainConfig(
-        out=tmp_path / "run", updates=1, micro_batch=1, final_samples=2, train="full",
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, eta=0.5), optimizer=OptimizerConfig(lr=1e-3),
-    )  # fmt: skip
+        out=tmp_path / "run",
+        updates=1,
+        micro_batch=1,
+        final_samples=2,
+        train="full",
+        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
     summary = train(config, job, console=Console(quiet=True))
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
 

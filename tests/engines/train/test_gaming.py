@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.train import train
 from fluvial.engines.train.monitoring.gaming import Watch, described, evaluator_of
-from fluvial.engines.train.trainer import Trainer, train
+from fluvial.engines.train.trainer import Trainer
 
 
 def watched(scores: Sequence[float], rewards: Sequence[float]) -> Watch:
@@ -69,9 +70,15 @@ def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
         return torch.full((len(prompts),), -float(calls[0]))
 
     settings: Any = {
-        "updates": 6, "eval_every": 1, "eval_samples": 2, "final_samples": 2, "checkpoint_every": 1, "keep_checkpoints": 1,
-        "tracker": "none", "stop_when_gamed": 2,
-    }  # fmt: skip
+        "updates": 6,
+        "eval_every": 1,
+        "eval_samples": 2,
+        "final_samples": 2,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 1,
+        "tracker": "none",
+        "stop_when_gamed": 2,
+    }
     job, out = tiny.job(rewards={"rising": rising}, evaluators={"heldout": falling}), tmp_path / "run"
     summary = train(tiny.config(out, **settings), job)
     assert summary["updates"] == 3
@@ -88,8 +95,12 @@ def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "evaluators", "says"),
     [
-        ({"eval_every": 0}, {"heldout": tiny.contrast}, "stop_when_gamed is 2, and eval_every is 0"),
-        ({}, {}, "the evaluator 'brightness' is a reward of the run: name one that training does not see"),
+        (
+            {"eval_every": 0},
+            {"heldout": tiny.contrast},
+            "stop_when_gamed has no effect without rewards to learn from",
+        ),
+        ({}, {}, "the evaluator 'brightness' is a reward of the run; name one that training does not see"),
         ({}, {"a": tiny.contrast, "heldout": tiny.brightness}, "the evaluator 'heldout' is a reward of the run"),
     ],
 )

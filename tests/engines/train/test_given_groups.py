@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, key
 from fluvial.engines.data.captions import Captions
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.raft import Raft
@@ -34,9 +34,9 @@ def given(*counts: int) -> list[Prompt]:
     return [Prompt(str(caption), image=Path(f"{caption}{n}")) for caption, count in enumerate(counts) for n in range(count)]
 
 
-def grey(key: Key, prompts: Sequence[str]) -> Tensor:
+def grey(key: Key, prompts: Sequence[Prompt]) -> Tensor:
     """Return an image of one grey per file, which its name says."""
-    return torch.stack([torch.full(tiny.SHAPE, int(str(prompt.image)) / 50 - 0.5) for prompt in prompts])  # type: ignore[attr-defined]
+    return torch.stack([torch.full(tiny.SHAPE, int(str(prompt.image)) / 50 - 0.5) for prompt in prompts])
 
 
 def run(folder: Path, one: World, compare: Any, prompts: list[Prompt], **changes: Any) -> Spied:
@@ -54,7 +54,7 @@ def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: 
     """By the reward of their own images; a group is of one caption, or of different images in the order of the epoch."""
     spied = run(tmp_path, one, compare, given(4, 4))
     record = spied.rollout()
-    images = [str(prompt.image) for prompt in spied.prompts]
+    images = [str(prompt.image) for prompt in spied.records]
     brightness = torch.tensor([int(image) / 100 + 0.25 for image in images])
     torch.testing.assert_close(spied.scores[:, 0], brightness)
     assert record["reward"]["mean"] == pytest.approx(float(brightness.mean()))
@@ -72,21 +72,19 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     """Each as often as the others; captions of a single image are left out, and with none left that is said."""
     prompts = given(3, 1, 2)
     captions = Captions(prompts)
-    assert captions.firsts == ["0", "2"]
+    assert texts(captions.firsts) == ["0", "2"]
     drawn = [captions.drawn(0, key(number), 4) for number in range(60)]
     assert all(sorted(Counter(places).values()) == [1, 1, 2] for places in drawn)
     assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
     assert len({tuple(places) for places in drawn}) == 6
-    assert Captions(["a", "b"]).drawn(1, key(0), 2) == [1, 1]
+    assert Captions(as_prompts(["a", "b"])).drawn(1, key(0), 2) == [1, 1]
     with pytest.raises(UsageError, match=r"objective\.compare is caption, and no caption of data has two images"):
         Captions(given(1, 1))
 
 
 def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
     """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
-    with pytest.raises(
-        ValueError, match=r"^data is set, and raft compares the samples of a rollout: set objective\.compare"
-    ):
+    with pytest.raises(ValueError, match=r"^objective\.compare is 'rollout', expected caption or data, with data"):
         tiny.config(tmp_path, objective=Raft(), rollout=ODE, data=("photos",))
     with pytest.raises(ValueError, match=r"rollout\.group is 1, expected at least 2"):
         tiny.config(tmp_path, objective=Raft(compare="data"), rollout=replace(ODE, group=1))

@@ -10,6 +10,7 @@ import pytest
 import tiny_pipelines
 import tiny_replayed
 import torch
+from marks import long
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -67,7 +68,7 @@ def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd3", "sdxl", "aura-flow"])
+@pytest.mark.parametrize("name", ["sd3", long("sdxl"), "aura-flow"])
 def test_supervised_on_captions(
     folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,9 +126,13 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
 @pytest.mark.parametrize(
     ("recipe", "more", "says"),
     [
-        ("grpo", ["--data", "foxes"], "--data is set, and clipped takes none: its samples are made by rollouts"),
-        ("sft", ["--data", "foxes", "--prompts", "x.txt"], "--prompts is set, and data has captions"),
-        ("sft", ["--data-errors", "skip"], "sft here learns from no images: set data"),
+        ("grpo", ["--data", "foxes"], "--data has no effect with clipped, which learns from rollouts"),
+        (
+            "sft",
+            ["--data", "foxes", "--prompts", "x.txt"],
+            "--prompts has no effect with data or preferences, which have their own",
+        ),
+        ("sft", ["--data-errors", "skip"], "--data-errors has no effect with sft here, which learns from no images"),
         ("sft", [], "for sft, set --data to a folder of images with captions"),
         ("sft", ["--data", "nowhere"], "nowhere is not a folder of images, or a file of records"),
         ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),

@@ -13,6 +13,7 @@ from objective_rows import OBJECTIVE_ROWS
 from spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.train.config import AdvantageConfig, NoisingConfig, TrainConfig
@@ -48,7 +49,7 @@ def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     on_steps = objective.traits.trains_on == "steps"
     changes: dict[str, Any] = {"rollout": replace(STEPS if on_steps else ODE, prompts=prompts)}
     if name == "dgpo":
-        changes["noising"] = NoisingConfig(shared=True)
+        changes["noising"] = NoisingConfig(draw="rollout")
     lora = "lora" if objective.traits.followers else "full"
     return tiny.config(out, objective=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
 
@@ -58,7 +59,7 @@ def updated(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the record of an update on given prompts, and its gradient."""
     run = tiny.Run(config, world, tiny.job(rewards={"it": reward}))
-    run.trainer.rollouts.prompts = lambda root, updates: list(prompts)  # type: ignore[method-assign]
+    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
     return run.rollout(), run.gradient()
 
 
@@ -82,7 +83,7 @@ def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Pa
     """Those of an invalid group are left out whole."""
     config = replace(config_of("clipped", tmp_path, 4), advantage=AdvantageConfig(history=8, history_min=2))
     run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
-    run.trainer.rollouts.prompts = lambda root, updates: ["0", "1", "2", BAD]  # type: ignore[method-assign]
+    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="are left out"):
         run.rollout()
     assert {prompt: len(known) for prompt, known in run.trainer.progress.rewards.items()} == {"0": 4, "1": 4, "2": 4}

@@ -10,6 +10,7 @@ import tiny_jobs as tiny
 import torch
 from torch import Tensor, nn
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.trainer import Trainer
@@ -25,7 +26,7 @@ def test_defaults() -> None:
     """Every tenth prompt is held out, a function is a reward by its name, and a model of one size needs no shape."""
     codes = [f"{i:04d}" for i in range(20)]
     job = Job(model=Handwriting(), prompts=codes, rewards=bright)
-    assert job.heldout == ("0000", "0010")
+    assert job.heldout == as_prompts(["0000", "0010"])
     assert len(job.prompts) == 18
     assert dict(job.rewards) == {"bright": bright}
     assert job.evaluators == {}

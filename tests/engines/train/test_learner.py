@@ -1,7 +1,7 @@
 """Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,19 @@ from torch import Tensor
 
 from fluvial.core import gaussian
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
+from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.table import Awm, Dpo, Guard, Raft
-from fluvial.engines.rollout.items import Items
+from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
+from fluvial.engines.rewards.gather import gather_rewards
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.window import FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
     AdvantageConfig,
     KLConfig,
 )
+from fluvial.engines.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +44,8 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
     moved: list[Tensor] = []
     optimize = run.trainer.engine.update
 
-    def by_hand(items: Items, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
-        assert items.level_next is not None
-        assert items.x_next is not None
-        assert items.log_prob_old is not None
-        transition = run.trainer.learner.sampler(items.level, items.level_next)
-        log_prob = gaussian.log_prob(transition, items.x, run.velocity(items), items.x_next)
+    def by_hand(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
+        log_prob = gaussian.log_prob(items.transition, items.x, run.velocity(items), items.x_next)
         moved.append((log_prob - items.log_prob_old).mean())
         return optimize(items, loss_fn, weight, **options)
 
@@ -52,7 +53,6 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
     run.rollout()
     known = run.trajectories[0].log_prob.T.flatten()
     for update in run.updates:
-        assert update.items.log_prob_old is not None
         assert torch.equal(update.items.log_prob_old, known)
     first, second = run.infos
     assert first.max_abs["log_ratio"] == 0.0
@@ -118,20 +118,19 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path) -> None:
     start = run.weights()
     run.rollout()
     for update in run.updates:
-        assert update.items.v_old is not None
-        assert torch.equal(update.items.v_old, run.updates[0].items.v_old)  # type: ignore[arg-type]
+        assert torch.equal(update.items.predictions["old"], run.updates[0].items.predictions["old"])
     assert all(torch.equal(tensor, run.updates[0].policy[name]) for name, tensor in start.items())
     now = run.velocity(run.updates[0].items)
     for name, tensor in run.trainer.engine.sharded.shards().items():
         tensor.copy_(start[name])
-    torch.testing.assert_close(run.updates[0].items.v_old, run.velocity(run.updates[0].items))
-    assert float((now - run.updates[0].items.v_old).norm()) > 0.01  # type: ignore[operator]
+    torch.testing.assert_close(run.updates[0].items.predictions["old"], run.velocity(run.updates[0].items))
+    assert float((now - run.updates[0].items.predictions["old"]).norm()) > 0.01
     assert run.infos[0].max_abs["log_ratio"] == 0.0
     assert run.infos[1].max_abs["log_ratio"] > 0.0
 
     alone = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm()), one)
     alone.rollout()
-    assert alone.updates[0].items.v_old is None
+    assert "old" not in alone.updates[0].items.predictions
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
 
 
@@ -143,12 +142,12 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
     recorded = run.trajectories[0].velocity
     assert recorded is not None
     for update in run.updates:
-        assert torch.equal(update.items.v_old, recorded.transpose(0, 1).flatten(0, 1))  # type: ignore[arg-type]
+        assert torch.equal(update.items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
 
 
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
-    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, fraction=0.5), updates=2, micro_batch=8), one)
+    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=RandomRecorded(0.5)), updates=2, micro_batch=8), one)
     drawn = []
     for _ in range(2):
         record = run.rollout()
@@ -165,7 +164,7 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
 
 def test_the_first_steps(one: World, tmp_path: Path) -> None:
     """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
-    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, fraction=0.99, pick="first"), micro_batch=8), one)
+    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=FirstRecorded(0.99)), micro_batch=8), one)
     record = run.rollout()
     update, levels = run.updates[-1], run.trainer.schedule.levels
     assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
@@ -194,7 +193,7 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
 )
 def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
-    rollout = replace(STEPS, sampler=sampler, window=2, window_high=tiny.STEPS - 1)
+    rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
     learners = [
         Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.learner
         for weight in ("auto", factor)
@@ -239,8 +238,9 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
     weights, group = torch.tensor([0.5, -2.0]), torch.arange(8) // 4
     expected = {
-        "sum": group_advantages(rewards @ weights, group), "gdpo": multi_reward_advantages(rewards, weights, group),
-    }  # fmt: skip
+        "sum": group_advantages(rewards @ weights, group),
+        "gdpo": multi_reward_advantages(rewards, weights, group),
+    }
     torch.testing.assert_close(
         run.updates[0].items.target_weight[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4
     )
@@ -273,3 +273,56 @@ def test_two_ranks_make_the_update_of_one(ranks: dict[int, dict[str, Any]]) -> N
             a, b = torch.tensor(first), torch.tensor(second)
             assert float(a.norm()) > 0, name
             assert float((a - b).norm() / a.norm()) < 1e-5, name
+
+
+def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the brightness, times a number that the prompt says; it has a gradient."""
+    return images.flatten(1).mean(1) * torch.tensor([1.0 + int(prompt) for prompt in prompts])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("objective", [Clipped(), Nft(old="none"), Dpo(), AlignProp(last=2)])
+def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
+    """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
+    rollout = STEPS if objective.traits.trains_on == "steps" else ODE
+    run = tiny.config(tmp_path, rollout=rollout, objective=objective, rewards=("scaled",))
+
+    def trained() -> Trainer:
+        return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)
+
+    def made(trainer: Trainer, number: int) -> tuple[Any, Any]:
+        """Return the work of a rollout: each has another prompt, noise levels and a size of its own."""
+        keys = key(7 + number)
+        plan = trainer.rollouts.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
+        schedule, stochastic = plan.sampling.schedule, plan.sampling.stochastic
+        levels = schedule.levels ** (1 + number)
+        if stochastic is not None:
+            stochastic = replace(stochastic, transition=rollout.bound_sampler(levels))
+        schedule, shape = schedule._replace(levels=levels), ((1, 4, 4), (1, 2, 8))[number]
+        sampling = replace(plan.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
+        transitions = None if stochastic is None else stochastic.transition(levels[:-1], levels[1:])
+        plan = plan._replace(sampling=sampling, transitions=transitions)
+        samples = trainer.rollouts.rollout(keys, plan, trainer.rollouts.made(plan, trainer.runners))
+        trainer.runners.exchange(one)
+        own = trainer.runners.collect(batch=rollout.batch)
+        rewards, _ = gather_rewards(own, stop=False, group=rollout.group, max_invalid=0.0, world=one)
+        return trainer.learner.items(samples, rewards, torch.ones(1), keys, {}), keys
+
+    def weights(trainer: Trainer) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in trainer.engine.sharded.shards().items()}
+
+    alone, together = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    for number in (0, 1):
+        with trained() as trainer:
+            trainer.learner.update(*made(trainer, number))
+            alone.append(weights(trainer))
+    with trained() as trainer:
+        state, counters = trainer.engine.state(), trainer.engine.counters()
+        start = {name: tensor.clone() for name, tensor in state.items()}
+        for work, keys in [made(trainer, number) for number in (0, 1)]:
+            trainer.engine.restore({name: tensor.clone() for name, tensor in start.items()}, counters)
+            trainer.learner.update(work, keys)
+            together.append(weights(trainer))
+    assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
+    for each, other in zip(alone, together, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in each.items())

@@ -23,19 +23,21 @@ from fluvial.engines.objectives.table import AlignProp, Dpo
 from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.rollout.generate import Guidance, slots
-from fluvial.engines.train import passes, recipes, trainer
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomWindow
+from fluvial.engines.train import build, probe_passes, recipes, train
 from fluvial.engines.train.config import NoisingConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.published.resolve import resolve
 from fluvial.engines.train.published.runs import find
 from fluvial.engines.train.record import as_record, recorded
-from fluvial.engines.train.trainer import Trainer, train
+from fluvial.engines.train.trainer import Trainer
 
 CHOOSE = micro_batch.choose
-ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let a size win, after real trials of all up to it."""
+    """Make a size win, after real trials of all up to it."""
 
     def choose(sizes: Any, measure: Any, *, budget: int) -> micro_batch.Choice:
         return CHOOSE([s for s in sizes if s <= size], lambda s: measure(s)._replace(seconds=1.0), budget=budget)
@@ -49,7 +51,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     config: Any = SimpleNamespace(rollout=SimpleNamespace(batch=batch), samples_per_pass=size, makes_samples=True)
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
-    said = list(passes.notes(config, engine))
+    said = list(probe_passes.notes(config, engine))
     sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
     least = min(sizes.values())
     if sizes[size] == least:
@@ -61,7 +63,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
         f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
-    assert list(passes.notes(config, engine)) == []
+    assert list(probe_passes.notes(config, engine)) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     [
         {"rollout": ROLLOUT},
         {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
-        {"rollout": replace(ROLLOUT, sampler="ode", eta=0.0), "objective": Dpo(), "train": "lora"},
+        {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"},
     ],
     ids=["steps", "guided", "preferences"],
 )
@@ -106,9 +108,9 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[str, Any], rows: list[int]) -> None:
     """The rollout's passes keep `micro_batch`, and the update is the same to rounding."""
     found, passed = {}, list[tuple[bool, int]]()
-    rollout = replace(ROLLOUT, window=2, window_high=3)
+    rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
     if "objective" in changes:
-        rollout = replace(ROLLOUT, sampler="ode", eta=0.0)
+        rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
     for each in (changes, {**changes, "update_micro_batch": None}):
         config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
@@ -119,9 +121,11 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
             )
             record = run.update()
             assert [size for gradient, size in passed if not gradient] == [4] * (2 * tiny.STEPS)
-            found[each["update_micro_batch"]] = [size for gradient, size in passed if gradient], record["loss"], {
-                name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()
-            }  # fmt: skip
+            found[each["update_micro_batch"]] = (
+                [size for gradient, size in passed if gradient],
+                record["loss"],
+                {name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()},
+            )
     sizes, loss, weights = found[changes["update_micro_batch"]]
     assert sizes == rows
     assert loss == pytest.approx(found[None][1], rel=1e-4, abs=1e-6)
@@ -131,7 +135,7 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
 
 def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
     """A reference policy predicts the pairs of an update in passes like the update's."""
-    rollout = replace(ROLLOUT, window=2, window_high=3)
+    rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
     config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=999, minibatches=1, updates=1, rollout=rollout)
     with Trainer(replace(config, train="lora", kl=KLConfig(coef=0.1)), tiny.job()) as run:
         rows = list[int]()
@@ -151,10 +155,10 @@ def test_blocks_compile_for_the_passes_of_an_update(
         warmed.append((size, each[0].rollout is not None))
         return WarmUp(2, 0.5)
 
-    monkeypatch.setattr(passes, "warm_up", warm_up)
+    monkeypatch.setattr(probe_passes, "warm_up", warm_up)
     config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
     with Trainer(config, tiny.job()) as run:
-        found = passes.compile_blocks(config, run.job, run.engine, run.schedule)
+        found = probe_passes.compile_blocks(config, run.job, run.engine, run.schedule)
     assert warmed == [(size, size == 4) for size in sizes]
     assert found == WarmUp(2 * len(sizes), 0.5 * len(sizes))
 
@@ -163,12 +167,11 @@ def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
     """12 samples: 1, 2, 4 or 12."""
     config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
     with Trainer(config, tiny.job()) as run:
-        choice = run.settle()
+        choice = run.choice
         assert choice is not None
         assert choice.micro_batch == run.config.micro_batch
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
-        assert run.settle() is None
         assert run.learner.config is run.rollouts.config is run.saver.config is run.config
 
 
@@ -190,7 +193,7 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a resumed run chose again")
 
-    monkeypatch.setattr(trainer, "choose_micro_batch", never)
+    monkeypatch.setattr(build, "choose_micro_batch", never)
     first = config.out / "checkpoints" / "000001"
     train(replace(config, resume_from=str(first)), tiny.job())
     assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
@@ -210,9 +213,8 @@ def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
             run.save()
         choosing(monkeypatch, 8)
         with Trainer(config, tiny.job(), world) as run:
-            run.settle()
             assert run.config.micro_batch == 8
-            run.resume(tmp_path / "checkpoints" / "000001")
+        with Trainer(config, tiny.job(), world, resume_from=tmp_path / "checkpoints" / "000001") as run:
             assert run.config.micro_batch == run.saver.config.micro_batch == 2
 
 
@@ -229,14 +231,17 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
         ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
         ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
         (
-            {"rollout": replace(ROLLOUT, window=2, window_draw="call")},
-            "micro_batch is auto, and rollout.window_draw is call, .*: set micro_batch to a number",
+            {"rollout": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
+            "micro_batch is 'auto', expected a number: rollout.window.draw call draws",
         ),
         (
-            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler="ode", eta=0.0), "noising": NoisingConfig(draw="call")},
-            "micro_batch is auto, and noising.draw is call",
+            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
+            "micro_batch is 'auto', expected a number: noising.draw call",
         ),
-        ({"objective": AlignProp(last=2)}, "micro_batch is auto, and alignprop computes gradients through decoder"),
+        (
+            {"objective": AlignProp(last=2)},
+            "micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -254,7 +259,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
         assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
-        fixed = large.objective.traits.through or "call" in (large.rollout.window_draw, large.noising.draw)
+        fixed = large.objective.traits.through or "call" in (large.rollout.window.draw, large.noising.draw)
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).config.micro_batch == 9
     config = recipes.grpo("someone/a-model")

@@ -1,4 +1,4 @@
-"""What is measured of a run while it trains: groups, advantages, diagnostics by step, memory, best and worst samples."""
+"""Measurements of a run while it trains: groups, advantages, diagnostics by step, memory, best and worst samples."""
 
 import math
 from collections.abc import Iterator
@@ -11,10 +11,13 @@ import tiny_jobs as tiny
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.evaluation.evaluate import Scores
 from fluvial.engines.fsdp.items import Diagnostics, Parts
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Nft
+from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train.config import RolloutConfig
 from fluvial.engines.train.monitoring.extremes import KeptImages
 from fluvial.engines.train.monitoring.signal import EDGES, advantage_record, group_record, parts_record
@@ -49,8 +52,13 @@ def test_the_histogram_of_advantages_has_fixed_bins() -> None:
     record = advantage_record(torch.tensor([-3.5, -3.0, -0.25, 0.0, 0.0, 0.49, 0.5, 100.0]))["advantage"]
     assert list(record["histogram"]) == ["below", *(f"{edge:g}" for edge in EDGES)]
     assert {edge: share * 8 for edge, share in record["histogram"].items() if share} == {
-        "below": 1, "-3": 1, "-0.5": 1, "0": 3, "0.5": 1, "3": 1,
-    }  # fmt: skip
+        "below": 1,
+        "-3": 1,
+        "-0.5": 1,
+        "0": 3,
+        "0.5": 1,
+        "3": 1,
+    }
     assert record["zero"] == 0.25
     assert record["max_abs"] == 100.0
     assert advantage_record(None) == advantage_record(torch.empty(0)) == {}
@@ -117,7 +125,7 @@ def test_parts_are_named_by_their_step_or_level() -> None:
 
 def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, one: World) -> None:
     """Numbers by step average to those of the whole, where every step has as many items."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, eta=0.5, window=2, window_low=1)
+    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=1))
     run = tiny.Run(tiny.config(tmp_path, rollout=rollout, updates=2, epochs=2), one)
     record = run.rollout()
     run.trainer.close()
@@ -137,7 +145,7 @@ def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, o
 
 
 def test_noised_samples_are_split_by_level(tmp_path: Path, one: World) -> None:
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler="ode", eta=0)
+    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Ode())
     config = tiny.config(tmp_path, rollout=rollout, objective=Nft(), train="lora")
     run = tiny.Run(replace(config, noising=replace(config.noising, each=4)), one)
     record = run.rollout()
@@ -152,7 +160,7 @@ def scores(*values: float) -> Scores:
     """Return the scores of as many samples by two evaluators, of which the last counts."""
     names = [f"{i:05d}" for i in range(len(values))]
     table = torch.tensor([[-value, value] for value in values])
-    return Scores(("other", "last"), names, [f"prompt {i}" for i in range(len(values))], table)
+    return Scores(("other", "last"), names, [Prompt(f"prompt {i}") for i in range(len(values))], table)
 
 
 def test_the_best_and_the_worst_are_in_order(one: World) -> None:

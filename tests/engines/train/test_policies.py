@@ -14,6 +14,7 @@ from fluvial.core.dpo import best_and_worst
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Nft, Raft
+from fluvial.engines.rollout.window import RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
     KLConfig,
     NoisingConfig,
@@ -42,11 +43,17 @@ def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
     objective, decays = OLD[old]
     run = Spied(
         tiny.config(
-            tmp_path, rollout=ODE, objective=objective, train="lora", updates=8, epochs=2, optimizer=FAST,
+            tmp_path,
+            rollout=ODE,
+            objective=objective,
+            train="lora",
+            updates=8,
+            epochs=2,
+            optimizer=FAST,
             kl=KLConfig(0.1),
         ),
         one,
-    )  # fmt: skip
+    )
     names = {name for name in run.weights() if ".old." in name}
     assert bool(names) == (old != "none")
     expected = {name: tensor for name, tensor in run.weights().items() if name in names}
@@ -62,7 +69,7 @@ def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
         assert (first.mean["drift"] == 0.0) == (n == 0 or decays[n - 1] == 0)
         assert run.infos[2 * n + 1].mean["drift"] > 0
         # Both updates of a rollout compare with the policy that made it.
-        assert run.updates[2 * n].items.v_old is not None or old == "none"
+        assert "old" in run.updates[2 * n].items.predictions or old == "none"
         for update in run.updates[2 * n : 2 * n + 2]:
             assert all(torch.equal(update.policy[name], before[name]) for name in names)
 
@@ -84,7 +91,7 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
             for name, tensor in run.trainer.engine.sharded.shards().items():
                 tensor.copy_(run.updates[0].policy[name])  # it has moved on after the rollout
             with use_adapter(module, "old"):
-                torch.testing.assert_close(items.v_old, run.velocity(items))
+                torch.testing.assert_close(items.predictions["old"], run.velocity(items))
     assert torch.equal(seen["none"], seen["default"])
     assert not torch.allclose(seen["none"], seen["old"], atol=1e-2)
 
@@ -95,7 +102,12 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
         {"objective": Nft(old_rise=0.3), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
         {"objective": Dpo(), "rollout": ODE, "train": "full"},
         {"objective": Awm(), "rollout": ODE, "minibatches": 2, "epochs": 2, "updates": 12},
-        {"rollout": replace(STEPS, fraction=0.5, window=2), "minibatches": 2, "updates": 6, "kl": KLConfig(0.1)},
+        {
+            "rollout": replace(STEPS, window=RandomWindow(2), trained=RandomRecorded(0.5)),
+            "minibatches": 2,
+            "updates": 6,
+            "kl": KLConfig(0.1),
+        },
     ],
     ids=["nft", "dpo", "awm", "clipped"],
 )
@@ -160,13 +172,13 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     final = run.trajectories[0].final
     reward = tiny.brightness(tiny.Tiny().decode(final), ())
     found = best_and_worst(reward, torch.arange(16) // 4)
-    assert [preference.prompt for preference in run.preferences] == ["1"] * len(valid)
+    assert [preference.prompt.text for preference in run.preferences] == ["1"] * len(valid)
     for preference, group in zip(run.preferences, valid, strict=True):
         assert torch.equal(preference.win, final[found.win[4 * group]])
         assert torch.equal(preference.lose, final[found.lose[4 * group]])
     items = run.updates[0].items
     assert record["pairs"] == run.updates[0].over == len(items.level) == 3 * len(valid)
-    assert items.x.shape == items.target.shape == (3 * len(valid), 2, *tiny.SHAPE)  # type: ignore[union-attr]
+    assert items.x.shape == items.target.shape == (3 * len(valid), 2, *tiny.SHAPE)
     assert run.infos[0].loss == pytest.approx(0.6931, abs=1e-4)  # where the policy is the reference
     assert run.infos[0].grad_norm > 0
 
@@ -191,18 +203,18 @@ def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> 
     for _ in range(2):
         run.rollout()
         items = run.updates[-1].items
-        prompts = [run.preferences[int(i)].prompt for i in items.sample]
+        prompts = [run.preferences[int(i)].prompt.text for i in items.sample]
         rows = tiny.Tiny().encode(prompts).rows
         with torch.no_grad():
             for side in (0, 1):
                 expected = start(items.x[:, side], rows, items.level)
-                torch.testing.assert_close(items.v_ref[:, side], expected)  # type: ignore[index]
+                torch.testing.assert_close(items.predictions["ref"][:, side], expected)
     for name, tensor in run.trainer.engine.sharded.shards().items():
         tensor.copy_(run.updates[-1].policy[name])  # the policy before the last update
     with run.trainer.engine.inference() as module:
         for side in (0, 1):
             v = tiny.Tiny().predict(module, items.x[:, side], items.level, tiny.Tiny().encode(prompts))
-            of_policy, of_start = ((each - items.target[:, side]) ** 2 for each in (v, items.v_ref[:, side]))  # type: ignore
+            of_policy, of_start = ((each - items.target[:, side]) ** 2 for each in (v, items.predictions["ref"][:, side]))
             errors[side] = (of_policy - of_start).mean((1, 2, 3))
     margin = -Dpo().beta / 2 * (errors[0] - errors[1])
     first, last = (info.mean for info in run.infos)
@@ -226,7 +238,7 @@ def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
     teacher = tiny.Tiny(seed=1).build()
     with torch.no_grad():
         said = teacher(items.x, tiny.Tiny().encode([run.prompts[int(i)] for i in items.sample]).rows, items.level)
-    torch.testing.assert_close(items.v_teacher, said)
+    torch.testing.assert_close(items.predictions["teacher"], said)
 
 
 def test_adapters_apart(one: World, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.advantages import AdvantageConfig, History, history_advantages
 from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.train.prompt_statistics import PromptStatistics
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.trainer import Trainer
 
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
@@ -40,19 +40,22 @@ def published(stats: dict[str, deque[float]], prompts: list[str], rewards: np.nd
 
 def test_the_formula() -> None:
     """Over 6 rollouts of 10 samples, some of prompts with too few rewards, some with more than are kept."""
-    random, stats, ours = np.random.default_rng(0), dict[str, deque[float]](), PromptStatistics(DDPO)
+    random, stats = np.random.default_rng(0), dict[str, deque[float]]()
+    history: History = {}
     for _ in range(6):
         prompts = [str(place) for place in random.choice(9, 10, p=[0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03])]
         rewards = random.normal(size=10)
         expected = published(stats, prompts, rewards)
-        assert np.allclose(ours.advantages(torch.from_numpy(rewards), prompts).numpy(), expected, rtol=1e-12, atol=1e-12)
-    assert max(map(len, ours.history.values())) == 8
-    assert min(map(len, ours.history.values())) < 4
+        assert np.allclose(
+            history_advantages(torch.from_numpy(rewards), prompts, history, DDPO).numpy(), expected, rtol=1e-12, atol=1e-12
+        )
+    assert max(map(len, history.values())) == 8
+    assert min(map(len, history.values())) < 4
 
 
 def run(out: Path) -> Any:
     """Return a run without groups, over three prompts."""
-    rollout = RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, eta=0.5)
+    rollout = RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
     return tiny.config(out, rollout=rollout, advantage=DDPO, updates=6, checkpoint_every=2)
 
 
@@ -93,12 +96,12 @@ def test_settings_that_would_do_nothing(settings: dict[str, Any], says: str) -> 
 def test_a_group_of_one_needs_a_history(tmp_path: Path) -> None:
     """Otherwise a sample has nothing to be compared with."""
     with pytest.raises(ValueError, match=r"rollout.group is 1, expected at least 2"):
-        tiny.config(tmp_path, rollout=RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, eta=0.5))
+        tiny.config(tmp_path, rollout=RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)))
 
 
 def test_clipped_advantages_are_rescaled() -> None:
     """AWM's code divides them by the clip."""
-    statistics = PromptStatistics(AdvantageConfig(history=4, history_min=4, eps=1e-6, ddof=0, clip=0.5, rescale=1.0))
-    found = statistics.advantages(torch.tensor([0.0, 1.0, 2.0, 9.0]), ["p"] * 4)
+    config = AdvantageConfig(history=4, history_min=4, eps=1e-6, ddof=0, clip=0.5, rescale=1.0)
+    found = history_advantages(torch.tensor([0.0, 1.0, 2.0, 9.0]), ["p"] * 4, {}, config)
     assert found.abs().max() == 1.0
     assert found[2] == pytest.approx(2 * (2 - 3) / 12.5**0.5)

@@ -1,7 +1,10 @@
-"""Published runs: each is read, resolves to a configuration, and differs from its source in nothing that is not named."""
+"""Published runs: each resolves to a configuration, says where its settings were read, and leaves nothing unsaid."""
 
 import json
 import math
+import re
+import tokenize
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,104 +12,318 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
+import fluvial.engines
 from fluvial.core import sigmas
 from fluvial.core.random import key
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import bind, ddim
+from fluvial.engines import plugins
 from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.runs import described
+from fluvial.engines.cli.train import _recipe
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.rollout.window import WindowMoves
-from fluvial.engines.train.published.deviations import MISSING, OURS
-from fluvial.engines.train.published.fields import FIELDS
-from fluvial.engines.train.published.objectives import LACKING, OBJECTIVES
-from fluvial.engines.train.published.resolve import resolve
+from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.rewards.options import parse
+from fluvial.engines.rewards.registry import built_in
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.published import runs as published
+from fluvial.engines.train.published.resolve import resolve, side_by_side
 from fluvial.engines.train.published.runs import find, published_runs
+from fluvial.engines.train.recipes import grpo
 from fluvial.engines.train.record import as_record, recorded
+from fluvial.models import LoraConfig
+from fluvial.models.lora import add_lora, lora_layers
+from fluvial.models.pipelines.sd3 import SD3
+from fluvial.models.shapes import MODELS
 
 RUNS = published_runs()
-RESOLVED = {name: resolve(run) for name, run in RUNS.items() if run.algorithm in OBJECTIVES}
-# Where a published field stands in a run's record, for those that need no arithmetic.
-PLACES = {
-    "resolution_height": "pipeline.height", "resolution_width": "pipeline.width", "num_frames": "pipeline.frames",
-    "train_sampling_steps": "rollout.steps", "eval_sampling_steps": "evaluation.steps", "noise_level": "rollout.eta",
-    "shared_initial_noise": "rollout.shared_noise", "samples_per_prompt": "rollout.group",
-    "prompts_per_rollout": "rollout.prompts", "inner_epochs": "epochs", "micro_batch_per_gpu": "micro_batch",
-    "advantage_eps": "advantage.eps", "advantage_std_ddof": "advantage.ddof", "zero_advantage_filter": "advantage.drop_zero",
-    "kl_coef": "kl.coef", "learning_rate": "optimizer.lr", "adam_eps": "optimizer.eps",
-    "weight_decay": "optimizer.weight_decay", "max_grad_norm": "optimizer.max_grad_norm",
-    "lr_warmup_steps": "optimizer.warmup", "ema_interval": "optimizer.ema_interval", "finetune": "train",
-    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_targets": "lora.targets", "lora_init": "lora.init",
-    "seed": "seed", "data_seed": "data_seed",
-}  # fmt: skip
-ELSEWHERE = ("hardware", "precision", "reward")  # what a person's own machine and rewards decide
+TRAINED = [name for name, run in RUNS.items() if not run.needs]
+ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 
 
-def test_every_run_is_read() -> None:
-    """88 runs, each with a source, and with known settings alone."""
+@cache
+def config_of(name: str) -> TrainConfig:
+    """Return a published run as fluvial runs it."""
+    return resolve(find(name)).config
+
+
+@cache
+def rows_of(name: str) -> dict[str, Any]:
+    """Return what fluvial runs NAME prints, by setting."""
+    return {row.setting: row for row in side_by_side(find(name))}
+
+
+def test_every_run_says_where_it_was_read() -> None:
+    """Each setting that is not assumed has a source with repository, path and commit; no run lacks a model or a method."""
     assert len(RUNS) == 88
     for name, run in RUNS.items():
         assert run.name == name
-        assert {"repo", "path", "commit"} <= set(run.source)
-        assert set(run.settings) <= set(FIELDS)
+        assert run.algorithm
+        assert run.model
+        assert run.sources
+        assert all(source.repo and source.path and source.commit for source in run.sources)
+        assert all(setting.source is not None for path, setting in run.settings.items() if path in ("model", "train"))
 
 
-def test_every_field_is_compared() -> None:
-    """Each of the 76 fields is read back from the configuration, or has a rule of its own."""
-    assert len(FIELDS) == 76
-    assert set(OURS) | set(MISSING) == set(FIELDS)
-    assert not set(OURS) & set(MISSING)
-
-
-@pytest.mark.parametrize("name", RESOLVED)
-def test_a_resolved_run_is_what_was_published(name: str) -> None:
-    """The record of the run has the published value wherever no deviation is named; it round-trips."""
-    config, deviations = RESOLVED[name]
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_published_run_is_a_configuration(name: str) -> None:
+    """It round-trips through JSON, and its deviations name settings, in words."""
+    config, deviations = resolve(find(name))
     record = as_record(config)
     assert recorded(json.loads(json.dumps(record))) == config
-    named = {deviation.field for deviation in deviations}
-    assert len(named) == len(deviations)
-    for field, place in PLACES.items():
-        if field in named or field not in RUNS[name].settings:
-            continue
-        found: Any = record
-        for part in place.split("."):
-            found = found[part]
-        expected = RUNS[name].settings[field]
-        if field == "ema_interval" and any(line.startswith("EMA is stepped") for line in RUNS[name].unusual):
-            found /= config.updates_per_rollout  # the source counts rollouts
-        if config.rollout.branches is not None and field in ("shared_initial_noise", "samples_per_prompt"):
-            continue  # `test_a_trunk_of_branches`
-        if field == "noise_level" and config.rollout.sampler_name == "cps":
-            found, expected = math.sin(found * math.pi / 2), pytest.approx(math.sin(expected * math.pi / 2))
-        assert found == expected, field
-    for deviation in deviations:
+    assert config.model == RUNS[name].model
+    assert str(config.out) == f"runs/{name}"
+    for deviation in deviations.values():
+        assert deviation.kind in ("hardware", "precision", "reward", "model", "method")
         assert deviation.why
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
+    """A setting that is no field of the configuration is what fluvial always does, or a deviation."""
+    run, rows = RUNS[name], rows_of(name)
+    assert set(run.published) | set(run.deviations) <= set(rows)
+    if run.needs:
+        return
+    tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"rollout.sampler", "noising"}
+    for path, value in run.published.items():
+        if path not in flat_record(name) and path not in tables and path not in run.deviations:
+            assert published.always()[path] == value, path
+
+
+@cache
+def flat_record(name: str) -> dict[str, Any]:
+    """Return the values of a run's configuration by dotted name."""
+    return published.flat(as_record(config_of(name)))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_no_setting_that_changes_the_update_is_unsaid(name: str) -> None:
+    """Clip, adapters, noise levels, prompts, learning rate, seed, reward, average and KL are all said."""
+    config, rows = config_of(name), rows_of(name)
+    traits = config.objective.traits
+    wanted = {"seed", "minibatches", "rollout.prompts", "rollout.steps", "optimizer.lr", "optimizer.ema_decay"}
+    wanted |= {path for path in flat_record(name) if path.startswith("objective.")}
+    if config.train == "lora":
+        wanted |= {"lora.rank", "lora.alpha", "lora.targets", "lora.init"}
+    if config.makes_samples:
+        wanted |= {"rewards", "rollout.group", "rollout.sampler.kind"}
+    if traits.trains_on == "steps":
+        wanted |= {"rollout.window.kind", "rollout.trained.kind", "rollout.sampler.eta"} & set(flat_record(name))
+    else:
+        wanted |= {"noising.each", "noising.levels.kind"}
+    if traits.takes_kl:
+        wanted |= {"kl.coef"}
+    assert wanted <= set(rows), wanted - set(rows)
+    for path in wanted:
+        row = rows[path]
+        if row.why == "assumed":
+            assert (row.published, row.source) == ("not stated", None), path
+        elif not row.why:
+            assert row.published != "not stated", path
+
+
+def test_an_assumed_setting_is_said_to_be() -> None:
+    """A setting in no source has our value and the word; one that a source states has its source."""
+    rows = rows_of("diffusion_dpo/sd1.5/pickapic")
+    assert (rows["seed"].published, rows["seed"].ours, rows["seed"].why) == ("not stated", "0", "assumed")
+    assert rows["optimizer.lr"].why == ""
+    assert rows["optimizer.lr"].source is not None
+    assert rows["optimizer.lr"].source.repo == "SalesforceAIResearch/DiffusionDPO"
 
 
 def test_the_runs_without_deviations() -> None:
     """The number of runs that differ in hardware, precision and rewards alone does not fall."""
-    clean = [name for name, (_, found) in RESOLVED.items() if all(deviation.kind in ELSEWHERE for deviation in found)]
+    elsewhere = ("hardware", "precision", "reward")
+    clean = [name for name in TRAINED if all(found.kind in elsewhere for found in find(name).deviations.values())]
     assert "flow_grpo/sd3.5-medium/ocr" in clean
     assert "diffusion_nft/sd3.5-medium/ocr" in clean
     assert "dancegrpo/flux.1-dev/hpsv2-16gpu" in clean
-    assert len(clean) >= 74
+    assert len(clean) >= 65
+
+
+def test_no_python_names_the_source_of_a_run() -> None:
+    """What a source did is data: the package that reads it knows no project, repository or algorithm."""
+    names = {run.name.partition("/")[0] for run in RUNS.values()}
+    names |= {source.repo for run in RUNS.values() for source in run.sources}
+    folder = Path(fluvial.engines.__path__[0]) / "train" / "published"
+    files = [path for path in (*folder.rglob("*.py"), folder.parents[1] / "cli" / "runs.py") if path.name != "settings.py"]
+    assert len(files) >= 4
+    for path in files:
+        text = path.read_text()
+        assert not [name for name in names if re.search(rf"\b{re.escape(name)}\b", text)], path
+        with path.open("rb") as file:
+            strings = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.STRING]
+        algorithms = {run.algorithm for run in RUNS.values()}
+        assert not [text for text in strings if text.strip("\"'") in algorithms], path
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_rewards_are_the_built_in_ones(name: str) -> None:
+    """Every reward that a run names comes with fluvial; one that does not is a deviation that says what to do."""
+    known = built_in()
+    config, deviations = resolve(find(name))
+    for text in config.rewards:
+        assert parse(text, plugins.names("rewards", known), field="rewards").name in known
+    if config.makes_samples and not config.rewards:
+        assert deviations["rewards"].kind == "reward"
+    assert not any("one of your own" in found.why for path, found in deviations.items() if path == "rewards")
+
+
+# The table of issue 24: what these runs trained with before, in silence.
+
+
+def test_diffusion_dpo_draws_timesteps_of_the_whole_schedule() -> None:
+    """t is uniform over 1,000 timesteps; the one that diffusers' scheduler lacks is a deviation."""
+    for name in ("diffusion_dpo/sd1.5/pickapic", "diffusion_dpo/sdxl/pickapic"):
+        config, deviations = resolve(find(name))
+        assert (config.rollout.steps, config.noising.each, config.noising.levels.kind) == (999, 1, "schedule")
+        assert deviations["rollout.steps"].published == "t uniform over timesteps 0 to 999"
+        assert config.pipeline.latents == "sample"
+
+
+def test_the_pairs_of_verl_omni_are_noised_at_logit_normal_levels() -> None:
+    """The shift of SD3's scheduler is the mean of the logit; Qwen-Image's has none."""
+    sd3 = config_of("verl_omni/sd3.5-medium/dpo-offline-lora")
+    qwen = config_of("verl_omni/qwen-image/ocr-online-dpo")
+    found: Any = (sd3.noising.levels, qwen.noising.levels)
+    assert [levels.kind for levels in found] == ["logit_normal"] * 2
+    assert [levels.mean for levels in found] == pytest.approx([math.log(3), 0])
+    assert sd3.rollout.guidance.scale == 4.0
+    assert (sd3.updates, sd3.minibatches, sd3.rollout.prompts) == (4000, 4, 16)
+    assert (qwen.updates, qwen.minibatches, qwen.rollout.prompts) == (600, 2, 32)
+
+
+def clip_of(name: str) -> tuple[float, float]:
+    """Return the clip range of a run."""
+    objective: Any = config_of(name).objective
+    return objective.clip_low, objective.clip_high
+
+
+def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
+    """diffusion_actor.yaml has 1e-4."""
+    assert clip_of("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo") == (1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith(("ddpo/", "d3po/", "alignprop/"))])
+def test_adapters_of_the_stable_diffusion_runs_are_those_of_their_libraries(name: str) -> None:
+    """Rank 4 without a scale, on attention alone: diffusers 0.17.1 and trl 0.11.4."""
+    lora = config_of(name).lora
+    assert (lora.rank, lora.alpha, lora.init) == (4, 4.0, "gaussian")
+    assert set(lora.targets or ()) == ATTENTION
+
+
+def test_d3po_compares_20_pairs_per_epoch() -> None:
+    """Two batches of 10 prompts with two images each; the published updates of single pairs are a deviation."""
+    config, deviations = resolve(find("d3po/sd1.5/compressibility"))
+    assert (config.rollout.prompts, config.rollout.group, config.updates) == (20, 2, 400)
+    assert deviations["minibatches"].published == "20 updates of 1 pair"
+
+
+def test_an_older_flow_grpo_fast_has_64_prompts() -> None:
+    """32 GPUs make 4 batches of one prompt each, and two calls share a prompt: 64 groups of 18."""
+    config = config_of("flow_grpo/sd3.5-medium/pickscore-fast")
+    assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (64, 18, 2)
+
+
+@pytest.mark.parametrize("name", ["unirl/qwen-image/nft", "miles_diffusion/qwen-image/ocr"])
+def test_mlps_of_qwen_image_are_adapted_where_published(name: str) -> None:
+    """12 targets: the attention and both MLPs."""
+    targets = config_of(name).lora.targets or ()
+    assert len(targets) == 12
+    assert sum("mlp" in target for target in targets) == 4
+
+
+def test_flow_factory_does_not_adapt_proj_mlp() -> None:
+    """Its 12 default targets of FLUX are named, in place of the model's own."""
+    targets = config_of("flow_factory/flux.1-dev/grpo").lora.targets or ()
+    assert len(targets) == 12
+    assert not any("proj_mlp" in target for target in targets)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("tempflow_grpo/")])
+def test_tempflow_has_the_base_file_of_flow_grpo(name: str) -> None:
+    """lr 3e-4, clip 1e-4 and seed 42, from that file."""
+    config = config_of(name)
+    assert (config.optimizer.lr, config.seed) == (3e-4, 42)
+    assert clip_of(name) == (1e-4, 1e-4)
+    source = rows_of(name)["optimizer.lr"].source
+    assert source is not None
+    assert (source.repo, source.path) == ("yifan123/flow_grpo", "config/base.py")
+
+
+def test_the_second_attention_of_sd3_is_not_adapted() -> None:
+    """Flow-GRPO on SD3.5 medium adapts 191 layers with 18.8 M parameters, as its scripts do, run or recipe."""
+    assert grpo("stabilityai/stable-diffusion-3.5-medium").lora.targets is None
+    for targets in (
+        SD3.lora_targets,
+        MODELS["sd3.5-medium"].lora_targets,
+        config_of("flow_grpo/sd3.5-medium/ocr").lora.targets,
+    ):
+        with torch.device("meta"):
+            module = MODELS["sd3.5-medium"].build()
+        add_lora(module, LoraConfig(rank=32), tuple(targets or ()))
+        layers = lora_layers(module)
+        assert len(layers) == 191
+        assert not any("attn2" in name for name in layers)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        assert trained == pytest.approx(18.8e6, rel=5e-3)
+
+
+# The list of wrong data of issue 24.
+
+
+def test_dgpos_beta_and_reference() -> None:
+    """beta_dpo is 100 at the cited commit, and the reference of the preference is the base model (use_ema_ref false)."""
+    objective: Any = config_of("dgpo/sd3.5-medium/geneval").objective
+    assert (objective.beta, objective.reference) == (100.0, "base")
+    assert not any("101" in line for line in find("dgpo/sd3.5-medium/geneval").unusual)
+
+
+def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
+    """12 targets, and 8 of the first 9 steps drawn at random."""
+    config, deviations = resolve(find("unirl/hunyuanvideo-1.5/dancegrpo"))
+    window: Any = config.rollout.window
+    assert config.model == "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    assert len(config.lora.targets or ()) == 12
+    assert (window.kind, window.size, window.low, window.high) == ("scattered", 8, 0, 9)
+    assert set(deviations) == {"model", "prompts", "precision.trainable", "rewards"}
+
+
+def test_dancegrpo_sums_the_losses_of_its_rewards() -> None:
+    """The weight of the second is 0, so that one reward is left."""
+    run = find("dancegrpo/hunyuanvideo/videoalign-vq")
+    assert run.published["advantage.combine"].startswith("the losses of both rewards are summed")
+    assert config_of(run.name).advantage.extremes == 4
+
+
+def test_settings_that_were_called_not_stated() -> None:
+    """DDPO alignment's micro-batch and checkpoints, AWM's data seed, SPO-SDXL's adapter, UniRL's text length."""
+    alignment = config_of("ddpo/sd1.4/prompt_image_alignment")
+    assert (alignment.micro_batch, alignment.checkpoint_every) == (4, 2)
+    assert all(config_of(f"awm/sd3.5-medium/{task}").data_seed == 42 for task in ("geneval", "ocr", "pickscore"))
+    spo = find("spo/sdxl/4k-prompts").settings
+    assert (spo["lora.alpha"].value, set(spo["lora.targets"].value)) == (64, ATTENTION)
+    assert config_of("unirl/qwen-image/nft").pipeline.text_tokens == 512
+
+
+# What single runs do.
 
 
 def test_flow_grpo_leaves_the_last_step_out() -> None:
     """9 of the 10 stochastic steps are trained on, the noisiest; samples without advantage are dropped."""
-    config = resolve(find("flow_grpo/sd3.5-medium/ocr")).config
+    config = config_of("flow_grpo/sd3.5-medium/ocr")
     rollout = config.rollout
-    assert (rollout.steps, rollout.window, rollout.pick, rollout.trained_of(rollout.steps)) == (10, None, "first", 9)
+    assert (rollout.steps, rollout.window.kind, rollout.trained.kind, rollout.trained.count(10)) == (10, "all", "first", 9)
     assert config.advantage.drop_zero
-    assert config.kl.weight_of(rollout.sampler_name) == "rate"
+    assert config.kl.weight_of(rollout.sampler.rule) == "rate"
 
 
 def test_dance_decodes_the_clean_estimate() -> None:
     """The last step takes no noise, and 60 % of the others are trained on."""
-    rollout = resolve(find("dancegrpo/flux.1-dev/hpsv2-16gpu")).config.rollout
-    assert rollout.window_range == (0, 15)
-    assert (rollout.trained_of(15), rollout.pick) == (9, "random")
+    rollout = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").rollout
+    assert rollout.window.range(rollout.steps) == (0, 15)
+    assert (rollout.trained.count(15), rollout.trained.kind) == (9, "random")
 
 
 def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
@@ -122,12 +339,12 @@ def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
     found = rollout(velocity, torch.randn(4, 6), levels, transition=sampler, key=key(0), window=range(15))
     x, v = calls[-1]
     assert torch.equal(found.final, x - levels[15] * v)
-    assert found.steps.tolist() == list(range(15))
+    assert found.steps.tolist() == [list(range(15))] * 4
 
 
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
     """0 for 75 updates, then 0.0075 per update up to 0.999."""
-    objective: Any = resolve(find("diffusion_nft/sd3.5-medium/ocr")).config.objective
+    objective: Any = config_of("diffusion_nft/sd3.5-medium/ocr").objective
     decays = [objective.old_decay(updates // 2, updates) for updates in (75, 77, 1000)]
     assert decays == pytest.approx([0.0, 0.015, 0.999])
 
@@ -136,23 +353,41 @@ def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
     with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective, which needs the gradient"):
         resolve(find("srpo/flux.1-dev/hpsv2"))
-    assert {run.algorithm for run in RUNS.values()} == set(OBJECTIVES) | set(LACKING)
-    assert not set(OBJECTIVES) & set(LACKING)
+    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "GARDO", "SPO", "SRPO"]
+    assert rows_of("srpo/flux.1-dev/hpsv2")["optimizer.lr"].published == "5e-06"
 
 
 def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """All are listed; one is printed with each setting; an unknown name is exit code 2 with the nearest one."""
+    """All are listed; one is printed side by side; an unknown name is exit code 2 with the nearest one."""
     assert cli.run(["runs"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in RUNS)
     assert cli.run(["runs", "flow_grpo/sd3.5-medium/ocr"]) == 0
-    printed = capsys.readouterr().out
-    assert all(field in printed for field in FIELDS)
-    assert "int(10*0.99) = 9" in printed
-    assert "[precision] precision_compute" in printed
+    lines = capsys.readouterr().out.splitlines()
+    columns = {line.split()[0]: line.split() for line in lines if line}
+    assert columns["setting"] == ["setting", "published", "ours", "source", "why"]
+    assert columns["optimizer.lr"][1:3] == ["0.0003", "0.0003"]
+    assert columns["checkpoint_every"][1:4] == ["60", "rollouts", "120"]
+    assert columns["engine.compute"][1:5] == ["fp16", "auto", "-", "[precision]"]
+    assert any("int(10*0.99) = 9" in line for line in lines)
+    assert any("ltt0716/flow_grpo_official" in line for line in lines)
+    assert cli.run(["config", "flow_grpo/sd3.5-medium/ocr"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "stabilityai/stable-diffusion-3.5-medium"
     for command in ("runs", "train"):
         assert cli.run([command, "flow_grpo/sd3-medium/ocr"]) == 2
         assert "did you mean flow_grpo/sd3.5-medium/ocr?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
+    """`fluvial runs NAME` prints it, and `fluvial train NAME` trains its configuration, or says what fluvial lacks."""
+    printed = described(find(name))
+    assert all(row.setting in printed for row in side_by_side(find(name)))
+    if RUNS[name].needs:
+        with pytest.raises(UsageError, match="has no such objective"):
+            _recipe(name)
+    else:
+        assert _recipe(name)() == config_of(name)
 
 
 def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,12 +406,13 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     assert cli.run(["config", "--config", str(toml)]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
     toml.write_text(
-        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\nwindow = 2\n'
-        '[rollout.after]\nsolver = "dpmpp_2m"\nfraction = 0.4\n[kl]\ncoef = 0.1\nweight = "mse"\n'
+        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
+        '[rollout.window]\nkind = "random"\nsize = 2\n[rollout.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
+        '[kl]\ncoef = 0.1\nweight = "mse"\n'
     )
     assert cli.run(["config", "--config", str(toml)]) == 0
     printed = capsys.readouterr().out
-    assert json.loads(printed)["rollout"]["after"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
+    assert json.loads(printed)["rollout"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
     path.write_text(printed)
     assert cli.run(["config", "--config", str(path), "--kl.weight", "exact"]) == 0
     again = json.loads(capsys.readouterr().out)
@@ -206,7 +442,7 @@ def test_ddpos_statistics_and_last_step() -> None:
     config, deviations = resolve(find("ddpo/sd1.4/compressibility"))
     assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (256, 1, 4)
     assert (config.advantage.history, config.advantage.history_min, config.advantage.eps) == (16, 16, 1e-6)
-    assert "last_step_trained" not in {deviation.field for deviation in deviations}
+    assert not any(name.startswith("rollout") for name in deviations)
     scheduler = DDIMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", set_alpha_to_one=False, steps_offset=1)
     scheduler.set_timesteps(50)
     assert ddim(scheduler.alphas_cumprod[scheduler.timesteps[-1]], scheduler.final_alpha_cumprod, eta=1.0).std > 0
@@ -214,55 +450,143 @@ def test_ddpos_statistics_and_last_step() -> None:
 
 def test_averages_of_published_runs() -> None:
     """Flow-GRPO's takes in the weights once per micro-batch of a GPU; others follow per update, or per rollout."""
-    optimizers = {name: resolved.config.optimizer for name, resolved in RESOLVED.items()}
-    repeats = {name: optimizers[f"flow_grpo/sd3.5-medium/{name}"].ema_repeats for name in ("ocr", "ocr-4gpu")}
+
+    def optimizer(name: str) -> OptimizerConfig:
+        return config_of(name).optimizer
+
+    repeats = {name: optimizer(f"flow_grpo/sd3.5-medium/{name}").ema_repeats for name in ("ocr", "ocr-4gpu")}
     assert repeats == {"ocr": 576 // (32 * 9), "ocr-4gpu": 128 // (4 * 8)}
-    assert optimizers["tempflow_grpo/sd3.5-medium/geneval"].ema_repeats == 2
-    assert optimizers["diffusion_nft/sd3.5-medium/ocr"].ema_repeats == 1
-    assert optimizers["flow_factory/flux.1-dev/grpo"].ema_interval == 4 * 2
-    assert optimizers["dancegrpo/flux.1-dev/hpsv2-8gpu"].ema_interval == 2
+    assert optimizer("tempflow_grpo/sd3.5-medium/geneval").ema_repeats == 2
+    assert optimizer("diffusion_nft/sd3.5-medium/ocr").ema_repeats == 1
+    assert optimizer("flow_factory/flux.1-dev/grpo").ema_interval == 4 * 2
+    assert optimizer("dancegrpo/flux.1-dev/hpsv2-8gpu").ema_interval == 2
 
 
 def test_windows_of_published_runs() -> None:
     """Per call (Flow-GRPO-Fast), per sample (verl-omni), moving (MixGRPO, UniRL), one by one (UniRL)."""
-    rollouts = {name: resolved.config.rollout for name, resolved in RESOLVED.items()}
-    assert rollouts["flow_grpo/sd3.5-medium/geneval-fast-nocfg"].window_draw == "call"
-    assert rollouts["verl_omni/qwen-image/ocr-flowdppo"].window_draw == "sample"
-    mix, unirl = rollouts["mixgrpo/flux.1-dev/multi-reward"], rollouts["unirl/sd3.5-medium/mixgrpo"]
-    assert (mix.window, mix.window_range, mix.moves) == (4, (0, 23), WindowMoves(every=25))
-    assert unirl.moves == WindowMoves(every=25, stride=3)
-    assert not rollouts["unirl/sd3.5-medium/flowgrpo"].contiguous
+
+    def window(name: str) -> Any:
+        return config_of(name).rollout.window
+
+    assert window("flow_grpo/sd3.5-medium/geneval-fast-nocfg").draw == "call"
+    assert window("verl_omni/qwen-image/ocr-flowdppo").draw == "sample"
+    mix, unirl = window("mixgrpo/flux.1-dev/multi-reward"), window("unirl/sd3.5-medium/mixgrpo")
+    assert (mix.kind, mix.size, mix.range(25), mix.every, mix.stride) == ("moving", 4, (0, 23), 25, 1)
+    assert (unirl.kind, unirl.every, unirl.stride) == ("moving", 25, 3)
+    assert window("unirl/sd3.5-medium/flowgrpo").kind == "scattered"
 
 
 def test_a_trunk_of_branches() -> None:
     """TempFlow-GRPO branches 6 times at each of the 9 trained steps; 4 initial noises share a prompt."""
     for task in ("flux.1-dev/hpsv3", "sd3.5-medium/geneval"):
-        rollout = RESOLVED[f"tempflow_grpo/{task}"].config.rollout
-        assert (rollout.branches, rollout.window, rollout.window_range, rollout.trunk) == (6, 1, (0, 9), 54)
+        rollout = config_of(f"tempflow_grpo/{task}").rollout
+        window: Any = rollout.window
+        assert (window.samples, window.size, window.range(rollout.steps)) == (6, 1, (0, 9))
+        assert window.trunk(rollout.steps, rollout.group) == 54
         assert (rollout.prompts, rollout.group) == (48, 4 * 54)
 
 
 def test_levels_of_published_runs() -> None:
     """One of each part without the first (AWM), the noisiest (UniRL), those above a level (Flow-Factory)."""
-    noising = {name: resolved.config.noising for name, resolved in RESOLVED.items()}
-    assert noising["awm/sd3.5-medium/ocr"] == NoisingConfig(6, "stratified", highest=12, skip=1, draw="call")
-    assert noising["unirl/sd3.5-medium/nft"] == NoisingConfig(9, highest=9)
+
+    def levels(name: str) -> tuple[Any, ...]:
+        noising = config_of(name).noising
+        found: Any = noising.levels
+        return noising.each, noising.draw, found.kind, found.highest, found.skip
+
+    assert levels("awm/sd3.5-medium/ocr") == (6, "call", "stratified", 12, 1)
+    assert levels("unirl/sd3.5-medium/nft") == (9, "sample", "schedule", 9, 0)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(14)
     last = int(torch.nonzero(scheduler.timesteps >= 500).max())
-    assert noising["flow_factory/sd3.5-medium/nft"] == NoisingConfig(4, "stratified", highest=last, draw="call")
+    assert levels("flow_factory/sd3.5-medium/nft") == (4, "call", "stratified", last, 0)
 
 
 def test_models_that_cannot_be_trained_as_published() -> None:
     """Their runs name it, and do not count among those without deviations."""
     for name in ("flow_grpo/bagel-7b/pickscore-full", "flow_grpo/flux.1-kontext-dev/counting"):
-        assert [found.field for found in RESOLVED[name].deviations if found.kind == "model"] == ["model"]
+        assert [path for path, found in find(name).deviations.items() if found.kind == "model"] == ["model"]
 
 
 def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
     """Diffusion-DPO's have no rollout; the online ones make as many updates as their pairs give."""
-    offline, deviations = resolve(find("diffusion_dpo/sd1.5/pickapic"))
+    offline = config_of("diffusion_dpo/sd1.5/pickapic")
     assert (offline.makes_samples, offline.rollout.prompts, offline.minibatches) == (False, 2048, 1)
-    assert "samples_per_update" not in {deviation.field for deviation in deviations}
-    online = resolve(find("verl_omni/qwen-image/ocr-online-dpo")).config
+    online = config_of("verl_omni/qwen-image/ocr-online-dpo")
     assert (online.makes_samples, online.minibatches, online.rollout.prompts) == (True, 2, 32)
+
+
+# How blocks are put together.
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "far": {"source": {"repo": "a/b", "path": "x", "commit": "1"}, "settings": {"seed": 1, "kl": {"coef": 0.5}}, "gpus": 8},
+    "guess": {"assumed": {"seed": 9, "micro_batch": 4}, "unusual": ["first"]},
+    "near": {
+        "extends": ["far", "guess"],
+        "source": {"path": "y"},
+        "settings": {"rollout": {"window": {"kind": "random", "size": 2}}},
+    },
+}
+
+
+def composed(**entry: Any) -> published.PublishedRun:
+    """Return the run of an entry that may extend `BLOCKS`."""
+    (run,) = published._runs({"block": BLOCKS, "run": {"p/m/t": entry}}, {})
+    return run
+
+
+def test_a_run_extends_blocks() -> None:
+    """Later blocks come before earlier ones; each setting keeps the source of its block; what is stated is not assumed."""
+    run = composed(extends=["near"], settings={"kl": {"coef": 0.1}}, unusual=["second"], gpus=4)
+    values = {path: setting.value for path, setting in run.settings.items()}
+    assert values == {"seed": 1, "kl.coef": 0.1, "micro_batch": 4, "rollout.window.kind": "random", "rollout.window.size": 2}
+    paths = {path: setting.source and setting.source.path for path, setting in run.settings.items()}
+    assert paths == {
+        "seed": "x",
+        "kl.coef": "y",
+        "micro_batch": None,
+        "rollout.window.kind": "y",
+        "rollout.window.size": "y",
+    }
+    assert (run.unusual, run.gpus) == (("first", "second"), 4)
+    assert run.overlay()["rollout"] == {"window": {"kind": "random", "size": 2}}
+
+
+def test_another_variant_of_a_union_drops_the_fields_of_the_first() -> None:
+    """A block that sets another kind inherits no field of the other variant; one that sets the same kind does."""
+    scattered = composed(extends=["near"], settings={"rollout": {"window": {"kind": "all", "high": 5}}})
+    assert scattered.overlay()["rollout"]["window"] == {"kind": "all", "high": 5}
+    same = composed(extends=["near"], settings={"rollout": {"window": {"kind": "random", "high": 5}}})
+    assert same.overlay()["rollout"]["window"] == {"kind": "random", "size": 2, "high": 5}
+
+
+def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
+    """Every setting that changes the update of a loss of steps, and of one of noised samples, is said to be assumed."""
+    for objective, own in (("clipped", "rollout.window.kind"), ("nft", "noising.levels.kind")):
+        run = composed(
+            source=BLOCKS["far"]["source"], settings={"model": "m", "objective": {"name": objective}, "train": "lora"}
+        )
+        rows = {row.setting: row for row in side_by_side(run)}
+        assumed = {name for name, row in rows.items() if row.why == "assumed"}
+        wanted = {
+            "seed",
+            "rewards",
+            "minibatches",
+            "rollout.prompts",
+            "rollout.group",
+            "rollout.sampler.kind",
+            "optimizer.lr",
+        }
+        wanted |= {
+            "optimizer.ema_decay",
+            "lora.rank",
+            "lora.alpha",
+            "lora.targets",
+            "lora.init",
+            "kl.coef",
+            "advantage.clip",
+            own,
+        }
+        assert wanted <= assumed, wanted - assumed
+        assert {row.published for name, row in rows.items() if name in assumed} == {"not stated"}
+        assert rows["model"].why == rows["objective.name"].why == ""

@@ -1,7 +1,7 @@
-"""What single published runs need: branches, windows of a run, a guided reference, best-of-n, distinct prompts."""
+"""Needs of single published runs: branches, windows of a run, a guided reference, best-of-n, distinct prompts."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.advantages import AdvantageConfig, extreme
 from fluvial.engines.objectives.table import Nft
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.rollout.solvers import serving_solver
-from fluvial.engines.rollout.window import WindowMoves, windows
+from fluvial.engines.rollout.window import Branches, RandomWindow
 from fluvial.engines.train import trainer as trainers
 from fluvial.engines.train.config import KLConfig
 from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.train.validate import check_model
 from fluvial.models.pipelines.wan import Wan
 
-BRANCHES = replace(STEPS, group=12, branches=2, window=1, window_high=3)
+BRANCHES = replace(STEPS, group=12, window=Branches(1, 2, high=3))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def one() -> Iterator[World]:
 def test_branches_take_the_places_in_turn(size: int, low: int, branches: int, ids: list[int]) -> None:
     """Samples 0 to `branches` - 1 take the first place of the range, the next ones the second, and so on, over again."""
     places = range(low, 7 - size + 1)
-    found = windows(key(0), 0, 7, size, low, 7, branches=branches)(ids)
+    found = Branches(size, branches, low).steps_of(key(0), key(0), done=0, steps=7, group=1)(ids)
     expected = [[places[i // branches % len(places)] + step for step in range(size)] for i in ids]
     assert torch.as_tensor(found).tolist() == expected
 
@@ -64,23 +65,26 @@ def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"group": 8}, r"rollout.group is 8, expected a multiple of 6"),
-        ({"window": None}, r"rollout.branches is set, and samples have no window"),
-        ({"shared_noise": True}, r"leave rollout.window_draw, contiguous, moves, shared_noise and share_prefix"),
-        ({"moves": WindowMoves(every=1)}, r"leave rollout.window_draw, contiguous, moves"),
-        ({"branches": 1}, r"branches is 1"),
+        ({"shared_noise": True}, r"rollout.shared_noise has no effect with rollout.window branches"),
+        ({"sampler": Ode()}, r"rollout.window is 'branches', expected all: ode has no stochastic steps"),
+        ({"window": Branches(5, 2)}, r"rollout.window has 5 stochastic steps in steps 0 to 4 of 4"),
     ],
 )
 def test_branches_that_cannot_be(changes: dict[str, Any], says: str) -> None:
     """They are errors."""
     with pytest.raises(ValueError, match=says):
         replace(BRANCHES, **changes)
+    with pytest.raises(ValueError, match=r"rollout.window.samples is 1, expected"):
+        Branches(1, 1)
+    names = {field.name for field in fields(Branches)}
+    assert not names & {"draw", "every", "share_prefix", "tail"}
 
 
 def test_windows_of_a_run(one: World, tmp_path: Path) -> None:
     """The groups at one index have the same window in every rollout; another seed has others."""
     found = {}
     for seed in (0, 1):
-        rollout = replace(STEPS, prompts=12, group=2, window=1, window_draw="run")
+        rollout = replace(STEPS, prompts=12, group=2, window=RandomWindow(1, draw="run"))
         run = Spied(tiny.config(tmp_path, rollout=rollout, updates=3, micro_batch=8, seed=seed), one)
         for _ in range(3):
             run.rollout()
@@ -109,19 +113,18 @@ def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale:
             net(items.x, model.encode(prompts).rows, items.level)
             for prompts in ([run.prompts[int(i)] for i in items.sample], [""] * len(items.sample))
         )
-    assert items.v_ref is not None
-    torch.testing.assert_close(items.v_ref, blank + scale * (v - blank))
+    torch.testing.assert_close(items.predictions["ref"], blank + scale * (v - blank))
 
 
 def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
     """It is an error without a reference, where the update has none either, and for a pipeline without an adapter."""
-    with pytest.raises(ValueError, match=r"kl.guidance is 3, and nft compares with no reference"):
+    with pytest.raises(ValueError, match=r"kl.guidance has no effect with nft and kl.coef 0, without a reference"):
         tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(guidance=3.0))
     guided = tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(0.1, guidance=3.0))
-    with pytest.raises(ValueError, match=r"kl.guidance is 3, and handwriting has no adapter"):
+    with pytest.raises(ValueError, match=r"kl.guidance is 3, expected None: handwriting has no adapter"):
         check_model(guided, "velocity", recorded=True)
     conditional = replace(ODE, guidance=Guidance(scale=2.0, update="conditional"))
-    with pytest.raises(ValueError, match=r"rollout.guidance.update is conditional"):
+    with pytest.raises(ValueError, match=r"kl.guidance has no effect with rollout.guidance.update conditional"):
         replace(guided, rollout=conditional)
 
 
@@ -152,7 +155,7 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     rows = torch.isin(whole.sample, part.sample)
     assert torch.equal(whole.target_weight[rows], part.target_weight)
     assert len(part.sample.unique()) == 4
-    with pytest.raises(ValueError, match=r"advantage.extremes is 3, and a group has 4 samples"):
+    with pytest.raises(ValueError, match=r"advantage.extremes is 3, expected at most half of the 4 that are compared"):
         tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=3))
 
 

@@ -15,6 +15,9 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.noising import LogitNormalLevels
+from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.rollout.window import AllSteps, Branches, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
     AdvantageConfig,
     CorrectionConfig,
@@ -30,62 +33,124 @@ from fluvial.engines.train.validate import check_model
 from fluvial.models import LoraConfig, Prediction
 
 OTHER = "someone/a-model"
-ODE: dict[str, Any] = {"rollout.sampler": "ode", "rollout.eta": 0.0}
+ODE: dict[str, Any] = {"rollout.sampler.kind": "ode"}
 # What the papers and their published code have, of each recipe.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "grpo": {
-        "rollout.sampler": "flow_sde", "rollout.eta": 0.7, "rollout.group": 24, "rollout.guidance.scale": 4.5,
-        "rollout.fraction": 0.99, "rollout.pick": "first", "kl.coef": 0.04, "objective.clip_low": 1e-4,
-        "advantage.scale": "batch", "advantage.ddof": 0, "advantage.drop_zero": True, "minibatches": 2,
+        "rollout.sampler.name": "flow_sde",
+        "rollout.sampler.eta": 0.7,
+        "rollout.group": 24,
+        "rollout.guidance.scale": 4.5,
+        "rollout.trained": FirstRecorded(0.99),
+        "kl.coef": 0.04,
+        "objective.clip_low": 1e-4,
+        "advantage.scale": "batch",
+        "advantage.ddof": 0,
+        "advantage.drop_zero": True,
+        "minibatches": 2,
         "optimizer.lr": 3e-4,
     },
     "dance": {
-        "rollout.sampler": "dance_sde", "rollout.eta": 0.3, "rollout.group": 12, "rollout.shared_noise": True,
-        "rollout.fraction": 0.6, "rollout.window_high": 15, "train": "full", "optimizer.lr": 1e-5, "kl.coef": 0.0,
+        "rollout.sampler.name": "dance_sde",
+        "rollout.sampler.eta": 0.3,
+        "rollout.group": 12,
+        "rollout.shared_noise": True,
+        "rollout.trained": RandomRecorded(0.6),
+        "rollout.window": AllSteps(high=15),
+        "train": "full",
+        "optimizer.lr": 1e-5,
+        "kl.coef": 0.0,
     },
-    "cps": {"rollout.sampler": "cps", "rollout.eta": 0.8, "rollout.window": 3, "rollout.form": "unscaled", "kl.coef": 0.0},
+    "cps": {"rollout.sampler": Stochastic("cps", 0.8), "rollout.window.size": 3, "rollout.form": "unscaled", "kl.coef": 0.0},
     "guard": {
-        "rollout.sampler": "flow_sde", "rollout.pick": "first", "objective.clip": 2e-6, "optimizer.lr": 1e-4,
+        "rollout.sampler.name": "flow_sde",
+        "rollout.trained.kind": "first",
+        "objective.clip": 2e-6,
+        "optimizer.lr": 1e-4,
         "advantage.scale": "group",
     },
-    "dppo": {"rollout.sampler": "flow_sde", "objective.kl_threshold": 1e-5},
-    "ddpo": {"rollout.sampler": "ddim", "rollout.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0},
-    "nft": ODE | {
-        "rollout.solver": "dpmpp_2m", "objective.beta": 1.0, "objective.old": "linear", "objective.old_unit": "updates",
-        "noising.each": 9, "kl.coef": 1e-4,
+    "dppo": {"rollout.sampler.name": "flow_sde", "objective.kl_threshold": 1e-5},
+    "ddpo": {"rollout.sampler.name": "ddim", "rollout.sampler.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0},
+    "nft": ODE
+    | {
+        "rollout.sampler.solver": "dpmpp_2m",
+        "objective.beta": 1.0,
+        "objective.old": "linear",
+        "objective.old_unit": "updates",
+        "noising.each": 9,
+        "kl.coef": 1e-4,
     },
-    "awm": ODE | {
-        "objective.weighting": "ghuber", "objective.clip_low": 1.0, "rollout.steps": 14, "rollout.prompts": 72,
-        "kl.coef": 1e-3, "kl.ema_coef": 1.0, "kl.ema_cap": 0.3, "kl.ema_rise": 0.001,
-        "rollout.eta": 0.4, "rollout.solver": "sa_solver", "noising.levels": "stratified", "noising.each": 6,
+    "awm": {
+        "objective.weighting": "ghuber",
+        "objective.clip_low": 1.0,
+        "rollout.steps": 14,
+        "rollout.prompts": 72,
+        "kl.coef": 1e-3,
+        "kl.ema_coef": 1.0,
+        "kl.ema_cap": 0.3,
+        "kl.ema_rise": 0.001,
+        "rollout.sampler": SaSolver(0.4),
+        "noising.levels.kind": "stratified",
+        "noising.each": 6,
     },
     "dpo": ODE | {"objective.beta": 2000.0},
-    "dgpo": ODE | {
-        "rollout.solver": "dpmpp_2m", "rollout.guidance.scale": 4.5, "rollout.guidance.update": "conditional",
-        "noising.highest": 5, "noising.shared": True, "kl.coef": 0.02, "objective.beta": 101.0, "objective.clip_low": 0.01,
-        "objective.old_samples_from": 500, "optimizer.lr": 3e-4, "rollout.group": 16,
+    "dgpo": ODE
+    | {
+        "rollout.sampler.solver": "dpmpp_2m",
+        "rollout.guidance.scale": 4.5,
+        "rollout.guidance.update": "conditional",
+        "noising.levels.highest": 5,
+        "noising.draw": "rollout",
+        "kl.coef": 0.02,
+        "objective.beta": 100.0,
+        "objective.clip_low": 0.01,
+        "objective.old_samples_from": 500,
+        "optimizer.lr": 3e-4,
+        "rollout.group": 16,
     },
-    "crd": ODE | {
-        "objective.beta": 1.0, "objective.match": "mse", "objective.old_rise": 0.005, "objective.sampling_delay": 75,
-        "kl.coef": 0.1, "minibatches": 2, "rollout.group": 24,
+    "crd": ODE
+    | {
+        "objective.beta": 1.0,
+        "objective.match": "mse",
+        "objective.old_rise": 0.005,
+        "objective.sampling_delay": 75,
+        "kl.coef": 0.1,
+        "minibatches": 2,
+        "rollout.group": 24,
     },
     "tempflow": {
-        "rollout.group": 216, "rollout.branches": 6, "rollout.window": 1, "rollout.window_high": 9, "kl.coef": 0.004,
-        "kl.weight": "exact", "objective.scale": 1.73,
+        "rollout.group": 216,
+        "rollout.window": Branches(1, 6, high=9),
+        "kl.coef": 0.004,
+        "kl.weight": "exact",
+        "objective.scale": 1.73,
     },
     "d3po": {
-        "rollout.sampler": "ddim", "rollout.steps": 20, "rollout.guidance.scale": 5.0, "rollout.group": 2,
-        "rollout.shared_noise": True, "objective.beta": 0.1, "objective.eps": 0.1, "optimizer.lr": 3e-5,
+        "rollout.sampler.name": "ddim",
+        "rollout.steps": 20,
+        "rollout.guidance.scale": 5.0,
+        "rollout.group": 2,
+        "rollout.shared_noise": True,
+        "objective.beta": 0.1,
+        "objective.eps": 0.1,
+        "optimizer.lr": 3e-5,
     },
     "alignprop": {
-        "rollout.sampler": "ddim", "rollout.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0,
-        "objective.last": 8, "objective.spread": 5.0, "objective.target": 10.0, "objective.scale": 0.01,
-        "optimizer.lr": 1e-3, "rollout.prompts": 128,
+        "rollout.sampler.name": "ddim",
+        "rollout.sampler.eta": 1.0,
+        "rollout.steps": 50,
+        "rollout.guidance.scale": 5.0,
+        "objective.last": 8,
+        "objective.spread": 5.0,
+        "objective.target": 10.0,
+        "objective.scale": 0.01,
+        "optimizer.lr": 1e-3,
+        "rollout.prompts": 128,
     },
     "raft": ODE,
     "sft": ODE | {"rollout.group": 1},
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
-}  # fmt: skip
+}
 
 PUBLISHED["handwriting"] = PUBLISHED["words"] = PUBLISHED["grpo"] | {"minibatches": 1}
 
@@ -151,19 +216,41 @@ def test_a_record_is_read_back(name: str, model: str) -> None:
 
 RUNS: list[TrainConfig] = [
     TrainConfig(
-        Path("out"), weights=Path("base"), prompts=("a.jsonl=2", "b.txt"), rewards=("characters", "neat=0.5"), seed=2**62,
-        epochs=2, minibatches=2, updates=8, checkpoints="s3://bucket/run", resume_from="elsewhere", max_log_ratio=0.5,
+        Path("out"),
+        weights=Path("base"),
+        prompts=("a.jsonl=2", "b.txt"),
+        rewards=("characters", "neat=0.5"),
+        seed=2**62,
+        epochs=2,
+        minibatches=2,
+        updates=8,
+        checkpoints="s3://bucket/run",
+        resume_from="elsewhere",
+        max_log_ratio=0.5,
         rollout=RolloutConfig(
-            prompts=2, group=2, shared_noise=True, window=3, window_low=1, window_high=7, fraction=0.3, form="no_const",
-            reduction="sum", guidance=Guidance(2.0, "ugly", "two", "conditional"), autocast=True,
+            prompts=2,
+            group=2,
+            shared_noise=True,
+            window=RandomWindow(3, low=1, high=7),
+            trained=RandomRecorded(0.3),
+            form="no_const",
+            reduction="sum",
+            guidance=Guidance(2.0, "ugly", "two", "conditional"),
+            autocast=True,
         ),
-        advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"), kl=KLConfig(0.1, "exact"),
-        correction=CorrectionConfig("mask", "trajectory", 1.5), lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
-        optimizer=OptimizerConfig(betas=(0.5, 0.6)), engine=EngineConfig(comm="reshard"),
+        advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"),
+        kl=KLConfig(0.1, "exact"),
+        correction=CorrectionConfig("mask", "trajectory", 1.5),
+        lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
+        optimizer=OptimizerConfig(betas=(0.5, 0.6)),
+        engine=EngineConfig(comm="reshard"),
     ),
     TrainConfig(
-        Path("out"), train="lora", objective=Nft(old="delayed", old_delay=7, mode="binary"),
-        rollout=RolloutConfig(sampler="ode", eta=0.0, solver="dpmpp_2m"), noising=NoisingConfig(3, "logit_normal"),
+        Path("out"),
+        train="lora",
+        objective=Nft(old="delayed", old_delay=7, mode="binary"),
+        rollout=RolloutConfig(sampler=Ode("dpmpp_2m")),
+        noising=NoisingConfig(3, LogitNormalLevels()),
     ),
     TrainConfig(Path("out"), objective=Distill(teacher=Path("runs/teacher"))),
     TrainConfig(
@@ -172,8 +259,8 @@ RUNS: list[TrainConfig] = [
         prompts=("prompts.txt",),
         pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
     ),
-    TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler="ode", eta=0.0)),
-]  # fmt: skip
+    TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler=Ode())),
+]
 
 
 @pytest.mark.parametrize("config", RUNS, ids=lambda config: name_of(config.objective))
@@ -197,7 +284,7 @@ def test_a_record_of_another_version() -> None:
         ({**record, "kl": {"weight": "exat"}}, "kl.weight is 'exat', expected .*did you mean 'exact'"),
         ({**record, "max_log_ratio": float("inf")}, "max_log_ratio is inf, expected a finite number"),
         ([], "run"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=words) as refused:
             recorded(changed)  # type: ignore[arg-type]
         assert "\n" not in str(refused.value)
@@ -223,11 +310,11 @@ def test_help_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
 
 OWN: dict[str, tuple[str, str, Any]] = {
     "grpo": ("--objective.clip-low", "0.2", 0.2),
-    "dance": ("--rollout.fraction", "0.5", 0.5),
+    "dance": ("--rollout.trained.fraction", "0.5", 0.5),
     "cps": ("--rollout.form", "unscaled", "unscaled"),
     "guard": ("--objective.clip", "0.3", 0.3),
     "dppo": ("--objective.kl-threshold", "0.1", 0.1),
-    "ddpo": ("--rollout.eta", "0.5", 0.5),
+    "ddpo": ("--rollout.sampler.eta", "0.5", 0.5),
     "nft": ("--objective.old", "none", "none"),
     "awm": ("--objective.weighting", "t2", "t2"),
     "dpo": ("--objective.preferences", "folder", Path("folder")),
@@ -237,7 +324,7 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "d3po": ("--objective.eps", "0.2", 0.2),
     "alignprop": ("--objective.last", "3", 3),
     "raft": ("--objective.best", "0.5", 0.5),
-    "sft": ("--noising.levels", "schedule", "schedule"),
+    "sft": ("--noising.each", "2", 2),
     "distill": ("--objective.teacher", "folder", Path("folder")),
     "handwriting": ("--objective.clip-high", "0.2", 0.2),
     "words": ("--evaluation.seeds", "3", 3),
@@ -249,8 +336,13 @@ def test_its_fields_are_flags(name: str) -> None:
     """The command line knows those of the recipe's objective, and changes nothing else."""
     flag, text, expected = OWN[name]
     default = RECIPES[name]()
-    config = parsed(TrainConfig, lambda: default, "fluvial", [flag, text])
+    config = parsed(default, "fluvial", [flag, text])
     field = flag.removeprefix("--").replace("-", "_")
     assert value(config, field) == expected != value(default, field)
-    part, _, rest = field.partition(".")
-    assert replace(config, **{part: replace(value(config, part), **{rest: value(default, field)})}) == default
+    assert changed(config, field, value(default, field)) == default
+
+
+def changed(config: Any, name: str, new: Any) -> Any:
+    """Return a dataclass with a field changed, by its dotted name."""
+    first, _, rest = name.partition(".")
+    return replace(config, **{first: changed(getattr(config, first), rest, new) if rest else new})

@@ -30,9 +30,14 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.lists(values_of(members[0]), max_size=3).map(tuple)
         return st.tuples(*(values_of(member) for member in members))
     return {
-        bool: st.booleans(), int: st.integers(0, 40), float: st.floats(0, 2), str: WORD, Path: WORD.map(Path),
-        NoneType: st.none(), Any: st.sampled_from(list(SAMPLERS)),
-    }[kind]  # fmt: skip
+        bool: st.booleans(),
+        int: st.integers(0, 40),
+        float: st.floats(0, 2),
+        str: WORD,
+        Path: WORD.map(Path),
+        NoneType: st.none(),
+        Any: st.sampled_from(list(SAMPLERS)),
+    }[kind]
 
 
 def leaves(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -93,7 +98,7 @@ LITERALS = [
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
     names = {".".join(path) for path, *_ in LITERALS}
-    assert {"train", "rollout.solver", "engine.comm", "objective.old", "objective.weighting", "rollout.form"} <= names
+    assert {"train", "rollout.window.draw", "engine.comm", "objective.old", "objective.weighting", "rollout.form"} <= names
     assert len(names) > 20
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.data.labels import split
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
+from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import RolloutConfig
 from fluvial.engines.train.job import Job, handwriting
 from fluvial.engines.train.trainer import Trainer
@@ -27,7 +28,7 @@ PROMPTS = [
     Prompt("1", tag="odd", source="a", metadata={"goal": 5}),
     Prompt("2", source="b"),
 ]
-ODE = RolloutConfig(prompts=4, group=2, steps=tiny.STEPS, eta=0.5)
+ODE = RolloutConfig(prompts=4, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +76,13 @@ def test_an_evaluation_is_split_too(one: World) -> None:
 def test_a_mean_is_over_the_samples_of_its_label() -> None:
     """A single source and missing tags say nothing."""
     scores = torch.tensor([[1.0, 10.0], [3.0, 30.0], [8.0, 80.0]])
-    prompts = [Prompt("x", tag="t"), Prompt("y", tag="t"), "z"]
+    prompts = [Prompt("x", tag="t"), Prompt("y", tag="t"), Prompt("z")]
     assert split(scores, prompts, ["s", "l"]) == {"tags": {"t": {"s": 2.0, "l": 20.0, "samples": 2}}}
-    assert split(scores, ["x", "y", "z"], ["s", "l"]) == {}
+    assert split(scores, as_prompts(["x", "y", "z"]), ["s", "l"]) == {}
 
 
 def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: Path, one: World) -> None:
-    """A run that goes on from a checkpoint asks for the prompts that would have come next."""
+    """A run that continues from a checkpoint asks for the prompts that would have come next."""
     config, seen = tiny.config(tmp_path, rollout=replace(ODE, prompts=2), updates=6), []
     plain = tiny.job(prompts=("0", "1", "2", "3"))
     with Trainer(config, plain, one) as trainer:
@@ -91,7 +92,7 @@ def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: P
             if trainer.engine.updates == 3:
                 trainer.save()
     for epoch in (0, 2, 4):
-        assert sorted(seen[epoch] + seen[epoch + 1]) == ["0", "1", "2", "3"]
+        assert sorted(texts(seen[epoch] + seen[epoch + 1])) == ["0", "1", "2", "3"]
     with Trainer(config, plain, one) as trainer:
         trainer.resume(config.out / "checkpoints" / "000003")
         for later in seen[3:]:
@@ -101,9 +102,9 @@ def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: P
 
 def test_negative_prompts_of_records_take_part_in_guidance() -> None:
     """Each sample is guided away from its own, or else from the run's."""
-    guided = Guidance(scale=2.0, negative="3").encode(tiny.Tiny(), [Prompt("0", negative="2"), "1"])
+    guided = Guidance(scale=2.0, negative="3").encode(tiny.Tiny(), [Prompt("0", negative="2"), Prompt("1")])
     assert torch.equal(guided.uncond.rows, tiny.Tiny().encode(["2", "3"]).rows)
-    assert torch.equal(NO_GUIDANCE.encode(tiny.Tiny(), ["1"]).rows, tiny.Tiny().encode(["1"]).rows)
+    assert torch.equal(NO_GUIDANCE.encode(tiny.Tiny(), [Prompt("1")]).rows, tiny.Tiny().encode(["1"]).rows)
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -138,7 +139,7 @@ def test_a_signature_is_read_once_and_metadata_may_be_optional() -> None:
         return [0.0] * len(args[1])
 
     runners = RewardRunners({"optional": (optional, 1.0), "any": (any_arguments, 1.0)})
-    runners.submit(torch.zeros(2, 1, 2, 2), [PROMPTS[0], "text"])
+    runners.submit(torch.zeros(2, 1, 2, 2), [PROMPTS[0], Prompt("text")])
     runners.collect()
     runners.close()
     assert [{"goal": 3}, {}] in seen
@@ -151,7 +152,7 @@ def test_records_of_codes_train_the_built_in_model(tmp_path: Path) -> None:
         "".join(json.dumps({"prompt": code, "goal": 1}) + "\n" for code in ("1234", "5678"))
     )
     found = handwriting(prompts=(f"{tmp_path / 'codes.jsonl'}=2",))
-    assert found.prompts == ("1234", "5678")
+    assert texts(found.prompts) == ["1234", "5678"]
     assert found.source_weights == {"codes": 2.0}
     assert isinstance(found.prompts[0], Prompt)
     assert found.prompts[0].metadata == {"goal": 1}

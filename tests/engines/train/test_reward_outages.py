@@ -11,7 +11,7 @@ from spied_runs import STEPS
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.train.trainer import train
+from fluvial.engines.train import train
 
 
 def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
@@ -26,9 +26,17 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
 
     broken: set[int] = {4}  # the first call is the trial; a rollout of two groups is two
     config = tiny.config(
-        tmp_path / "run", rollout=replace(STEPS, prompts=2), micro_batch=4, updates=3, max_invalid=0.5, checkpoint_every=1,
-        tracker="none", final_samples=2, eval_samples=2, eval_every=0,
-    )  # fmt: skip
+        tmp_path / "run",
+        rollout=replace(STEPS, prompts=2),
+        micro_batch=4,
+        updates=3,
+        max_invalid=0.5,
+        checkpoint_every=1,
+        tracker="none",
+        final_samples=2,
+        eval_samples=2,
+        eval_every=0,
+    )
     with pytest.warns(UserWarning, match=r"^reward 'it' raised ConnectionError \(connection refused\) for prompt"):
         train(config, tiny.job(rewards={"it": away}))
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

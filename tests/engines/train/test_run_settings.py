@@ -1,7 +1,7 @@
 """Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from fluvial.engines.objectives.table import Awm, Nft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
-from fluvial.engines.rollout.window import WindowMoves
+from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.rollout.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
 from fluvial.engines.train import trainer as trainers
 from fluvial.engines.train.trainer import Trainer
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, eta=0.5)
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,9 @@ def noted(trainer: Trainer) -> list[Any]:
     """Return a list that each rollout's samples will be added to."""
     learn, seen = trainer.learner.items, []
 
-    def learnt(samples: Any, *args: Any) -> Any:
-        seen.append(samples)
-        return learn(samples, *args)
+    def learnt(rollout: Any, *args: Any) -> Any:
+        seen.append(rollout.samples)
+        return learn(rollout, *args)
 
     trainer.learner.items = learnt  # type: ignore[method-assign, assignment]
     return seen
@@ -102,7 +103,7 @@ def test_the_moving_average_takes_every_nth_update(one: World, tmp_path: Path) -
 
 def test_an_interval_without_an_average_is_refused() -> None:
     """There is nothing that it could be of."""
-    with pytest.raises(ValueError, match=r"optimizer.ema_interval is 4, and optimizer.ema_decay is 0"):
+    with pytest.raises(ValueError, match=r"optimizer.ema_interval is 4: optimizer.ema_decay is 0"):
         OptimizerConfig(ema_interval=4)
 
 
@@ -138,21 +139,19 @@ def test_stochastic_steps_one_by_one() -> None:
 
 def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
-    rollout = replace(STEPS, window=2, contiguous=False)
+    rollout = replace(STEPS, window=ScatteredSteps(2))
     with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
                 assert record["first_pass_max_abs_log_ratio"] == 0.0
-    assert any(b - a > 1 for a, b in (batch.trajectory.steps.tolist() for batch in samples))
-    with pytest.raises(ValueError, match=r"rollout.contiguous is False, and rollout.window is None"):
-        replace(STEPS, contiguous=False)
+    assert any(b - a > 1 for a, b in (batch.trajectory.steps[0].tolist() for batch in samples))
 
 
 @pytest.mark.parametrize("draw", ["call", "sample"])
 def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
     """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
-    rollout = replace(STEPS, window=1, window_draw=draw)
+    rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
     with Trainer(tiny.config(tmp_path, rollout=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
@@ -167,7 +166,9 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
     """Those of a sample; its noise and its steps are its own."""
     found = []
     for micro_batch in (2, 8):
-        config = tiny.config(tmp_path, rollout=replace(STEPS, window=2, window_draw="sample"), micro_batch=micro_batch)
+        config = tiny.config(
+            tmp_path, rollout=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
+        )
         with Trainer(config, tiny.job(), one) as trainer:
             samples = noted(trainer)
             trainer.update()
@@ -177,30 +178,35 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
 
 
 def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
-    """It moves every second rollout, whatever the number of updates per rollout; a resumed run goes on from there."""
-    rollout = replace(STEPS, window=2, moves=WindowMoves(every=2, stride=1))
+    """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
+    rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
     config = tiny.config(tmp_path, rollout=rollout, updates=12, minibatches=2, checkpoint_every=4)
     with Trainer(config, tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 4:
                 trainer.save()
-    starts = [int(batch.trajectory.steps[0]) for batch in samples]
+    starts = [int(batch.trajectory.steps[0, 0]) for batch in samples]
     assert starts == [0, 0, 1, 1, 2, 2]
     with Trainer(config, tiny.job(), one) as trainer:
         trainer.resume(checkpoint.listed(config.checkpoint_folder)[-1])
         again = noted(trainer)
         list(trainer)
-    assert [int(batch.trajectory.steps[0]) for batch in again] == starts[2:]
+    assert [int(batch.trajectory.steps[0, 0]) for batch in again] == starts[2:]
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"window_draw": "sample"}, r"rollout.window_draw is set, and rollout.window is None"),
-        ({"moves": WindowMoves(every=1)}, r"rollout.moves is set, and rollout.window is None"),
-        ({"window": 4, "window_draw": "call"}, r"covers its whole range"),
-        ({"window": 2, "moves": WindowMoves(every=1), "contiguous": False}, r"so that the window is not drawn"),
+        ({"window": RandomWindow(4, draw="call")}, r"rollout.window.draw has no effect with a window that covers its whole"),
+        ({"window": ScatteredSteps(4, draw="sample")}, r"rollout.window.draw has no effect with a window that covers"),
+        ({"window": MovingWindow(4)}, r"rollout.window is 'moving', expected all: it covers its whole range"),
+        (
+            {"window": Branches(1, 2), "group": 6},
+            r"rollout.group is 6, expected a multiple of 8: 2 samples at each of the 4",
+        ),
+        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"rollout.shared_noise has no effect"),
+        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"rollout.window is 'branches', expected all"),
     ],
 )
 def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: str) -> None:
@@ -211,20 +217,27 @@ def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: st
 
 def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
     """A stride without a number of rollouts, a threshold without a decay, samples with different numbers of steps."""
-    with pytest.raises(ValueError, match=r"rollout.moves.every is 0"):
-        WindowMoves(stride=2)
-    with pytest.raises(ValueError, match=r"rollout.moves.decay is 0"):
-        WindowMoves(every=2, decay_from=1)
-    with pytest.raises(ValueError, match=r"differ in their number of recorded steps"):
-        tiny.config(tmp_path, rollout=replace(STEPS, sampler="cps", window=2, window_draw="sample"))
+    with pytest.raises(ValueError, match=r"rollout.window.every is 0, expected"):
+        MovingWindow(2, every=0)
+    with pytest.raises(ValueError, match=r"rollout.window.decay_from has no effect with rollout.window.decay 0"):
+        MovingWindow(2, every=2, decay_from=1)
+    with pytest.raises(
+        ValueError, match=r"rollout.window.high is None, expected at most 3: the last step of cps has no log-prob"
+    ):
+        tiny.config(
+            tmp_path, rollout=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
+        )
 
 
 def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
     """The samples of a micro-batch share their levels and not their noise; other micro-batches have others."""
     config = tiny.config(
-        tmp_path, objective=Awm(), rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler="ode", eta=0.0),
-        noising=NoisingConfig(each=2, draw="call"), micro_batch=4,
-    )  # fmt: skip
+        tmp_path,
+        objective=Awm(),
+        rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
+        noising=NoisingConfig(each=2, draw="call"),
+        micro_batch=4,
+    )
     with Trainer(config, tiny.job(), one) as trainer:
         items, seen = trainer.learner.update, []
 
@@ -251,7 +264,7 @@ def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: boo
         decay = (0.1 if warmup else 0.9) ** repeats
         for name, average in trainer.engine.average.items():
             torch.testing.assert_close(average, decay * first[name] + (1 - decay) * now[name].detach())
-    with pytest.raises(ValueError, match=r"optimizer.ema_repeats is 2, and optimizer.ema_decay is 0"):
+    with pytest.raises(ValueError, match=r"optimizer.ema_repeats is 2: optimizer.ema_decay is 0"):
         OptimizerConfig(ema_repeats=2)
     with pytest.raises(ValueError, match=r"optimizer.ema_warmup is False, and optimizer.ema_decay is 0"):
         OptimizerConfig(ema_warmup=False)
@@ -275,25 +288,24 @@ def test_advantages_of_several_rewards_are_summed() -> None:
 
 
 def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
-    """Its noise is that of `rollout.eta`, so that samples from the same noise differ; Euler's method has none."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler="ode", eta=0.4, solver="sa_solver", shared_noise=True)
+    """Its noise is that of its eta, so that samples from the same noise differ; Euler's method has none."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
     with Trainer(tiny.config(tmp_path, objective=Awm(), rollout=rollout), tiny.job(), one) as trainer:
         samples = noted(trainer)
         trainer.update()
     final = samples[0].trajectory.final
     assert torch.isfinite(final).all()
     assert len(final.flatten(1).unique(dim=0)) == 8
-    with pytest.raises(ValueError, match=r"rollout.shared_noise is set"):
-        replace(rollout, eta=0.0)
-    with pytest.raises(ValueError, match=r"rollout.eta is 0.4, and ode takes no noise"):
-        replace(rollout, solver="unipc", shared_noise=False)
+    with pytest.raises(ValueError, match=r"rollout.shared_noise is True, expected False: sa_solver takes no noise"):
+        replace(rollout, sampler=SaSolver())
+    assert "eta" not in {field.name for field in fields(Ode)}
 
 
 def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World, tmp_path: Path) -> None:
     """Counted in the built-in model's last block; the update is exactly on policy."""
     counts = []
     for threshold in (0.0, 1e-12, 0.99):
-        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=2, window_low=2, window_high=4, step_cache=threshold)
+        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), step_cache=threshold)
         run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
@@ -304,15 +316,15 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
         counts.append(calls.count(False))
     assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"window": None, "window_low": 0, "window_high": None}, r"for the deterministic steps beside a window"),
-        ({"sampler": "ode", "eta": 0.0}, r"for the deterministic steps beside a window"),
+        ({"window": AllSteps()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
+        ({"sampler": Ode()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
         ({"step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
     )
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
             replace(rollout, **changes)
     split = EngineConfig(compile=False, context_parallel=2)
-    for engine, message in ((EngineConfig(), "compiled blocks cannot"), (split, "ranks that share")):
+    for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
         with pytest.raises(ValueError, match=message):
             tiny.config(tmp_path, rollout=rollout, engine=engine)
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import write_preferences
+from fluvial.engines.train.rollouts import Rollouts
 
 SIZES = ["--pipeline.sizes", "16x16", "16x24"]
 RUN = (
@@ -68,7 +69,15 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         "    return images.flatten(1).mean(1)\n"
     )
     given = ["--prompts", str(folder / "prompts.jsonl"), "--rewards", "measured:height"]
+    sampling, levels = Rollouts._sampling, dict[tuple[int, ...], list[float]]()
+
+    def noted(self: Rollouts, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
+        made = sampling(self, root, tokens, shape, updates)
+        levels[shape] = made.schedule.levels.tolist()
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "_sampling", noted)
         patch.syspath_prepend(str(tmp_path))
         code = run(folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--rollout.group", "2", "--minibatches", "1")
         assert code == 0, capfd.readouterr().err
@@ -76,6 +85,8 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
 
     found = updates(tmp_path / "run")
     assert {record["size"] for record in found} == {"16x16", "16x24"}
+    first, second = levels.values()
+    assert first != second
     assert [record["first_pass_max_abs_log_ratio"] for record in found] == [0.0] * 4
     assert all(record["grad_norm"] > 0 for record in found)
     named = [tuple(shape) for shape, sizes in measured.seen if sizes[0] is not None]
@@ -139,15 +150,15 @@ def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.Cap
         ("train sft --pipeline.sizes 16x16 16x16", "--pipeline.sizes has a wrong value: 16x16 16x16 names a size twice"),
         (
             "train sft --pipeline.sizes 16x16 --pipeline.width 16",
-            "--pipeline.sizes is set, and --pipeline.height or width as well",
+            "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes",
         ),
         ("train sft --pipeline.sizes 16x16 17x16", "expected multiples of"),
         (
             "train sft --pipeline.sizes 16x16 16x24 --data strips",
             "0.png of 60x20 pixels fit none of the sizes 16x16 16x24: more than a third",
         ),
-        ("sample --pipeline.sizes 16x16 16x24", "holds several, and images are drawn here at one size"),
-        ("preferences --pipeline.sizes 16x16 16x24 --prompts foxes/0.txt", "images are drawn here at one size: name one"),
+        ("sample --pipeline.sizes 16x16 16x24", "expected one size: only training takes several"),
+        ("preferences --pipeline.sizes 16x16 16x24 --prompts foxes/0.txt", "expected one size: only training takes several"),
     ],
 )
 def test_what_has_no_meaning_is_one_line(

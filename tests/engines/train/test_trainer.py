@@ -14,7 +14,8 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.train.trainer import Trainer, train
+from fluvial.engines.train import train
+from fluvial.engines.train.trainer import Trainer
 
 AVERAGED = OptimizerConfig(lr=0.05, ema_decay=0.9)
 

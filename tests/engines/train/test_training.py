@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import short_runs
 import torch
-from handwriting_jobs import alternating, config, job, updates
+from handwriting_jobs import alternating, config, job, trained, updates
+from marks import long
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -25,17 +26,20 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
 from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.engine import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Guard
-from fluvial.engines.report import plots
+from fluvial.engines.report import charts as drawing
 from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.rollout.generate import Guidance, on_device
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.window import AllSteps, RandomWindow
+from fluvial.engines.train import train
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
 from fluvial.engines.train.monitoring.diagnostics import Probe
-from fluvial.engines.train.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "run"
     changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "curves", short_runs.charts)
+        patch.setattr(drawing, "curves", short_runs.curves)
         train(config(out, **changes), job())
     return out
 
@@ -141,11 +145,17 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        ("flow_sde", "full"),
+        *((sampler, "lora") for sampler in ("flow_sde", "dance_sde", "cps")),
+        *(long(sampler, "full") for sampler in ("dance_sde", "cps")),
+    ],
+)
 def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
     """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, window=None, sampler=sampler, eta=0.7)
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
     (record,) = updates(config(tmp_path, rollout=rollout, train=kind))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["skipped_steps"] == 0
@@ -158,7 +168,7 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, window=2, sampler=sampler)
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
     (record,) = updates(config(tmp_path, rollout=rollout, objective=Guard()))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
@@ -175,7 +185,9 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
             seen.append(images)
             return alternating(images, prompts)
 
-        rollout = RolloutConfig(prompts=1, group=4, steps=2, window=1, eta=1e-4, shared_noise=shared)
+        rollout = RolloutConfig(
+            prompts=1, group=4, steps=2, sampler=Stochastic(eta=1e-4), window=RandomWindow(1), shared_noise=shared
+        )
         updates(config(tmp_path, rollout=rollout), job(watching))
         spreads.append(float(seen[-1].std(0).mean()))  # after the blank images of the start
     assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
@@ -199,7 +211,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
     changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
@@ -209,29 +221,37 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
     assert second["objective"]["kl_ref"] > 0.0
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", long("lora")])
 def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Path, kind: Any) -> None:
     """With a reference, an average and evaluations between the updates."""
     weights = []
     for offload in ("none", "phases"):
         run = config(
-            tmp_path / offload, train=kind, eval_every=1, optimizer=OptimizerConfig(ema_decay=0.5),
-            kl=KLConfig(coef=0.1), engine=EngineConfig(offload=offload),
-        )  # fmt: skip
+            tmp_path / offload,
+            train=kind,
+            eval_every=1,
+            optimizer=OptimizerConfig(ema_decay=0.5),
+            kl=KLConfig(coef=0.1),
+            engine=EngineConfig(offload=offload),
+        )
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     """In one forward pass or two: the ratio is exactly 1, the gradient is the same, and another one than without."""
     norms = {}
-    for name, guidance in {
-        "none": Guidance(), "one": Guidance(2.0), "two": Guidance(2.0, forwards="two"),
-        "half": Guidance(2.0, gradient="conditional"), "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
-    }.items():  # fmt: skip
+    cases = {
+        "none": Guidance(),
+        "one": Guidance(2.0),
+        "two": Guidance(2.0, forwards="two"),
+        "half": Guidance(2.0, gradient="conditional"),
+        "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
+    }
+    for name, guidance in cases.items():
         rollout = replace(config(tmp_path).rollout, guidance=guidance)
         (record,) = updates(config(tmp_path, train=kind, rollout=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
@@ -241,7 +261,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     assert len({round(norms[name], 9) for name in ("none", "one", "half")}) == 3
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
@@ -271,10 +291,10 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("where", ["folder", "URL"])
+@pytest.mark.parametrize("where", ["folder", long("URL")])
 def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
     """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
-    train(config(tmp_path / "straight", updates=4), job())
+    trained(tmp_path / "straight", updates=4)
     changes: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 1}
     if where == "URL":
         changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
@@ -326,7 +346,7 @@ def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
     """Settings of the engine may change, and threads; what may differ by it is said in one line."""
-    train(config(tmp_path / "run"), job())
+    trained(tmp_path / "run")
     console = Console(file=io.StringIO(), width=500)
     engine = EngineConfig(checkpointing="block", comm="reshard")
     train(config(tmp_path / "run", updates=3, resume=True, engine=engine), job(), console=console)
@@ -399,7 +419,7 @@ def raising(images: Tensor, prompts: Sequence[str]) -> Tensor:
 )
 def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> None:
     """In one line that names the prompt, and what was saved before stays."""
-    train(config(tmp_path / "run"), job())
+    trained(tmp_path / "run")
     with pytest.raises(RunError, match=says) as error:
         train(config(tmp_path / "run", updates=4, resume=True), job(reward))
     assert "\n" not in str(error.value)
@@ -411,13 +431,13 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
     ("kind", "says"),
     [
         ("nan", "reward 'it' is nan for prompt"),
-        ("shape", "reward 'it' returned shape [1] for 4 images"),
+        long("shape", "reward 'it' returned shape [1] for 4 images"),
         ("raises", "reward 'it' raised KeyError"),
-        ("exits", "reward 'it' raised SystemExit"),
+        long("exits", "reward 'it' raised SystemExit"),
         ("hangs", "reward 'it' took over 1 s"),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [long(1), 2])
 def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
     done = launch.program("faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
@@ -437,7 +457,7 @@ def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
         return torch.ones(len(prompts))
 
     runner = RewardRunner(slow, timeout=0.1)
-    runner.submit(torch.zeros(1, 1, 8, 32), ["0427"])
+    runner.submit(torch.zeros(1, 1, 8, 32), [Prompt("0427")])
     with pytest.raises(RunError, match=r"the reward took over 0.1 s for prompt '0427'"):
         runner.collect()
     runner.close()
@@ -452,14 +472,14 @@ def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
         return torch.ones(len(prompts))
 
     runner = RewardRunner(picky)
-    runner.submit(torch.zeros(3, 1, 8, 32), ["0427", "1999", "3141"])
+    runner.submit(torch.zeros(3, 1, 8, 32), as_prompts(["0427", "1999", "3141"]))
     with pytest.raises(RunError, match=r"raised ValueError \(cannot score a party\) for prompt '1999'"):
         runner.collect()
     runner.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
     flags = [
@@ -498,7 +518,7 @@ def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
     pytest.fail("the run is too slow")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGTERM)])
 def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
     out = tmp_path / "run"
@@ -510,7 +530,7 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
         text, errors = process.stdout, process.stderr
     saved = [path.name for path in (out / "checkpoints").iterdir()]
     assert len(saved) == 1
-    assert f"{number.name}: stopped after update {int(saved[0])}, all saved; go on with --resume --out {out}" in text
+    assert f"{number.name}: stopped after update {int(saved[0])}, all saved; continue with --resume --out {out}" in text
     assert errors == ""
     done = launch.fluvial(
         "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", str(int(saved[0]) + 1), "--resume"
@@ -548,12 +568,14 @@ def test_resuming_a_damaged_run_names_the_whole_checkpoint(tmp_path: Path) -> No
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     """It would be another run."""
-    out = tmp_path / "run"
-    launch.train(out, "--updates", "2")
+    out = launch.trained(tmp_path / "run", "--updates", "2")
     for flags, says in (
         (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
-        (["--rollout.eta", "0.5"], "is of another run: --rollout.eta 0.8 there, 0.5 here; resume with the settings that"),
-        (["--updates", "1"], "--updates is 1, but"),
+        (
+            ["--rollout.sampler.eta", "0.5"],
+            "is of another run: --rollout.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
+        ),
+        (["--updates", "1"], "--updates is 1: "),
     ):
         done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
         assert done.returncode in (1, 2)
@@ -593,7 +615,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path
 def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     """It evaluates and exports again, to the same bits, and records nothing twice; odd lines in the metrics are dropped."""
     out = tmp_path / "run"
-    train(config(out), job())
+    trained(out)
     before, records = launch.weights(out), launch.records(out)
     (out / "samples" / "before.png").unlink()
     with (out / "metrics.jsonl").open("ab") as file:
@@ -605,8 +627,7 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
-    out = tmp_path / "run"
-    launch.train(out, "--updates", "2")
+    out = launch.trained(tmp_path / "run", "--updates", "2")
     flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
     done = launch.program("faulty_runs:full_disk", *flags)
     assert done.returncode == 1, done.stderr

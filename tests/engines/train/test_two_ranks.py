@@ -8,11 +8,12 @@ from typing import Any
 import launch
 import pytest
 import torch
+from marks import long
 from safetensors.torch import load_file
 from tiny_models import Net, data, squared
 
-from fluvial.engines.export.run import export_run
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.train.exports import export_run
 from fluvial.models.handwriting import BASE
 
 
@@ -78,7 +79,7 @@ def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> None:
     """The same rollouts to the bit while the weights are the same, and the same weights to the order of float32 sums."""
     flags = ["--updates", "3", "--train", kind, "--kl.coef", "0.1", "--optimizer.ema-decay", "0.5"]

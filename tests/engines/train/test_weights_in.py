@@ -1,4 +1,4 @@
-"""What a run starts from: another run's adapter or export, or base weights from a folder; two commands from SFT to RL."""
+"""Start of a run: another run's adapter or export, or base weights from a folder; two commands from SFT to RL."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import launch
 import pytest
 import tiny_pipelines
 import torch
+from marks import long
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -86,11 +87,8 @@ def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFix
 def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     """`--transformer` names a folder as diffusers saves a network; the network that is built has its weights."""
     file = next((folder / "sft" / "weights").glob("*.safetensors"))
-    config = parsed(
-        TrainConfig, lambda: TrainConfig(tmp_path), "x",
-        [*SIZE, "--model", str(folder / "sd3"), f"--transformer={folder / 'sft' / 'weights'}", "--prompts",
-         str(folder / "prompts.txt")],
-    )  # fmt: skip
+    weights, prompts = f"--transformer={folder / 'sft' / 'weights'}", str(folder / "prompts.txt")
+    config = parsed(TrainConfig(tmp_path), "x", [*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts])
     built = jobs.of_run(config).model.build().state_dict()
     base = open_model(folder / "sd3", device="cpu").build().state_dict()
     given = load_file(file)
@@ -118,11 +116,17 @@ def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, capfd: pyte
             str(tmp_path / "text.safetensors"),
         ): "match no linear layer of the SD3Transformer2DModel: text",
         ("sd3", "--lora", str(tmp_path / "other.safetensors")): "is of another architecture: ",
-        ("sd3", "--lora", str(adapter), "--train", "full"): "--lora.weights is set, and --train is full",
-        ("sd3", "--lora", str(adapter), "--lora.targets", "to_q"): "--lora.targets is set, and --lora.weights has layers",
-        ("sd3", "--transformer", "nowhere"): "and there is no such folder",
+        (
+            "sd3",
+            "--lora",
+            str(adapter),
+            "--train",
+            "full",
+        ): "--lora.weights has no effect with --train full, which has no adapter",
+        ("sd3", "--lora", str(adapter), "--lora.targets", "to_q"): "--lora.targets has no effect with lora.weights",
+        ("sd3", "--transformer", "nowhere"): "there is no such folder",
         ("sd3", "--transformer", str(tmp_path / "unet")): "holds a UNet2DConditionModel, expected a SD3Transformer2DModel",
-        ("sft", "--transformer", str(tmp_path / "unet")): "is a run with its own: leave one out",
+        ("sft", "--transformer", str(tmp_path / "unet")): "is a run with its own; leave one out",
     }
     for (model, *typed), says in wrong.items():
         assert train(folder, "grpo", model, tmp_path / "run", *prompts, *typed) == 2
@@ -156,9 +160,9 @@ def test_preferences_are_drawn_with_the_policy_of_a_run(
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("name", ["wan-experts", "sdxl"])
+@pytest.mark.parametrize("name", ["wan-experts", long("sdxl")])
 def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They go on from an adapter, from other base weights and from a run, as pipelines of one transformer do."""
+    """They continue from an adapter, from other base weights and from a run, as pipelines of one transformer do."""
     row = tiny_pipelines.ROWS[name]
     model = tiny_pipelines.opened(name, tiny_pipelines.save(row, tmp_path / "model"))
     (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\nan owl\n")
@@ -174,7 +178,16 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
     size = ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.frames", str((*frames, 1)[0])]
     asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *size]
     words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *SMALL.split(), "--updates", "1", "--rollout.steps", "2"]
-    words += ["--rollout.group", "2", "--rollout.window", "1", "--rollout.window-high", "1"]
+    words += [
+        "--rollout.group",
+        "2",
+        "--rollout.window",
+        "random",
+        "--rollout.window.size",
+        "1",
+        "--rollout.window.high",
+        "1",
+    ]
     started = [*words, "--lora", str(tmp_path / "lora"), "--out", str(tmp_path / "run")]
     assert cli.run(started) == 0, capfd.readouterr().err
     first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
@@ -185,7 +198,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
 
     def built(*typed: str) -> dict[str, torch.Tensor]:
         """Return the weights that a run with these flags starts from."""
-        config = parsed(TrainConfig, lambda: TrainConfig(tmp_path), "x", [*asked, *typed])
+        config = parsed(TrainConfig(tmp_path), "x", [*asked, *typed])
         return jobs.of_run(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))

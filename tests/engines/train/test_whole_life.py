@@ -21,15 +21,16 @@ from fluvial.models.pipelines.folder import quietly
 
 NAMES = ("sd3", "flux", "qwen-image", "wan", "z-image", "sdxl", "sana")
 WITHOUT_ADAPTER = "sana"
+SHORT = ("z-image", WITHOUT_ADAPTER)  # in every run of the tests; the others in `make test-all`
 CAPTIONS = ("a red fox", "two cats", "an owl")
 TINY = "--micro-batch 2 --updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
-GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window 1 --rollout.window-high 1"
+GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window random --rollout.window.size 1 --rollout.window.high 1"
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """Let the reward start without notes."""
+    """Clear the notes of the reward."""
     for notes in (life_reward.SEEN, life_reward.FAILS_AT, life_reward.CALLS):
         notes.clear()
 
@@ -78,7 +79,7 @@ def image(name: str, folder: Path, lora: Path | None = None) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in NAMES])
 def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each command starts from what the one before left; in the end diffusers draws what the run exported."""
     model = tmp_path / "model"

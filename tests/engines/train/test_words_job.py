@@ -9,11 +9,12 @@ import pytest
 
 from fluvial.core.random import key
 from fluvial.engines.cli import main as cli
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.train import job as jobs
 from fluvial.models.words import recognisers, words
 
 TINY = (
-    "--updates 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window 1 --rollout.window-high 1 "
+    "--updates 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window all --rollout.window.high 1 "
     "--micro-batch 4 --evaluation.seeds None --final-samples 2 --eval-every 0 --tracker none"
 )
 
@@ -46,8 +47,8 @@ def test_training_never_sees_the_evaluator() -> None:
         with pytest.raises(Loaded):
             job.evaluators["heldout"](job.model.decode(images), job.heldout[:1])
         assert used[-1] == "ddddocr"
-    assert job.prompts == words("train")
-    assert job.heldout == words("heldout")
+    assert job.prompts == as_prompts(words("train"))
+    assert job.heldout == as_prompts(words("heldout"))
     assert set(job.evaluators) == {"reward", "heldout"}
 
 

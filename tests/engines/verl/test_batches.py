@@ -77,6 +77,8 @@ def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path]
     made = verl_runs.rollout(name, folders[name])
     engine = verl_runs.build(verl_runs.model_config(name, folders[name], **TWO), kind="diffusion_nft_model")
     verl_runs.move(engine.module)
+    engine.copy_adapter("default", "old")
+    verl_runs.move(engine.module, seed=4)  # three different policies
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
     generator = torch.Generator().manual_seed(0)
     clean = made.trajectory.final
@@ -95,6 +97,7 @@ def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path]
     with engine.train_mode():
         found = engine.forward_backward_batch(data, loss)["model_output"]
         assert max(float(p.grad.full_tensor().abs().max()) for p in engine.module.parameters() if p.grad is not None) > 0
+    assert all(p.grad is None for p in engine.module.parameters())  # cleared at the end of `train_mode`
     assert torch.equal(torch.cat(seen), rewards.T.flatten())
     level = torch.tensor(0.3)
     xt = (1 - level) * clean + level * noise[:, 1]
@@ -153,6 +156,9 @@ def test_preferences_share_noise_and_stay_together(folders: dict[str, Path], wor
         engine.infer_batch(data[:3])
     with pytest.raises(UsageError, match="the batch has noise and no timesteps, expected both or neither"):
         engine.infer_batch(without(data, "timesteps"))
+    data["timesteps"][1] += 1
+    with pytest.raises(UsageError, match="timesteps differs between the two samples of a pair"):
+        engine.infer_batch(data)
     data["noise"][1] += 1
     with pytest.raises(UsageError, match="noise differs between the two samples of a pair"):
         engine.infer_batch(data)
@@ -170,6 +176,7 @@ WRONG: tuple[tuple[str, Tensor | None, str], ...] = (
     ("all_latents", torch.zeros(4, 3, 4, 8, 8, 2), "all_latents has shape [4, 3, 4, 8, 8, 2], expected [4, 3, 4, 8, 8]"),
     ("advantages", torch.zeros(4), "advantages has shape [4], expected [4, 2, ...]: one value per sample and step"),
     ("advantages", torch.full((4, 2), torch.nan), "advantages holds a number that is not finite"),
+    ("advantages", torch.full((4, 2), torch.inf), "advantages holds a number that is not finite"),
     ("old_log_probs", torch.zeros(4, 3), "old_log_probs has shape [4, 3], expected [4, 2, ...]"),
     ("old_log_probs", torch.zeros(4, 2, 3), "old_log_probs has shape [4, 2, 3], expected [4, 2]"),
     ("all_timesteps", torch.tensor([[999.0, 500.0]] * 4), "is none of the 3 timesteps of the schedule"),

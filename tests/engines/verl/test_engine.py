@@ -1,4 +1,4 @@
-"""What verl's workers do with an engine besides updates: weights, adapters, checkpoints, offload and what is refused."""
+"""Uses of an engine by verl's workers besides updates: weights, adapters, checkpoints, offload and what is refused."""
 
 import copy
 import re
@@ -78,8 +78,10 @@ def test_a_rollout_engine_gets_the_base_once_and_then_the_adapter(
     adapter = weights(engine, base_sync_done=True)
     assert {re.sub(r"\.\d\.", ".0.", name) for name in adapter} == {
         f"transformer.transformer_blocks.0.{part}.{layer}.lora_{factor}.weight"
-        for part in ("attn", "attn2") for layer in ("to_q", "to_k") for factor in "AB"
-    }  # fmt: skip
+        for part in ("attn", "attn2")
+        for layer in ("to_q", "to_k")
+        for factor in "AB"
+    }
     own = {name.replace(".default.", "."): tensor for name, tensor in full(engine).items() if ".default." in name}
     assert all(torch.equal(tensor, own[name.removeprefix("transformer.")]) for name, tensor in adapter.items())
     old = weights(engine, base_sync_done=True, adapter_name="old")
@@ -194,6 +196,18 @@ def test_what_lies_on_the_host_comes_back_to_the_bit(folders: dict[str, Path], w
         engine.to("cpu", model=False)
 
 
+@pytest.mark.parametrize(("parameters", "optimizer"), [(True, False), (False, True)])
+def test_parameters_and_optimizer_are_offloaded_apart(
+    folders: dict[str, Path], world: World, parameters: bool, optimizer: bool
+) -> None:
+    engine = verl_runs.build(
+        verl_runs.model_config("sd3", folders["sd3"], **TWO),
+        engine=verl_runs.engine_config(param_offload=parameters, optimizer_offload=optimizer),
+    )
+    assert engine.is_param_offload_enabled == parameters
+    assert engine.is_optimizer_offload_enabled == optimizer
+
+
 def test_an_engine_without_an_optimizer_only_infers(folders: dict[str, Path], world: World, made: verl_runs.Made) -> None:
     """The reference policy of full fine-tuning: it scores trajectories, and a step is refused in one line."""
     config = verl_runs.engine_config(forward_only=True)
@@ -228,9 +242,13 @@ def test_the_learning_rate_is_that_of_verls_own_schedules(options: dict[str, Any
         theirs = functions.get_constant_schedule_with_warmup(optimizer, warmup)
     else:
         theirs = functions.get_cosine_schedule_with_warmup(
-            optimizer, warmup, 10, min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles,
+            optimizer,
+            warmup,
+            10,
+            min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles,
             zero_indexed_step=config.zero_indexed_step,
-        )  # fmt: skip
+        )
     own = lr_factor(config)
     for step in range(12):
         assert own(step) == pytest.approx(theirs.lr_lambdas[0](step), abs=1e-12)
@@ -251,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     "optimizer": ({}, {}, {"optimizer": "Lion"}, "optim.optimizer is 'Lion', expected one of 'AdamW', 'AdamW8bit'"),
     "option": ({}, {}, {"override_optimizer_config": {"fused": True}}, "override_optimizer_config holds fused"),
     "cosine": ({}, {}, {"lr_scheduler_type": "cosine", "total_training_steps": -1}, "total_training_steps is -1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -260,9 +278,10 @@ def test_settings_that_have_no_meaning_here_are_one_line(folders: dict[str, Path
     model, engine, optimizer, message = REFUSED[name]
     with pytest.raises(UsageError, match=re.escape(message)) as error:
         verl_runs.build(
-            verl_runs.model_config("sd3", folders["sd3"], **model), engine=verl_runs.engine_config(**engine),
+            verl_runs.model_config("sd3", folders["sd3"], **model),
+            engine=verl_runs.engine_config(**engine),
             optimizer=verl_runs.optimizer_config(**optimizer),
-        )  # fmt: skip
+        )
     assert "\n" not in str(error.value)
 
 

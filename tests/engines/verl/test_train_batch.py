@@ -28,10 +28,14 @@ def own_engine(made: verl_runs.Made, world: World, *, lora: bool) -> Engine:
 @pytest.mark.parametrize(
     ("name", "lora", "kl", "scale"),
     [
-        ("sd3", False, verl_runs.KL, 2.5), ("sd3", True, 0.0, 1.0), ("qwen-image", False, 0.0, 1.0),
-        ("qwen-image", True, verl_runs.KL, 2.5), ("qwen-image", True, 0.0, 2.5), ("sd3", True, verl_runs.KL, 1.0),
+        ("sd3", False, verl_runs.KL, 2.5),
+        ("sd3", True, 0.0, 1.0),
+        ("qwen-image", False, 0.0, 1.0),
+        ("qwen-image", True, verl_runs.KL, 2.5),
+        ("qwen-image", True, 0.0, 2.5),
+        ("sd3", True, verl_runs.KL, 1.0),
     ],
-)  # fmt: skip
+)
 def test_gradients_are_those_of_fluvials_own_update(
     folders: dict[str, Path], world: World, name: str, lora: bool, kl: float, scale: float
 ) -> None:
@@ -123,9 +127,14 @@ def test_infer_batch_returns_the_log_probs_of_given_trajectories(folders: dict[s
     assert engine.mode is None
     with engine.engine.inference() as module:
         scored = score(
-            made.trajectory, module, model=made.model, cond=made.cond, schedule=made.schedule, sampler=made.sampler,
+            made.trajectory,
+            module,
+            model=made.model,
+            cond=made.cond,
+            schedule=made.schedule,
+            sampler=made.sampler,
             forwards="two",
-        )  # fmt: skip
+        )
     torch.testing.assert_close(found["log_probs"], made.trajectory.log_prob, rtol=0, atol=2e-6)
     torch.testing.assert_close(scored, made.trajectory.log_prob, rtol=0, atol=2e-6)
     shape = verl_runs.batch(name, made)["all_latents"].shape

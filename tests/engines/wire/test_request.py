@@ -1,18 +1,19 @@
 """Requests are what sglang's fields and defaults say, and what is wrong with one is one line."""
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
-from fluvial.engines.rollout.after import AfterWindow
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.wire.errors import WireError
 from fluvial.engines.wire.request import (
     DEBUG,
+    ExtraParams,
     FluvialOptions,
     RequestLimits,
     RolloutRequest,
@@ -39,17 +40,58 @@ def test_the_defaults_are_those_of_sglang() -> None:
     assert (request.generator_device, request.outputs, request.seed, request.scale) == ("cuda", 1, None, None)
     assert (request.sampler, request.form) == ("flow_sde", "density")
     names = {field.name for field in fields(RolloutRequest)}
-    assert read_request({"prompt": "a", **dict.fromkeys(names - {"prompt", "fluvial"}), "unknown": [1]}) == request
+    assert read_request({"prompt": "a", **dict.fromkeys(names - {"prompt"}), "unknown": [1]}) == request
+    assert read_request({"prompt": "a", "extra_sampling_params": {"fluvial": None, "guidance_scale_2": 3.0}}) == request
+    assert read_request({"prompt": "a", "seed": 7.0, "guidance_scale": 4}) == RolloutRequest("a", seed=7, guidance_scale=4.0)
 
 
 FULL = RolloutRequest(
-    "a fox", " ", 7, "cpu", 64, 32, 10, 4, 3.5, 4.0, 5, 16, ("x.png",), True, "cps", 0.5, True, False, True, True, (1, 2, 5),
-    (1, 2, 3, 10), "uint8", True, {"guidance_scale_2": 3.0},
-    FluvialOptions(
-        (1, 2**32 - 1), (5, 6, 7, 2**62), (0, 0, 1, 1), "dance_sde", "euler", None, True, "no_const", "sum", "two", 64, True,
-        "all", AfterWindow("dpmpp_2m", 0.5, 0), (2, 2), ("rollout_model_outputs",), 3,
+    "a fox",
+    " ",
+    7,
+    "cpu",
+    64,
+    32,
+    10,
+    4,
+    3.5,
+    4.0,
+    5,
+    16,
+    ("x.png",),
+    True,
+    "cps",
+    0.5,
+    True,
+    False,
+    True,
+    True,
+    (1, 2, 5),
+    (1, 2, 3, 10),
+    "uint8",
+    True,
+    ExtraParams(
+        FluvialOptions(
+            (1, 2**32 - 1),
+            (5, 6, 7, 2**62),
+            (0, 0, 1, 1),
+            "dance_sde",
+            "euler",
+            None,
+            True,
+            "no_const",
+            "sum",
+            "two",
+            64,
+            True,
+            "all",
+            Tail("dpmpp_2m", 0.5, 0),
+            (2, 2),
+            ("rollout_model_outputs",),
+            3,
+        )
     ),
-)  # fmt: skip
+)
 
 
 def test_what_is_written_is_what_is_read() -> None:
@@ -58,7 +100,9 @@ def test_what_is_written_is_what_is_read() -> None:
     found = read_request(value)
     assert found.fluvial == FULL.fluvial
     assert written(found) == written(FULL)
-    assert {name for name in value if name != "rollout"} | {"rollout", "fluvial"} == {field.name for field in fields(FULL)}
+    assert {*value, "rollout"} == {field.name for field in fields(FULL)}
+    own = {*value["extra_sampling_params"]["fluvial"]}
+    assert own | {"windows", "solver"} == {field.name for field in fields(FluvialOptions)}
     assert written(RolloutRequest("a")) == {"prompt": "a"}
 
 
@@ -79,45 +123,46 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"prompt": None}, "prompt is missing"),
-        ({"prompt": 1}, "prompt is 1, expected a text"),
-        ({"prompt": "a" * 101}, "expected a text of at most 100 characters"),
-        ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        ({"seed": -1}, r"seed is -1, expected an integer in \[0, 9223372036854775807\]"),
-        ({"seed": 2**63}, "seed is"),
-        ({"seed": 10**4000}, "more than 30 digits"),
-        ({"seed": 1.5}, "seed is 1.5, expected an integer"),
-        ({"seed": True}, "seed is True"),
-        ({"seed": "7"}, "seed is '7'"),
-        ({"width": 0}, "width is 0"),
-        ({"width": 1000, "height": 11}, "make 11000 pixels, expected at most 10000"),
-        ({"width": 50, "height": 50, "num_frames": 5}, "make 12500 pixels"),
-        ({"num_inference_steps": 51}, r"expected an integer in \[1, 50\]"),
-        ({"num_outputs_per_prompt": 9}, r"expected an integer in \[1, 8\]"),
-        ({"guidance_scale": float("nan")}, "guidance_scale is nan, expected a finite number"),
-        ({"guidance_scale": -1}, "guidance_scale is -1"),
-        ({"rollout_noise_level": -0.1}, "rollout_noise_level is -0.1, expected a number in"),
-        ({"rollout_noise_level": float("nan")}, "rollout_noise_level is nan, expected a finite number"),
-        ({"rollout_noise_level": float("inf")}, "expected a finite number"),
-        ({"rollout_noise_level": 10**400}, "expected a finite number"),
-        ({"rollout_noise_level": "0.7"}, "expected a finite number"),
+        ({"prompt": None}, "missing required field `prompt`"),
+        ({"prompt": 1}, "prompt: Expected `str`, got `int`"),
+        ({"prompt": "a" * 101}, "prompt: got 101, expected at most 100"),
+        ({"negative_prompt": "a" * 101}, "negative_prompt: got 101, expected at most 100"),
+        ({"seed": -1}, "seed: Expected `int` >= 0"),
+        ({"seed": 2**63}, "seed: Expected `int` <= 9223372036854775807"),
+        ({"seed": 10**4000}, "seed: Expected `int` <= 9223372036854775807"),
+        ({"seed": 1.5}, "seed: Expected `int [|] null`, got `float`"),
+        ({"seed": True}, "seed: Expected `int [|] null`, got `bool`"),
+        ({"seed": "7"}, "seed: Expected `int [|] null`, got `str`"),
+        ({"width": 0}, "width: Expected `int` >= 1"),
+        ({"width": 1000, "height": 11}, "got 11000, expected at most 10000"),
+        ({"width": 50, "height": 50, "num_frames": 5}, "num_frames: got 12500"),
+        ({"num_inference_steps": 51}, "num_inference_steps: got 51, expected at most 50"),
+        ({"num_outputs_per_prompt": 9}, "num_outputs_per_prompt: got 9, expected at most 8"),
+        ({"guidance_scale": float("nan")}, "guidance_scale: Expected `float` >= 0.0"),
+        ({"guidance_scale": -1}, "guidance_scale: Expected `float` >= 0.0"),
+        ({"rollout_noise_level": -0.1}, "rollout_noise_level: Expected `float` >= 0.0"),
+        ({"rollout_noise_level": float("nan")}, "rollout_noise_level: Expected `float` >= 0.0"),
+        ({"rollout_noise_level": float("inf")}, "rollout_noise_level: Expected `float` <= 1000.0"),
+        ({"rollout_noise_level": 10**400}, "rollout_noise_level: Number out of range"),
+        ({"rollout_noise_level": "0.7"}, "rollout_noise_level: Expected `float`, got `str`"),
         ({"rollout_noise_level": 0}, "rollout_noise_level is 0, so that steps of flow_sde have no log-probability"),
         ({"rollout_sde_type": "cps", "rollout_noise_level": 1.5}, "is 1.5, expected at most 1 for cps"),
-        ({"rollout_sde_type": "dance"}, "rollout_sde_type is 'dance', expected one of sde, cps, ode"),
-        ({"rollout_sde_type": ["sde"]}, "expected one of sde, cps, ode"),
+        ({"rollout_sde_type": "dance"}, "rollout_sde_type: Invalid enum value 'dance'"),
+        ({"rollout_sde_type": ["sde"]}, "rollout_sde_type: Expected `str`, got `array`"),
         ({"rollout_sde_type": "ode"}, "rollout_sde_type is ode, whose steps have no log-probability"),
-        ({"rollout": 1}, "rollout is 1, expected true or false"),
-        ({"rollout_sde_step_indices": 3}, "expected a list of at most 4096 integers"),
-        ({"rollout_sde_step_indices": [0.5]}, r"rollout_sde_step_indices\[0\] is 0.5"),
-        ({"rollout_sde_step_indices": [-1]}, r"rollout_sde_step_indices\[0\] is -1"),
+        ({"rollout": 1}, "rollout: Expected `bool`, got `int`"),
+        ({"rollout_sde_step_indices": 3}, "rollout_sde_step_indices: Expected `array [|] null`, got `int`"),
+        ({"rollout_sde_step_indices": [*range(4097)]}, "rollout_sde_step_indices: Expected `array` of length <= 4096"),
+        ({"rollout_sde_step_indices": [0.5]}, r"rollout_sde_step_indices\[0\]: Expected `int`, got `float`"),
+        ({"rollout_sde_step_indices": [-1]}, r"rollout_sde_step_indices\[0\]: Expected `int` >= 0"),
         ({"rollout_sde_step_indices": [10], "num_inference_steps": 10}, "holds 10, expected 0 to 9 for 10 steps"),
         ({"rollout_return_step_indices": [11], "num_inference_steps": 10}, "holds 11, expected 0 to 10 for 10 steps"),
         ({"rollout_sde_step_indices": [1, 1]}, "does not rise"),
         ({"rollout_return_step_indices": [3, 1]}, "does not rise"),
-        ({"rollout_video_dtype": "float"}, "expected one of uint8"),
-        ({"image_path": "x.png"}, "expected a list of texts"),
-        ({"extra_sampling_params": []}, "extra_sampling_params is of type list, expected an object"),
-        ({"extra_sampling_params": {"fluvial": 1}}, "extra_sampling_params.fluvial is of type int"),
+        ({"rollout_video_dtype": "float"}, "rollout_video_dtype: Invalid enum value 'float'"),
+        ({"image_path": "x.png"}, "image_path: Expected `array [|] null`, got `str`"),
+        ({"extra_sampling_params": []}, "extra_sampling_params: Expected `object`, got `array`"),
+        ({"extra_sampling_params": {"fluvial": 1}}, "extra_sampling_params.fluvial: Expected `object`, got `int`"),
     ],
 )
 def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:
@@ -130,8 +175,8 @@ def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"key": [1]}, "key has 1 numbers, expected 2"),
-        ({"key": [1, 2**32]}, r"key\[1\] is 4294967296"),
+        ({"key": [1]}, "fluvial.key: Expected `array` of length 2, got 1"),
+        ({"key": [1, 2**32]}, r"key\[1\]: Expected `int` <= 4294967295"),
         ({"key": [1, 2]}, "set key and ids, or a seed"),
         ({"ids": [1]}, "set key and ids, or a seed"),
         ({"key": [1, 2], "ids": [1, 2]}, "ids has 2 items, expected 1, one per sample"),
@@ -139,20 +184,20 @@ def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:
         ({"initial_ids": [1]}, "set key and ids, or a seed"),
         ({"sampler": "os:system"}, "expected one of flow_sde, dance_sde"),
         ({"sampler": "cps", "solver": "sa_solver"}, "which takes no stochastic steps"),
-        ({"solver": "euler2"}, "expected one of euler, dpmpp_2m"),
+        ({"solver": "euler2"}, "solver: Invalid enum value 'euler2'"),
         ({"windows": [[1], [2]]}, "windows has 2 items"),
         ({"windows": [[2, 1]]}, r"windows\[0\] does not rise"),
-        ({"windows": 1}, "expected a list of at most 4096 lists"),
-        ({"form": "nats"}, "expected one of density, no_const, unscaled"),
-        ({"reduction": "max"}, "expected one of mean, sum"),
-        ({"forwards": 2}, "expected one of one, two"),
+        ({"windows": 1}, "windows: Expected `array [|] null`, got `int`"),
+        ({"form": "nats"}, "form: Invalid enum value 'nats'"),
+        ({"reduction": "max"}, "reduction: Invalid enum value 'max'"),
+        ({"forwards": 2}, "forwards: Expected `str`, got `int`"),
         ({"after": {"fraction": 2}}, "fraction is 2"),
         ({"after": {"solver": "x"}}, "solver"),
         ({"after": {"least": "x"}}, "least"),
-        ({"prefix": [2, 0]}, r"prefix\[1\] is 0"),
+        ({"prefix": [2, 0]}, r"prefix\[1\]: Expected `int` >= 1"),
         ({"prefix": [2, 2]}, "initial_ids say which samples share it"),
-        ({"debug": ["noise"]}, "expected texts among rollout_variance_noises"),
-        ({"version": -1}, "version is -1"),
+        ({"debug": ["noise"]}, r"debug\[0\]: Invalid enum value 'noise'"),
+        ({"version": -1}, "version: Expected `int` >= 0"),
     ],
 )
 def test_a_wrong_option_of_fluvial_is_one_line(options: dict[str, Any], says: str) -> None:

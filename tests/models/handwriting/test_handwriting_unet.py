@@ -1,4 +1,4 @@
-"""The built-in UNet, a model of epsilon: the model protocol, its base weights, and pre-training."""
+"""The built-in UNet, an epsilon-prediction model: the model protocol, its base weights, and pre-training."""
 
 import json
 import shutil
@@ -69,9 +69,15 @@ def sample(unet: nn.Module, prompts: list[str], *, steps: int = 10) -> Tensor:
 
     with torch.no_grad():
         return rollout(
-            velocity, noise(len(prompts)), schedule.levels,
-            transition=DDIM, deterministic=DDIM, key=key(1), window=(), record=(),
-        ).final  # fmt: skip
+            velocity,
+            noise(len(prompts)),
+            schedule.levels,
+            transition=DDIM,
+            deterministic=DDIM,
+            key=key(1),
+            window=(),
+            record=(),
+        ).final
 
 
 def test_the_unet_is_small(unet: nn.Module) -> None:
@@ -278,9 +284,10 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
     shutil.copy(BASE_UNET / "config.json", tmp_path / "pickled")
     torch.save(unet.state_dict(), tmp_path / "pickled" / "diffusion_pytorch_model.bin")
     for folder, message in (
-        (BASE, "is not of the handwriting-unet model"), (tmp_path, "config.json is missing"),
+        (BASE, "is not of the handwriting-unet model"),
+        (tmp_path, "config.json is missing"),
         (tmp_path / "pickled", "there is no diffusion_pytorch_model.safetensors; only weights in the safetensors"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             HandwritingUNet(folder).build()
     with pytest.raises(ValueError, match="random weights cannot be built empty"):

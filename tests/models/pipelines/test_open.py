@@ -1,4 +1,4 @@
-"""Adapters of a person's own: they enter through an argument, `module:name` or an entry point; a broken one is one line."""
+"""User-defined adapters: they enter through an argument, `module:name` or an entry point; a broken one is one line."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from fluvial.models.pipelines.open import has_adapter
 
 
 class Toy:
-    """A model of a person's own: it predicts a multiple of its sample."""
+    """A user-defined model: it predicts a multiple of its sample."""
 
     prediction: Prediction = "velocity"
     lora_targets = ("linear",)

@@ -105,7 +105,7 @@ def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Ca
     eta = 0.7 if model.prediction == "velocity" else 1.0
     trajectory = sampled(model, module, x, cond, schedule, eta=eta)
     levels = schedule.levels
-    for place, step in enumerate(trajectory.steps.tolist()):
+    for place, step in enumerate(trajectory.steps[0].tolist()):
         sigma, sigma_next = (levels[at].expand(3).contiguous() for at in (step, step + 1))
         before, after = trajectory.x[:, place], trajectory.x_next[:, place]
         timestep = schedule.timesteps[step].expand(3)

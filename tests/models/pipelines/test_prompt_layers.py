@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.unet import HandwritingUNet
@@ -52,7 +53,7 @@ def made(
 ) -> tuple[Tensor, int]:
     """Return the final samples of a rollout in chunks of 2, and its products with a weight matrix without the decoder's."""
     sampling = Sampling(shape, model.schedule(STEPS, shape), **options)
-    requests, linears = Requests(prompts, range(len(prompts)), key(3)), Linears()
+    requests, linears = Requests(as_prompts(prompts), range(len(prompts)), key(3)), Linears()
     predict = model.predict
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:

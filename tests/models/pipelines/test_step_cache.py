@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
 from fluvial.models.step_cache import StepCache
 
@@ -147,7 +148,7 @@ def test_rollouts_leave_out_blocks(name: str, folders: Callable[[str], Path]) ->
     def made(threshold: float, guidance: Guidance) -> tuple[Tensor, int]:
         calls.count = 0
         sampling = Sampling(shape, model.schedule(STEPS, shape), guidance=guidance, step_cache=threshold)
-        chunks = generate(model, module, Requests(prompts, range(2), key(3)), sampling, micro_batch=2)
+        chunks = generate(model, module, Requests(as_prompts(prompts), range(2), key(3)), sampling, micro_batch=2)
         return torch.cat([chunk.trajectory.final for chunk in chunks]), calls.count
 
     if name in UNETS:

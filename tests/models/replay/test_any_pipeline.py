@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.core.transitions import flow_sde
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
@@ -150,11 +151,11 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], 
     sampler = partial(flow_sde, eta=0.7, sigma_max=grid.levels[1])
     steps = StochasticSteps(sampler, range(2), keep_velocity=True)
     sampling = Sampling(model.known.shape, grid, guidance, stochastic=steps)
-    (chunk,) = generate(model, module, Requests(PROMPTS, range(3), key(0)), sampling, micro_batch=3)
+    (chunk,) = generate(model, module, Requests(as_prompts(PROMPTS), range(3), key(0)), sampling, micro_batch=3)
     trajectory = chunk.trajectory
     assert trajectory.velocity is not None
     with torch.no_grad():
-        for position, step in enumerate(trajectory.steps.tolist()):
+        for position, step in enumerate(trajectory.steps[0].tolist()):
             x, level = trajectory.x[:, position].contiguous(), grid.levels[step].expand(3)
             v = model.predict(module, x, level, chunk.cond, timestep=grid.timesteps[step].expand(3))
             assert torch.equal(v, trajectory.velocity[:, position])

@@ -36,8 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     root = tmp_path_factory.mktemp("pipelines")
     makers: dict[str, Callable[[], Any]] = {
-        "FluxInpaintPipeline": flux, "FluxImg2ImgPipeline": flux, "StableDiffusion3Img2ImgPipeline": sd3,
-    }  # fmt: skip
+        "FluxInpaintPipeline": flux,
+        "FluxImg2ImgPipeline": flux,
+        "StableDiffusion3Img2ImgPipeline": sd3,
+    }
 
     def of(name: str) -> Path:
         if name not in makers:
@@ -110,8 +112,11 @@ def test_initial_samples_that_are_no_noise_are_refused(
     kind = type(model._loaded())
     prepare = kind.prepare_latents
     changes: list[Callable[[Tensor], Tensor]] = [
-        lambda x: 0.8 * x, lambda x: x + 0.5, lambda x: x[:1].repeat(len(x), 1, 1, 1), lambda x: x.sign(),
-    ]  # fmt: skip
+        lambda x: 0.8 * x,
+        lambda x: x + 0.5,
+        lambda x: x[:1].repeat(len(x), 1, 1, 1),
+        lambda x: x.sign(),
+    ]
     for change in changes:
         monkeypatch.setattr(kind, "prepare_latents", lambda *args, change=change, **kwargs: change(prepare(*args, **kwargs)))
         refused(lambda: model.known, "^SanaPipeline .* its initial samples are not standard normal noise: mean")
@@ -221,12 +226,16 @@ def test_normal_noise_passes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x * 0.7, lambda x: x * 1.4, lambda x: x + 0.4, lambda x: 3**0.5 * (2 * torch.rand_like(x) - 1),
-        lambda x: x[:1].expand_as(x), lambda x: 0.8 * x + 0.6 * x[:1] * torch.tensor([0.0, 1, 1])[:, None, None, None],
+        lambda x: x * 0.7,
+        lambda x: x * 1.4,
+        lambda x: x + 0.4,
+        lambda x: 3**0.5 * (2 * torch.rand_like(x) - 1),
+        lambda x: x[:1].expand_as(x),
+        lambda x: 0.8 * x + 0.6 * x[:1] * torch.tensor([0.0, 1, 1])[:, None, None, None],
         lambda x: x * torch.nan,
     ],
     ids=["small", "large", "shifted", "uniform", "shared", "partly shared", "nan"],
-)  # fmt: skip
+)
 def test_other_noise_does_not_pass(change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ReplayError, match=r"P cannot be trained .* not standard normal noise"):
         check_initial_noise("P", change(noise(3, 4, 16, 16)))

@@ -38,14 +38,14 @@ def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 
 
 def every_pair(recording: Recording) -> tuple[Tensor, Tensor]:
     """Return the samples and steps of all pairs, step by step."""
-    steps = recording.trajectory.steps
+    steps = recording.trajectory.steps[0]
     batch = len(recording.trajectory.final)
     return torch.arange(batch).repeat(len(steps)), steps.repeat_interleave(batch)
 
 
 def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> Tensor:
     """Return the log-probability of pairs, as the update computes it."""
-    position = torch.searchsorted(recording.trajectory.steps, step.contiguous())
+    position = torch.searchsorted(recording.trajectory.steps[0], step.contiguous())
     levels = recording.schedule.levels
     x, x_next = (getattr(recording.trajectory, name)[sample, position] for name in ("x", "x_next"))
     return gaussian.log_prob(recording.transition(levels[step], levels[step + 1]), x, v, x_next)
@@ -70,7 +70,7 @@ def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -
         images = pipe(prompt=PROMPTS, num_inference_steps=STEPS, **options)[0]
     assert torch.equal(images, recording.images)
     assert images.shape[:2] == (3, 3)
-    assert recording.trajectory.steps.tolist() == [0, 1]
+    assert recording.trajectory.steps[0].tolist() == [0, 1]
     assert torch.equal(recorder.trajectory().log_prob, recording.trajectory.log_prob)
     assert torch.equal(pipe.scheduler.timesteps, recording.schedule.timesteps)
 
@@ -82,9 +82,9 @@ def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -
     pipe = load(name)
     recording = recorded(pipe, name, window=[0, 2])
     trajectory = recording.trajectory
-    assert trajectory.steps.tolist() == [0, 2]
+    assert trajectory.steps[0].tolist() == [0, 2]
     assert trajectory.velocity is not None
-    for place, step in enumerate(trajectory.steps):
+    for place, step in enumerate(trajectory.steps[0]):
         sample = torch.arange(3)
         v = replay(pipe.transformer, recording, sample, step.expand(3))
         assert torch.equal(v, trajectory.velocity[:, place])
@@ -247,10 +247,15 @@ def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> 
         for rows in torch.arange(len(sample)).split(4):
             i, s = sample[rows], step[rows]
             loss, info = policy_loss(
-                recording.transition(levels[s], levels[s + 1]), trajectory.x[i, s], replay(module, recording, i, s),
-                trajectory.x_next[i, s], log_prob_old=trajectory.log_prob[i, s], advantage=advantage[i],
-                clip_low=0.2, clip_high=0.2,
-            )  # fmt: skip
+                recording.transition(levels[s], levels[s + 1]),
+                trajectory.x[i, s],
+                replay(module, recording, i, s),
+                trajectory.x_next[i, s],
+                log_prob_old=trajectory.log_prob[i, s],
+                advantage=advantage[i],
+                clip_low=0.2,
+                clip_high=0.2,
+            )
             (loss.sum() / len(sample)).backward()
             seen.append(info.ratio)
         ratio = torch.cat(seen)

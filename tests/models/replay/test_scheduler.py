@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.core import gaussian
 from fluvial.core.random import fold_in, key
-from fluvial.core.rollout import Record, rollout
+from fluvial.core.rollout import rollout
 from fluvial.core.sigmas import from_scheduler
+from fluvial.core.table import Record
 from fluvial.core.transitions import SamplerName, bind
 from fluvial.models.replay.scheduler import RecordingScheduler
 
@@ -84,7 +85,7 @@ def test_images_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]) 
     with pipe.scheduler.recording(record=Record(form="unscaled")) as recorder:
         assert torch.equal(run(), want)
     trajectory = recorder.trajectory()
-    assert trajectory.steps.tolist() == [0, 1, 2]
+    assert trajectory.steps[0].tolist() == [0, 1, 2]
     assert torch.equal(trajectory.x[:, 1:], trajectory.x_next[:, :-1])
     assert not torch.equal(trajectory.x[:, 0], trajectory.x_next[:, 0])
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config, sampler="cps", eta=0.5)
@@ -136,7 +137,7 @@ def test_recording_off_adds_nothing() -> None:
         counts.append(count.names)
     assert counts[0] == counts[1]
     assert scheduler._recorder is None
-    assert scheduler._plan is None
+    assert scheduler._scheduled is None
 
 
 @pytest.mark.parametrize("window", [None, (1, 2)])
@@ -184,7 +185,7 @@ def test_log_probs_are_those_of_the_stored_tensors(dtype: torch.dtype) -> None:
     trajectory = recorder.trajectory()
     assert trajectory.x.dtype == trajectory.x_next.dtype == dtype
     assert trajectory.velocity is not None
-    for place, step in enumerate(trajectory.steps.tolist()):
+    for place, step in enumerate(trajectory.steps[0].tolist()):
         sigma, sigma_next = (level.expand(BATCH).contiguous() for level in recorder.sigmas[step : step + 2])
         parts = (trajectory.x[:, place], trajectory.velocity[:, place], trajectory.x_next[:, place])
         again = gaussian.log_prob(recorder.transition(sigma, sigma_next), *parts)
@@ -208,7 +209,7 @@ def test_what_is_kept_is_kept_apart() -> None:
         assert torch.equal(getattr(trajectories[0], name), getattr(trajectories[1], name)), name
 
 
-def test_a_key_a_sample_makes_its_noise_its_own() -> None:
+def test_a_key_per_sample_makes_its_noise_its_own() -> None:
     """Whatever batch it is in."""
     keys = fold_in(key(1), torch.arange(BATCH))
 
@@ -250,7 +251,7 @@ def test_a_pipeline_may_begin_within_the_schedule() -> None:
     scheduler.set_begin_index(2)
     with scheduler.recording(key=key(0)) as recorder:
         walk(scheduler, start(), first=2)
-    assert recorder.trajectory().steps.tolist() == [2, 3, 4]
+    assert recorder.trajectory().steps[0].tolist() == [2, 3, 4]
 
 
 def test_a_new_schedule_makes_a_new_plan() -> None:

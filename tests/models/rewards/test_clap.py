@@ -24,9 +24,16 @@ def extractor() -> Any:
     from transformers import ClapFeatureExtractor
 
     return ClapFeatureExtractor(
-        feature_size=16, sampling_rate=RATE, hop_length=160, max_length_s=1, fft_window_size=256, frequency_min=50,
-        frequency_max=3500, truncation="rand_trunc", padding="repeatpad",
-    )  # fmt: skip
+        feature_size=16,
+        sampling_rate=RATE,
+        hop_length=160,
+        max_length_s=1,
+        fft_window_size=256,
+        frequency_min=50,
+        frequency_max=3500,
+        truncation="rand_trunc",
+        padding="repeatpad",
+    )
 
 
 def config(**audio: Any) -> Any:
@@ -36,14 +43,27 @@ def config(**audio: Any) -> Any:
     return ClapConfig(
         projection_dim=12,
         text_config={
-            "vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "intermediate_size": 20, "max_position_embeddings": 32,
+            "vocab_size": len(WORDS),
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 20,
+            "max_position_embeddings": 32,
         },
         audio_config={
-            "num_mel_bins": 16, "spec_size": 32, "window_size": 4, "patch_size": 4, "patch_stride": [4, 4], "depths": [1, 1],
-            "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "hidden_size": 16, "num_hidden_layers": 2, **audio,
+            "num_mel_bins": 16,
+            "spec_size": 32,
+            "window_size": 4,
+            "patch_size": 4,
+            "patch_stride": [4, 4],
+            "depths": [1, 1],
+            "num_attention_heads": [1, 2],
+            "patch_embeds_hidden_size": 8,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            **audio,
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

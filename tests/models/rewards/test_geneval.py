@@ -94,11 +94,14 @@ def test_colours() -> None:
 @pytest.mark.parametrize(
     ("scene", "relation", "holds"),
     [
-        ([LEFT, ("bar", "red", 44, 30)], "right of", True), ([LEFT, ("bar", "red", 44, 30)], "left of", False),
-        ([RIGHT, ("bar", "red", 4, 30)], "left of", True), ([LEFT, ("bar", "red", 4, 4)], "above", True),
-        ([LEFT, ("bar", "red", 4, 58)], "below", True), ([LEFT, ("bar", "red", 4, 28)], "above", False),
+        ([LEFT, ("bar", "red", 44, 30)], "right of", True),
+        ([LEFT, ("bar", "red", 44, 30)], "left of", False),
+        ([RIGHT, ("bar", "red", 4, 30)], "left of", True),
+        ([LEFT, ("bar", "red", 4, 4)], "above", True),
+        ([LEFT, ("bar", "red", 4, 58)], "below", True),
+        ([LEFT, ("bar", "red", 4, 28)], "above", False),
     ],
-)  # fmt: skip
+)
 def test_positions(scene: Scene, relation: str, holds: bool) -> None:
     """Of the second entry's object relative to the first's."""
     expected = (True, True, 1) if holds else (False, False, round(2 / 3, 3))
@@ -112,7 +115,7 @@ def test_a_position_needs_a_target() -> None:
 
 
 def test_an_offset_along_the_diagonal_is_two_positions() -> None:
-    """And one that is small for the objects' sizes is none."""
+    """And one that is small for the objects' sizes is not one."""
 
     def at(x: float, y: float, size: float = 10) -> Detection:
         return Detection((x, y, x + size, y + size), 1.0)
@@ -175,8 +178,11 @@ def test_it_is_a_reward_of_several_numbers() -> None:
     records = [{"tag": "counting", "include": [TWO]}] * 2
     found = GenEval(detect)(images, ["two squares"] * 2, records)
     assert {name: values.tolist() for name, values in found.items()} == {
-        "score": [0.5, 1], "correct": [0, 1], "strict": [0, 1], "partial": [0.5, 1],
-    }  # fmt: skip
+        "score": [0.5, 1],
+        "correct": [0, 1],
+        "strict": [0, 1],
+        "partial": [0.5, 1],
+    }
     assert GenEval(detect, score="correct")(images, ["two squares"] * 2, records)["score"].tolist() == [0, 1]
 
 

@@ -33,15 +33,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = GotOcr2Config(
         image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"),
         vision_config={
-            "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
-            "patch_size": 16, "window_size": 4, "global_attn_indexes": [1], "mlp_dim": 20,
+            "hidden_size": 16,
+            "output_channels": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": 16,
+            "window_size": 4,
+            "global_attn_indexes": [1],
+            "mlp_dim": 20,
         },
         text_config={
-            "model_type": "qwen2", "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 20,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-            "max_position_embeddings": 512, "tie_word_embeddings": True,
+            "model_type": "qwen2",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
         },
-    )  # fmt: skip
+    )
     tiny_rewards.randomise(GotOcr2ForConditionalGeneration(config), scale=0.5).save_pretrained(place)
     tokenizer.save_pretrained(place)
     settings = {**tiny_rewards.clip_settings(), "size": {"height": SIDE, "width": SIDE}, "do_center_crop": None}

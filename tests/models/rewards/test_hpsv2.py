@@ -31,22 +31,30 @@ def vocabulary() -> Any:
 def state() -> dict[str, torch.Tensor]:
     """Return a random state dict of open_clip's CLIP with a vision transformer."""
     shapes: dict[str, tuple[int, ...]] = {
-        "logit_scale": (), "positional_embedding": (LENGTH, TEXT), "text_projection": (TEXT, OUT),
-        "token_embedding.weight": (len(vocabulary()), TEXT), "visual.class_embedding": (WIDTH,),
-        "visual.positional_embedding": (1 + (SIDE // PATCH) ** 2, WIDTH), "visual.proj": (WIDTH, OUT),
+        "logit_scale": (),
+        "positional_embedding": (LENGTH, TEXT),
+        "text_projection": (TEXT, OUT),
+        "token_embedding.weight": (len(vocabulary()), TEXT),
+        "visual.class_embedding": (WIDTH,),
+        "visual.positional_embedding": (1 + (SIDE // PATCH) ** 2, WIDTH),
+        "visual.proj": (WIDTH, OUT),
         "visual.conv1.weight": (WIDTH, 3, PATCH, PATCH),
-    }  # fmt: skip
+    }
     norms = ["visual.ln_pre", "visual.ln_post", "ln_final"]
     widths = {"visual.ln_pre": WIDTH, "visual.ln_post": WIDTH, "ln_final": TEXT}
     for tower, width in (("visual.", WIDTH), ("", TEXT)):
         for i in range(LAYERS):
             at = f"{tower}transformer.resblocks.{i}."
             shapes |= {
-                f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,),
-                f"{at}attn.out_proj.weight": (width, width), f"{at}attn.out_proj.bias": (width,),
-                f"{at}mlp.c_fc.weight": (24, width), f"{at}mlp.c_fc.bias": (24,),
-                f"{at}mlp.c_proj.weight": (width, 24), f"{at}mlp.c_proj.bias": (width,),
-            }  # fmt: skip
+                f"{at}attn.in_proj_weight": (3 * width, width),
+                f"{at}attn.in_proj_bias": (3 * width,),
+                f"{at}attn.out_proj.weight": (width, width),
+                f"{at}attn.out_proj.bias": (width,),
+                f"{at}mlp.c_fc.weight": (24, width),
+                f"{at}mlp.c_fc.bias": (24,),
+                f"{at}mlp.c_proj.weight": (width, 24),
+                f"{at}mlp.c_proj.bias": (width,),
+            }
             for name in ("ln_1", "ln_2"):
                 norms.append(at + name)
                 widths[at + name] = width
@@ -166,13 +174,16 @@ def test_heads_of_the_published_model_are_known() -> None:
 
     tensors = {name: torch.empty(0) for name in ("logit_scale",)}
     shapes = {
-        "visual.conv1.weight": (1280, 3, 14, 14), "token_embedding.weight": (49408, 1024), "visual.proj": (1280, 1024),
-        "visual.positional_embedding": (257, 1280), "positional_embedding": (77, 1024),
+        "visual.conv1.weight": (1280, 3, 14, 14),
+        "token_embedding.weight": (49408, 1024),
+        "visual.proj": (1280, 1024),
+        "visual.positional_embedding": (257, 1280),
+        "positional_embedding": (77, 1024),
         "visual.transformer.resblocks.31.mlp.c_fc.weight": (5120, 1280),
         "transformer.resblocks.23.mlp.c_fc.weight": (4096, 1024),
         "visual.transformer.resblocks.0.mlp.c_fc.weight": (5120, 1280),
         "transformer.resblocks.0.mlp.c_fc.weight": (4096, 1024),
-    }  # fmt: skip
+    }
     tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     config = config_of(tensors, None)
     vision, text = config.vision_config, config.text_config

@@ -45,12 +45,17 @@ def state() -> dict[str, torch.Tensor]:
 
     v, t = "blip.visual_encoder.", "blip.text_encoder."
     shapes: dict[str, tuple[int, ...]] = {
-        f"{v}cls_token": (1, 1, WIDTH), f"{v}pos_embed": (1, 1 + (SIDE // PATCH) ** 2, WIDTH),
-        f"{v}patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH), f"{v}patch_embed.proj.bias": (WIDTH,),
+        f"{v}cls_token": (1, 1, WIDTH),
+        f"{v}pos_embed": (1, 1 + (SIDE // PATCH) ** 2, WIDTH),
+        f"{v}patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH),
+        f"{v}patch_embed.proj.bias": (WIDTH,),
         **norm(f"{v}norm", WIDTH),
-        f"{t}embeddings.word_embeddings.weight": (len(WORDS), TEXT), f"{t}embeddings.position_embeddings.weight": (64, TEXT),
-        **norm(f"{t}embeddings.LayerNorm", TEXT), **linear("mlp.layers.0", 7, TEXT), **linear("mlp.layers.2", 1, 7),
-    }  # fmt: skip
+        f"{t}embeddings.word_embeddings.weight": (len(WORDS), TEXT),
+        f"{t}embeddings.position_embeddings.weight": (64, TEXT),
+        **norm(f"{t}embeddings.LayerNorm", TEXT),
+        **linear("mlp.layers.0", 7, TEXT),
+        **linear("mlp.layers.2", 1, 7),
+    }
     for i in range(LAYERS):
         at = f"{v}blocks.{i}."
         shapes |= norm(f"{at}norm1", WIDTH) | norm(f"{at}norm2", WIDTH) | linear(f"{at}attn.qkv", 3 * WIDTH, WIDTH)

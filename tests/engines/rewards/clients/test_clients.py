@@ -1,4 +1,4 @@
-"""What each client sends and how it reads the reply, by the formats of the servers that exist."""
+"""Requests of each client and how it reads the reply, by the formats of the servers that exist."""
 
 import base64
 import io
@@ -15,8 +15,6 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.http.client import HttpClient
-from fluvial.engines.http.transport import Reply
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
 from fluvial.engines.rewards.clients.images import spread
@@ -24,6 +22,7 @@ from fluvial.engines.rewards.clients.table import CLIENTS, maker
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
 from fluvial.engines.rewards.options import from_factory
+from fluvial.engines.wire.client import HttpClient, Reply
 
 PROMPTS = ("a cat", "a dog", "a cow")
 NAN = float("nan")
@@ -77,8 +76,10 @@ def test_unirl_takes_metadata_and_gives_several_rewards() -> None:
     found = UniRL(server, rewards=("pick", "ocr"))(images(2), PROMPTS[:2], records)
     assert isinstance(found, dict)
     assert {name: values.tolist() for name, values in found.items()} == {
-        "score": [1.5, 0.75], "pick": [0.5, 0.25], "ocr": [1, 0.5],
-    }  # fmt: skip
+        "score": [1.5, 0.75],
+        "pick": [0.5, 0.25],
+        "ocr": [1, 0.5],
+    }
     request = sent(server)["requests"][1]
     assert request["required_rewards"] == ["pick", "ocr"]
     assert request["history"][0]["text"] == "a dog"
@@ -165,11 +166,21 @@ def test_neither_yes_nor_no_is_no_score() -> None:
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        ('{"score": 10}', 1.0), ('{"score": 5.5}', 0.5), ('```json\n{"score": 1}\n```', 0.0), ('{"score": 11}', NAN),
-        ('{"score": "10"}', NAN), ('{"score": true}', NAN), ("I would say 7 out of 10.", NAN), ('{"rating": 3}', NAN),
-        ("[7]", NAN), ("", NAN), (None, NAN), ('{"score": NaN}', NAN), ('{"score": null}', NAN),
+        ('{"score": 10}', 1.0),
+        ('{"score": 5.5}', 0.5),
+        ('```json\n{"score": 1}\n```', 0.0),
+        ('{"score": 11}', NAN),
+        ('{"score": "10"}', NAN),
+        ('{"score": true}', NAN),
+        ("I would say 7 out of 10.", NAN),
+        ('{"rating": 3}', NAN),
+        ("[7]", NAN),
+        ("", NAN),
+        (None, NAN),
+        ('{"score": NaN}', NAN),
+        ('{"score": null}', NAN),
     ],
-)  # fmt: skip
+)
 def test_a_rating_is_a_number_in_json(text: str | None, score: float) -> None:
     """A VLM judge that answers in prose gives none."""
     server = client(chat_reply(text))

@@ -6,22 +6,22 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from http.client import BadStatusLine, IncompleteRead
 from typing import Any
 
+import httpx2
 import torch
 from fake_servers import chat_reply, client
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.http.transport import Reply, TooLargeError
 from fluvial.engines.rewards.clients.flow_factory import FlowFactory
 from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
 from fluvial.engines.rewards.clients.replies import LARGEST
 from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.unpickle import ForbiddenPickleError, loads
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
+from fluvial.engines.wire.client import Reply
 
 B = 2
 IMAGES, PROMPTS = torch.rand(B, 3, 2, 2), ["a cat", "a dog"]
@@ -131,12 +131,12 @@ def test_replies_of_any_kind(data: st.DataObject) -> None:
     replies = st.builds(Reply, st.integers(100, 599), headers, bodies)
     broken = st.sampled_from(
         [
-            ConnectionResetError(),
-            TimeoutError(),
-            IncompleteRead(b""),
-            BadStatusLine("x\n"),
-            TooLargeError(),
-            OSError(5, "\n"),
+            httpx2.ReadError("reset"),
+            httpx2.ReadTimeout(""),
+            httpx2.RemoteProtocolError("incomplete"),
+            httpx2.ConnectError("x\n"),
+            Reply(200, {"content-length": "10000000000"}, b""),
+            httpx2.WriteError("\n"),
         ]
     )
     drawn = data.draw(st.lists(bodies | replies | broken, min_size=1, max_size=3))

@@ -38,11 +38,14 @@ def bodies(count: int) -> list[dict[str, Any]]:
     kinds: list[dict[str, Any]] = [{}, {"rollout_sde_type": "cps"}, {"rollout_sde_step_indices": [1, 2]}]
     return [
         {
-            "prompt": "12"[seed % 2], "seed": seed, "rollout_return_dit_trajectory": True, "rollout_debug_mode": seed == 0,
+            "prompt": "12"[seed % 2],
+            "seed": seed,
+            "rollout_return_dit_trajectory": True,
+            "rollout_debug_mode": seed == 0,
             **kinds[seed % 3],
         }
         for seed in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def asked(server: Server, requests: list[dict[str, Any]]) -> list[list[RolloutSample]]:
@@ -81,9 +84,11 @@ def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
     def body(ids: list[int]) -> dict[str, Any]:
         own = {"key": [3, 4], "ids": ids, "initial_ids": [0] * len(ids)}
         return {
-            "prompt": "1", "num_outputs_per_prompt": len(ids), "rollout_return_dit_trajectory": True,
+            "prompt": "1",
+            "num_outputs_per_prompt": len(ids),
+            "rollout_return_dit_trajectory": True,
             "extra_sampling_params": {"fluvial": own},
-        }  # fmt: skip
+        }
 
     (whole,) = asked(server, [body([0, 1, 2, 3, 4])])
     parts = asked(server, [body([4, 1]), body([0]), body([3, 2])])

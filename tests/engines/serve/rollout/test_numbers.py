@@ -1,4 +1,4 @@
-"""What a server answers is what core's formulas say, and to the bit what `generate` makes in process."""
+"""Replies of a server are what core's formulas say, and to the bit what `generate` makes in process."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.core import gaussian, transitions
 from fluvial.core.random import fold_in, key, normal
-from fluvial.engines.rollout.after import AfterWindow
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.rollout.generate import (
     NO_GUIDANCE,
     Chunk,
@@ -21,12 +21,14 @@ from fluvial.engines.rollout.generate import (
     Sampling,
     SharedPrefix,
     StochasticSteps,
-    deterministic_step,
     generate,
 )
 from fluvial.engines.rollout.samplers import SAMPLERS
-from fluvial.engines.rollout.streams import Stream
+from fluvial.engines.rollout.solvers import deterministic_step
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.streams import Stream
 from fluvial.engines.wire.response import RolloutSample
+from fluvial.engines.wire.tensors import tree_of
 from fluvial.models import Prediction
 
 KEY, IDS = key(11), (4, 0, 9)
@@ -72,9 +74,7 @@ def own(row: Row | None = None, **options: Any) -> dict[str, Any]:
 
 def body(row: Row, **fields: Any) -> dict[str, Any]:
     """Return the request of a row, with a trajectory."""
-    return {
-        **row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields
-    }  # fmt: skip
+    return {**row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields}
 
 
 def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_GUIDANCE, **changes: Any) -> Chunk:
@@ -87,7 +87,7 @@ def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_G
         stochastic = StochasticSteps(sampler, range(T) if window is None else window, form=row.form)
     sampling = Sampling(tiny.SHAPE, schedule, guidance, stochastic=stochastic, **changes)
     assert len(IDS) == MICRO_BATCH
-    requests = Requests(["1"] * len(IDS), IDS, KEY)
+    requests = Requests([Prompt("1")] * len(IDS), IDS, KEY)
     return next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
 
 
@@ -113,7 +113,7 @@ def test_samples_are_those_of_generate_to_the_bit(of: dict[Prediction, Server], 
         steps = ()
     chunk = chunk_of(of[row.prediction], row, steps)
     trajectory = chunk.trajectory
-    recorded = trajectory.steps.tolist()
+    recorded = trajectory.steps[0].tolist()
     for number, sample in enumerate(found):
         assert torch.equal(sample.generated_output, chunk.images[number])
         assert latents(sample).shape == (T + 1, *tiny.SHAPE)
@@ -189,7 +189,8 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
         for number, sample in enumerate(found):
             assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
             assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[number])
-            env: Any = sample.denoising_env
+            assert isinstance(sample.denoising_env, bytes)
+            env = tree_of(sample.denoising_env)
             assert env["guidance"] == 2.5
             assert torch.equal(env["pos_cond_kwargs"]["rows"], tiny.Tiny().encode(["1"]).rows)
             assert torch.equal(env["neg_cond_kwargs"]["rows"], tiny.Tiny().encode(["3"]).rows)
@@ -233,7 +234,7 @@ def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
     stochastic = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), range(T))
     sampling = Sampling(tiny.SHAPE, schedule, stochastic=stochastic)
     for number, sample in enumerate(found):
-        requests = Requests(["1"] * MICRO_BATCH, [0] * MICRO_BATCH, key(40 + number))
+        requests = Requests([Prompt("1")] * MICRO_BATCH, [0] * MICRO_BATCH, key(40 + number))
         chunk = next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
         assert torch.equal(sample.generated_output, chunk.images[0])
         assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[0])
@@ -250,9 +251,7 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
     for solver in ("euler", "dpmpp_2m", "unipc", "sa_solver"):
         fields = {**own(solver=solver), "rollout": False, "rollout_return_dit_trajectory": True}
         found = of["velocity"].samples(**fields, rollout_noise_level=0.3)
-        chunk = chunk_of(
-            of["velocity"], TABLE["ode"], (), solver=solver, eta=0.3 if solver == "sa_solver" else 0.0
-        )  # fmt: skip
+        chunk = chunk_of(of["velocity"], TABLE["ode"], (), solver=solver, eta=0.3 if solver == "sa_solver" else 0.0)
         for number, sample in enumerate(found):
             assert torch.equal(sample.generated_output, chunk.images[number])
             assert (sample.rollout_log_probs, sample.rollout_debug_tensors, sample.dit_trajectory) == (None, None, None)
@@ -261,7 +260,7 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
 def test_initial_noise_and_first_steps_are_shared(of: dict[Prediction, Server]) -> None:
     """The samples of a group begin alike, as in process."""
     server, row, prefix = of["velocity"], TABLE["sde"], SharedPrefix(2, 3)
-    requests = Requests(["1"] * len(IDS), IDS, KEY, [7] * len(IDS))
+    requests = Requests([Prompt("1")] * len(IDS), IDS, KEY, [7] * len(IDS))
     schedule = server.policy.schedule(T, tiny.SHAPE)
     stochastic = StochasticSteps(SAMPLERS["flow_sde"].bind(row.eta, schedule.levels), (2, 3))
     sampling = Sampling(tiny.SHAPE, schedule, stochastic=stochastic, prefix=prefix)
@@ -279,7 +278,7 @@ def test_initial_noise_and_first_steps_are_shared(of: dict[Prediction, Server]) 
 
 def test_steps_after_the_window_may_be_fewer(of: dict[Prediction, Server]) -> None:
     """The latents behind the window are known, and the final ones are those of the other solver."""
-    row, after = TABLE["sde"], AfterWindow("dpmpp_2m", 0.5)
+    row, after = TABLE["sde"], Tail("dpmpp_2m", 0.5)
     chunk = chunk_of(of["velocity"], row, (0, 1), after=after)
     fields = own(row, after={"solver": "dpmpp_2m", "fraction": 0.5}, recorded_only=True)
     found = of["velocity"].samples(**body(row, rollout_sde_step_indices=[0, 1], rollout_debug_mode=False) | fields)

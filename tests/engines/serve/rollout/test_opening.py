@@ -1,4 +1,4 @@
-"""What `fluvial serve` opens: built-in models, pipelines of diffusers, a person's own model, the export of a run."""
+"""Models that `fluvial serve` opens: built-in ones, pipelines of diffusers, a user-defined one, the export of a run."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,14 @@ import tiny_pipelines
 import torch
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.engines.serve.rollout.opening import opened
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.wire.tensors import tree_of
 from fluvial.models.handwriting import BASE
 
 STEPS = 3
@@ -38,18 +40,29 @@ def test_a_pipeline_is_served(name: str, tokens: int | None, tmp_path: Path) -> 
     server = servers.served(of, micro_batch=2)
     own = {"key": [7, 0], "ids": [5, 6, 8], "text_tokens": tokens}
     body = {
-        "prompt": row.prompts[0], "num_outputs_per_prompt": 3, "width": width, "height": height, "num_frames": frames,
-        "rollout_sde_step_indices": [0, 1], "rollout_return_dit_trajectory": True, "rollout_return_denoising_env": True,
-        "extra_sampling_params": {"fluvial": own}, "rollout_noise_level": 0.5, "rollout_video_dtype": "uint8",
-    }  # fmt: skip
+        "prompt": row.prompts[0],
+        "num_outputs_per_prompt": 3,
+        "width": width,
+        "height": height,
+        "num_frames": frames,
+        "rollout_sde_step_indices": [0, 1],
+        "rollout_return_dit_trajectory": True,
+        "rollout_return_denoising_env": True,
+        "extra_sampling_params": {"fluvial": own},
+        "rollout_noise_level": 0.5,
+        "rollout_video_dtype": "uint8",
+    }
     found = server.samples(**body)
     shape = of.model.latent_shape(height, width, frames)
     schedule = of.schedule(STEPS, shape)
     sampling = Sampling(
-        shape, schedule, Guidance(3.0, "dull"), text_tokens=tokens,
+        shape,
+        schedule,
+        Guidance(3.0, "dull"),
+        text_tokens=tokens,
         stochastic=StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1)),
-    )  # fmt: skip
-    requests = Requests([row.prompts[0]] * 4, [5, 6, 8, 8], key(7))
+    )
+    requests = Requests([Prompt(row.prompts[0])] * 4, [5, 6, 8, 8], key(7))
     chunks = list(generate(of.model, of.weights.module, requests, sampling, micro_batch=2))
     images = torch.cat([chunk.images for chunk in chunks]).float()
     for number, sample in enumerate(found):
@@ -60,7 +73,8 @@ def test_a_pipeline_is_served(name: str, tokens: int | None, tmp_path: Path) -> 
         assert torch.equal(sample.rollout_log_probs[:2], trajectory.log_prob[number % 2])
         expected = (images[number] * 255).round().to(torch.uint8) if images[number].ndim == 4 else images[number]
         assert torch.equal(sample.generated_output, expected)
-        env: Any = sample.denoising_env
+        assert isinstance(sample.denoising_env, bytes)
+        env = tree_of(sample.denoising_env)
         assert env["guidance"] == 3.0
         assert all(tensor.shape[0] == 1 for tensor in env["pos_cond_kwargs"].values())
     status, problem = server.problem(prompt="a", width=3, height=5)
@@ -93,7 +107,7 @@ def test_the_export_of_a_run_is_served(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has exported no weights"):
         policy(str(tmp_path))
     (tmp_path / "weights").symlink_to(BASE)
-    with pytest.raises(UsageError, match="is a run with its own: leave one out"):
+    with pytest.raises(UsageError, match="is a run with its own; leave one out"):
         policy(str(tmp_path), weights=BASE)
     base, run = policy("handwriting").weights, policy(str(tmp_path)).weights
     assert base.checksums() == run.checksums()

@@ -22,7 +22,7 @@ BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_d
 
 
 def started(port: int = 0) -> launch.Process:
-    """Start a server of the tiny net, as a person's own model."""
+    """Start a server of the tiny net, as a user-defined model."""
     return launch.start("serve", MODEL, "--port", str(port), "--micro-batch", "2", "--steps", "3")
 
 

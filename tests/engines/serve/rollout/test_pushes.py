@@ -12,6 +12,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+from marks import long
 from safetensors.torch import save_file
 
 from fluvial.engines.wire.response import RolloutSample, read_response
@@ -49,18 +50,18 @@ def post(url: str, path: str, value: Any, *, key: str = "secret") -> tuple[int, 
 
 
 def sample(url: str) -> RolloutSample:
-    """Return a sample of the weights of now."""
+    """Return a sample of the current weights."""
     return read_response(post(url, "/rollout/generate", {"prompt": "0427", "seed": 5, "num_inference_steps": 2})[1])[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("train", [long("full"), "lora"])
 def test_a_served_run_has_the_bits_of_one_in_process(
     tmp_path: Path, folder: Path, url: str, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rollout is made by the weights of its update. The second run finds the base that the first one pushed."""
     monkeypatch.setenv("ADMIN", "secret")
-    common = ("--updates", "2", "--train", train, "--rollout.eta", "0.7")
+    common = ("--updates", "2", "--train", train, "--rollout.sampler.eta", "0.7")
     launch.train(tmp_path / "alone", *common)
     servers = ("--rollout.servers.weights-folder", str(folder), "--rollout.servers.admin-env", "ADMIN")
     launch.train(tmp_path / "served", *common, "--rollout.source", url, *servers)

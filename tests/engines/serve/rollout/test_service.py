@@ -1,4 +1,4 @@
-"""What a rollout server answers to requests that are wrong, too many, too late, or whose client goes."""
+"""Replies of a rollout server to requests that are wrong, too many, too late, or whose client goes."""
 
 import asyncio
 import threading
@@ -18,6 +18,8 @@ from torch import nn
 
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.serve.rollout.orders import ServeLimits
+from fluvial.engines.wire.decode import convert
+from fluvial.engines.wire.info import ServerInfo
 from fluvial.engines.wire.request import RequestLimits
 from fluvial.engines.wire.response import read_response
 
@@ -41,19 +43,20 @@ NOISE = {"key": [1, 2], "ids": [0]}
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": None}, "missing required field `prompt`"),
         ({"prompt": "x"}, "prompt: prompt 'x' is no digit"),
-        ({"rollout_noise_level": -1}, "rollout_noise_level is -1"),
-        ({"rollout_noise_level": float("nan")}, "rollout_noise_level is nan"),
+        ({"rollout_noise_level": -1}, "rollout_noise_level: Expected `float` >= 0.0"),
+        ({"rollout_noise_level": float("nan")}, "the body is not JSON"),
+        ({"negative_prompt": "\ud800"}, "the body is not JSON"),
         ({"rollout_sde_type": "ode"}, "rollout_sde_type is ode, whose steps have no log-probability"),
-        ({"rollout_sde_type": "dance"}, "expected one of sde, cps, ode"),
+        ({"rollout_sde_type": "dance"}, "rollout_sde_type: Invalid enum value 'dance'"),
         ({"rollout_sde_step_indices": [4]}, "holds 4, expected 0 to 3 for 4 steps"),
         ({"rollout_return_step_indices": [5]}, "holds 5, expected 0 to 4 for 4 steps"),
         ({"width": 64}, "one of width and height is missing"),
         ({"num_frames": 5}, "one of width and height is missing"),
-        ({"width": 100_000, "height": 100_000}, "make 10000000000 pixels, expected at most"),
-        ({"num_inference_steps": 100_000}, r"expected an integer in \[1, 1000\]"),
-        ({"num_outputs_per_prompt": 1000}, r"expected an integer in \[1, 256\]"),
+        ({"width": 100_000, "height": 100_000}, "got 10000000000, expected at most"),
+        ({"num_inference_steps": 100_000}, "num_inference_steps: got 100000, expected at most 1000"),
+        ({"num_outputs_per_prompt": 1000}, "num_outputs_per_prompt: got 1000, expected at most 256"),
         ({"image_path": ["/etc/passwd"]}, "image_path is set, and this server makes samples from prompts alone"),
         ({"guidance_scale": 2, "negative_prompt": "x"}, "negative_prompt: prompt 'x' is no digit"),
         (own(sampler="ddim"), "sampler is ddim, which samples from models that predict epsilon"),
@@ -66,13 +69,15 @@ NOISE = {"key": [1, 2], "ids": [0]}
         ({**own(**NOISE, initial_ids=[0], prefix=[2, 1]), "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
         (
             {
-                **own(**NOISE, initial_ids=[0], prefix=[2, 1]), "rollout_debug_mode": False,
-                "rollout_return_dit_trajectory": True, "rollout_return_step_indices": [1, 2],
+                **own(**NOISE, initial_ids=[0], prefix=[2, 1]),
+                "rollout_debug_mode": False,
+                "rollout_return_dit_trajectory": True,
+                "rollout_return_step_indices": [1, 2],
             },
             "latents at boundary 1 are asked for",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
     import re
 
@@ -218,6 +223,22 @@ def test_samples_say_which_weights_made_them(server: Server) -> None:
     assert read_response(fresh.value)[0].weight_version == 1
 
 
+def test_the_version_is_compared_when_no_push_can_come_between(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that waits goes before the batch, after the batch was put together."""
+    policy = server.policy
+    sampling = policy.sampling
+
+    @contextmanager
+    def pushed_first() -> Iterator[Any]:
+        with sampling() as module:
+            monkeypatch.setattr(policy.weights, "version", 1)
+            yield module
+
+    monkeypatch.setattr(policy, "sampling", pushed_first)
+    expected = "the weights have version 1, and the request asks for 0: push these weights first"
+    assert server.problem(**own(version=0)) == (409, expected)
+
+
 def test_released_weights_make_no_samples() -> None:
     """Until they are resumed; the samples are then the same."""
     server = servers.served()
@@ -246,6 +267,7 @@ def test_the_model_is_described(server: Server) -> None:
     (model,) = get(server, "/v1/models").value["data"]
     assert (model["id"], model["pipeline_class"], model["dit_precision"], model["num_gpus"]) == ("tiny", "Tiny", "fp32", 0)
     info = get(server, "/v1/model_info").value
+    assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0)
     assert (info["latent_shape"], info["num_inference_steps"], info["micro_batch"]) == ([1, 4, 4], 4, MICRO_BATCH)
     assert (info["weight_version"], info["prediction"], info["model_path"]) == (0, "velocity", "tiny")
 
@@ -306,7 +328,7 @@ FIELDS: Any = st.fixed_dictionaries(
             },
         ).map(lambda options: {"fluvial": options}),
     },
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60)

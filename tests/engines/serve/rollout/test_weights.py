@@ -1,4 +1,4 @@
-"""What a rollout server takes for weights: complete, of the right shapes, from its own folders; or nothing changes."""
+"""Weights that a rollout server takes: complete, of the right shapes, from its own folders; or nothing changes."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
 
-import fluvial.engines.serve.rollout.weights as serving
+import fluvial.engines.serve.rollout.served_weights as serving
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.wire.weights import SHARED_FILES, adapter_checksum, checksum
+from fluvial.engines.wire.weight_buckets import SHARED_FILES, SharedBucket, adapter_checksum, buckets, checksum, flattened
 from fluvial.models.lora import adapter_parameters
 
 FULL, LORA = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
@@ -156,7 +156,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "an endless header": (lambda file: file.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "cannot be read"),
     "a pickle": (lambda file: torch.save({}, file), "cannot be read"),
     "a flipped bit": (
-        lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])), "its checksum is"
+        lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+        "its checksum is",
     ),
     "no file": (lambda file: file.unlink(), "holds no weights"),
     "a pipe": (piped, "holds no weights"),
@@ -165,7 +166,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {"a": "../../../etc/passwd"}}'),
         "holds no weights",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -188,7 +189,7 @@ ADAPTERS: dict[str, tuple[Any, str]] = {
     "a pickle": (lambda file: torch.save({}, file), "cannot be read"),
     "a huge file": (lambda file: os.truncate(file, 10**10), "has 10000000000 bytes, expected at most"),
     "no file": (lambda file: file.unlink(), "holds neither"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", ADAPTERS)
@@ -235,26 +236,54 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("/update_weights_from_disk", {}, "model_path is missing"),
-        ("/update_weights_from_disk", {"model_path": 3}, "model_path is 3"),
-        ("/update_weights_from_disk", {"model_path": "/", "target_modules": "transformer"}, "target_modules is "),
+        ("/update_weights_from_disk", {}, "missing required field `model_path`"),
+        ("/update_weights_from_disk", {"model_path": 3}, "model_path: Expected `str`"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/", "target_modules": "transformer"},
+            "target_modules: Expected `array",
+        ),
         ("/update_weights_from_disk", {"model_path": "FOLDER/full", "target_modules": ["vae"]}, "there is no network 'vae'"),
         ("/update_weights_from_disk", {"model_path": "FOLDER/lora"}, "holds no folder transformer"),
-        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "weight_version": -1}, "weight_version is -1"),
-        ("/update_weights_from_disk", {"model_path": "FOLDER/full", "weight_version": "x"}, "weight_version is 'x'"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "FOLDER/full", "weight_version": -1},
+            "weight_version: Expected `int` >= 0",
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "FOLDER/full", "weight_version": "x"},
+            "weight_version: Expected `str` matching regex",
+        ),
         ("/update_weights_from_disk", {"model_path": "FOLDER/full", "sha256": {"transformer": "0"}}, "is damaged"),
-        ("/update_weights_from_disk", [], "the body is of type list"),
-        ("/v1/set_lora", {"lora_nickname": ["a", "b"], "lora_path": ["x", "y"]}, "lora_nickname holds 2 adapters"),
-        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "lora_path is missing"),
+        ("/update_weights_from_disk", [], "the body: Expected `object`, got `array`"),
+        (
+            "/v1/set_lora",
+            {"lora_nickname": ["a", "b"], "lora_path": ["x", "y"]},
+            "lora_nickname: Expected `array` of length <= 1",
+        ),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "missing required field `lora_path`"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "target": "critic"}, "target is 'critic'"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "strength": 0}, "alpha times strength"),
-        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "merge_mode": "x"}, "merge_mode is 'x'"),
-        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gAR9"]}, "pickles are not read"),
-        ("/update_weights_from_tensor", {"load_format": SHARED_FILES}, "holds no bucket, or several"),
-        ("/update_weights_from_tensor", {"load_format": SHARED_FILES, "serialized_named_tensors": ["{"]}, "holds no JSON"),
-        ("/get_weights_checksum", {"module_names": 3}, "module_names is 3"),
+        (
+            "/v1/set_lora",
+            {"lora_nickname": "a", "lora_path": "FOLDER/lora", "merge_mode": "x"},
+            "merge_mode: Invalid enum value 'x'",
+        ),
+        (
+            "/update_weights_from_tensor",
+            {"load_format": "flattened_bucket", "serialized_named_tensors": ["gAR9"]},
+            "load_format: Invalid enum value",
+        ),
+        ("/update_weights_from_tensor", {"load_format": SHARED_FILES}, "missing required field `serialized_named_tensors`"),
+        (
+            "/update_weights_from_tensor",
+            {"load_format": SHARED_FILES, "serialized_named_tensors": ["{"]},
+            "holds a text that is not JSON",
+        ),
+        ("/get_weights_checksum", {"module_names": 3}, "module_names: Expected `array"),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests_are_one_line(folder: Path, path: str, value: Any, says: str) -> None:
     server = served(folder)
     before, text = state(server), json.dumps(value).replace("FOLDER", str(folder))
@@ -265,11 +294,11 @@ BUCKETS: dict[str, tuple[dict[str, Any], str]] = {
     "a file of another size": ({"bytes": 65}, "is no file of the"),
     "another folder": ({"file": "/etc/hostname"}, "is outside the folders"),
     "a gap": ({"start_idx": 1, "end_idx": 65}, "start_idx is 1, expected 0"),
-    "a size that is not the shape's": ({"numel": 7}, "and its shape and dtype have others"),
+    "a size that is not the shape's": ({"numel": 7}, "and shape and dtype have others"),
     "a wrong name": ({"name": "nothing"}, "holds nothing, which the network does not have"),
     "a wrong shape": ({"shape": [4, 4]}, "out.bias of shape [4, 4], and the network has [16]"),
-    "an unknown dtype": ({"dtype": "torch.complex64"}, "dtype is 'torch.complex64', expected one of"),
-    "no places": ({"places": []}, "places is [], expected"),
+    "an unknown dtype": ({"dtype": "torch.complex64"}, "dtype: it is 'torch.complex64', expected one of"),
+    "no places": ({"places": []}, "places: Expected `array` of length >= 1"),
     "incomplete": ({}, "is incomplete: blocks.0.inner.bias and"),
     "out of order": ({"index": 1, "count": 2}, "is out of order"),
     "a wrong index": ({"index": 3}, "index is 3"),
@@ -281,17 +310,47 @@ def test_a_wrong_bucket_changes_nothing(folder: Path, wrong: str) -> None:
     server, (changes, says) = served(folder), BUCKETS[wrong]
     (folder / "bucket").write_bytes(bytes(changes.get("bytes", 64)))
     place = {
-        "name": "out.bias", "shape": [16], "numel": 16, "dtype": "torch.float32", "start_idx": 0, "end_idx": 64,
+        "name": "out.bias",
+        "shape": [16],
+        "numel": 16,
+        "dtype": "torch.float32",
+        "start_idx": 0,
+        "end_idx": 64,
         **{name: changes[name] for name in ("name", "shape", "numel", "dtype", "start_idx", "end_idx") if name in changes},
-    }  # fmt: skip
+    }
     bucket = {
-        "push": "p", "index": changes.get("index", 0), "count": changes.get("count", 1), "module": "transformer",
-        "file": changes.get("file", str(folder / "bucket")), "places": changes.get("places", [place]),
-    }  # fmt: skip
+        "push": "p",
+        "index": changes.get("index", 0),
+        "count": changes.get("count", 1),
+        "module": "transformer",
+        "file": changes.get("file", str(folder / "bucket")),
+        "places": changes.get("places", [place]),
+    }
     before = state(server)
     value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket)]}
     answer = ask(server, "/update_weights_from_tensor", **value)
     refuses(server, answer, says, before)
+
+
+def test_buckets_of_two_pushes_are_not_mixed(folder: Path) -> None:
+    """The second half of another push, as of a trainer that was restarted, is refused, and drops the first half."""
+    server, tensors = served(folder), {name: t + 1 for name, t in sorted(base().state_dict().items())}
+    halves = [dict([*tensors.items()][:1]), dict([*tensors.items()][1:])]
+
+    def sent(push: str, index: int) -> asgi.Answer:
+        (places,) = buckets(halves[index], most_bytes=10**6)
+        bucket = SharedBucket(push, index, 2, "transformer", str(folder / "bucket"), places)
+        (folder / "bucket").write_bytes(flattened(places, halves[index].values()).numpy().tobytes())
+        value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket.as_json())]}
+        return ask(server, "/update_weights_from_tensor", **value)
+
+    before = state(server)
+    assert sent("a", 0).status == 200
+    refuses(server, sent("b", 1), "is out of order", before)
+    refuses(server, sent("a", 1), "is out of order", before)
+    assert [sent("b", index).status for index in (0, 1)] == [200, 200]
+    found = server.weights.tensors("transformer")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

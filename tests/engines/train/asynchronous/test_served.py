@@ -13,8 +13,8 @@ import torch
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.rollout.ahead import AsyncConfig
-from fluvial.engines.rollout.serving import ServersConfig
+from fluvial.engines.rollout.async_config import AsyncConfig
+from fluvial.engines.rollout.servers import ServersConfig
 from fluvial.engines.train.config import CorrectionConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
 
@@ -48,6 +48,7 @@ def address(server: launch.Process) -> str:
     return found[1]
 
 
+@pytest.mark.long
 def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World, tmp_path: Path) -> None:
     """All weights, and adapters, of the version that belongs to each rollout; then the server is killed."""
     own = config(tmp_path)

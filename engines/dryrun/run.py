@@ -1,0 +1,195 @@
+"""The phases of a dry run: build, rollout, decode, rewards, update, evaluation and checkpoint of one training run."""
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from optree import tree_leaves
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.dryrun.passes import RepeatedPasses, ShortUpdates
+from fluvial.engines.dryrun.report import CheckpointLayout, Report
+from fluvial.engines.dryrun.stand_ins import PROMPTS, shortened, with_rewards
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.named_models import brings_prompts
+from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.simulate.device import Accelerator
+from fluvial.engines.simulate.simulation import Simulation, replaced, simulate
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.trainer import Trainer
+
+
+def dry_run(
+    config: TrainConfig, job: Job | None = None, *, ranks: int = 1, accelerator: Accelerator | None = None, reserve: int = 0
+) -> Report:
+    """Return what a training run would do on its GPUs, found without them.
+
+    The model is built from its settings alone. One rollout runs, an update, an evaluation, and what a checkpoint holds; all
+    of it on a simulated accelerator, as rank 0 of the ranks. Errors of the run are part of the report.
+
+    Args:
+        config: the run.
+        job: what is trained; by default what `config.model` names.
+        ranks: number of GPUs.
+        accelerator: the GPU.
+        reserve: bytes that must stay free for what is not simulated.
+
+    Raises:
+        UsageError: the run cannot be done as configured.
+    """
+    accelerator = accelerator or Accelerator()
+    with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
+        folder, notes = Path(name), list[str]()
+        changed, more = shortened(_given(config, folder, notes), folder, ranks=ranks)
+        if config.engine.compiles(torch.device("cuda")):
+            notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
+        run = _Run(simulation, changed, more)
+        with warnings.catch_warnings(), replaced(RewardRunners, "submit", _submit_and_wait(RewardRunners.submit)):
+            warnings.simplefilter("ignore")  # of values that are not there
+            error = run.all(job, notes)
+        return Report.of(
+            simulation, config, ranks=ranks, accelerator=accelerator, reserve=reserve, notes=notes, error=error,
+            stored=run.stored, micro_batches=run.micro_batches, layout=run.layout,
+        )  # fmt: skip
+
+
+def _given(config: TrainConfig, folder: Path, notes: list[str]) -> TrainConfig:
+    """Return the run with prompts where it names none, in this process alone."""
+    if config.rollout.is_served:
+        notes.append("servers that make the rollouts: this rank makes them itself here")
+        config = replace(config, rollout=replace(config.rollout, source=""))
+    needs = not brings_prompts(config.model) and not config.prompts and not config.data
+    if needs and config.objective.traits.preferences is None:
+        file = folder / "prompts.txt"
+        file.write_text("\n".join(PROMPTS) + "\n")
+        config = replace(config, prompts=(str(file),))
+    return config
+
+
+class _Run:
+    """One dry run under a simulation."""
+
+    def __init__(self, simulation: Simulation, config: TrainConfig, more: float) -> None:
+        self.simulation, self.config, self.more = simulation, config, more
+        self.phase = simulation.phases.of
+        self.stored = self.micro_batches = 0
+        self.layout: CheckpointLayout | None = None
+
+    def all(self, job: Job | None, notes: list[str]) -> str | None:
+        """Run every phase, and return what ended it, if something did."""
+        phase = "build"
+        try:
+            with contextlib.ExitStack() as stack:
+                with self.phase("build"):
+                    trainer = stack.enter_context(self._built(job, notes))
+                updates = self._watched(trainer)
+                phase = "rollout and update"
+                trainer.update()
+                self.micro_batches = round(updates.micro_batches * self.more)
+                phase = "evaluation"
+                with self.phase("evaluation"):
+                    trainer.evaluate()
+                phase = "checkpoint"
+                with self.phase("checkpoint"):
+                    self.layout = _layout(trainer)
+        except UsageError:
+            raise
+        except Exception as error:
+            if "device_ready_queues_" in str(error):  # the simulation explains it
+                raise
+            return f"{phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return None
+
+    def _built(self, job: Job | None, notes: list[str]) -> Trainer:
+        """Return the trainer, whose model repeats its passes on paper."""
+        world: World = self.simulation.world
+        job = jobs.of_run(self.config) if job is None else job
+        job, config, more = with_rewards(job, self.config, partial(self.phase, "rewards"))
+        notes.extend(more)
+        model: Any = job.model
+        model.predict = RepeatedPasses(model.predict, self.simulation.mode)
+        model.decode = self._in("decode", model.decode)
+        return Trainer(config, job, world)
+
+    def _watched(self, trainer: Trainer) -> ShortUpdates:
+        """Run the parts of a trainer in their phases."""
+        rollouts, learner, engine = trainer.rollouts, trainer.learner, trainer.engine
+        made = self._in("rollout", rollouts.made)
+
+        def stored(*args: Any, **kwargs: Any) -> Any:
+            batch = made(*args, **kwargs)
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            once = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+            self.stored = int(sum(once.values()) * (self.more - 1))
+            return batch
+
+        updates = ShortUpdates(engine)
+        changes: list[tuple[Any, str, Callable[..., Any]]] = [
+            (rollouts, "made", stored),
+            (learner, "items", self._in("update", learner.items)),
+            (learner, "update", self._in("update", learner.update)),
+            (engine, "update", updates),
+        ]
+        if trainer.ahead is not None:
+            changes.append((trainer.ahead, "next", _one_after_another(trainer.ahead)))
+        for owner, name, function in changes:
+            setattr(owner, name, function)
+        return updates
+
+    def _in(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return function(*args, **kwargs)
+
+        return run
+
+
+def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
+    """Return `RewardRunners.submit` that waits for the scores, so that rewards do not interleave with the rollout."""
+
+    def submitted(runners: RewardRunners, *args: Any, **kwargs: Any) -> None:
+        submit(runners, *args, **kwargs)
+        for runner in runners.runners:
+            for future, _ in runner.waiting:
+                future.exception()
+
+    return submitted
+
+
+def _one_after_another(ahead: Any) -> Callable[[], Any]:
+    """Return `Ahead.next` that waits for all rollouts under way, so that they do not interleave with the update."""
+    following = ahead.next
+
+    def next_rollout() -> Any:
+        batch = following()
+        for requested in ahead.requested.values():
+            requested.batch.result()
+        return batch
+
+    return next_rollout
+
+
+def _layout(trainer: Trainer) -> CheckpointLayout:
+    """Return what a checkpoint holds, and gather the weights as the export at the end does."""
+    state = trainer.engine.state()
+    own = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in state.values())
+    whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    exported, largest = 0, 0
+    for _, tensor in _exported(trainer):
+        exported += tensor.numel() * tensor.itemsize
+        largest = max(largest, tensor.numel() * tensor.itemsize)
+    return CheckpointLayout(len(state), own, whole, exported, largest)
+
+
+def _exported(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    yield from trainer.engine.weights(merge=trainer.config.train == "lora")

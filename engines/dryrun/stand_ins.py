@@ -1,0 +1,86 @@
+"""Stand-ins for what a dry run has no values of: rewards that differ from sample to sample, prompts, and a shorter run."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fluvial.engines.errors import FluvialError
+from fluvial.engines.rewards.registry import select
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.job import Job
+
+PROMPTS = [f"a photo of {number} apples on a wooden table" for number in range(1, 65)]
+CHUNKS = 2  # of samples per rank, at least; the memory of further ones is added
+
+
+class SpreadReward:
+    """A reward whose scores differ within every group, so that there is something to learn; the real one is called first.
+
+    Args:
+        reward: the real reward; its memory, host reads and errors are those of the run.
+        phase: context of the call.
+    """
+
+    def __init__(self, reward: Callable[..., Any], phase: Callable[[], Any]) -> None:
+        self.reward, self.phase, self._next = reward, phase, count()
+        self.__signature__ = inspect.signature(reward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.phase():
+            found = self.reward(*args, **kwargs)
+        samples = args[0]
+        if isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
+            return found
+        return [float(next(self._next) % 7) for _ in range(len(samples))]
+
+
+def with_rewards(job: Job, config: TrainConfig, phase: Callable[[], Any]) -> tuple[Job, TrainConfig, list[str]]:
+    """Return a job whose rewards can be called without values, its run, and what is left out."""
+    notes, rewards = list[str](), dict[str, Any]()
+    for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
+        try:
+            found = select(job.rewards, (name,))
+        except FluvialError as error:
+            notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
+            found = {name.partition(":")[0].partition("=")[0]: (_brightness, 1.0)}
+        rewards.update({key: SpreadReward(reward, phase) for key, (reward, _) in found.items()})
+    evaluators = {name: SpreadReward(reward, phase) for name, reward in (job.evaluators or {}).items()}
+    return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards)), notes
+
+
+def _brightness(images: Tensor, prompts: Any) -> Tensor:
+    """Return the mean of each image."""
+    return images.flatten(1).mean(1)
+
+
+def shortened(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
+    """Return a run of one rollout with few chunks per rank, and how many times more samples the real one has.
+
+    Args:
+        config: the run.
+        folder: where it may write.
+        ranks: number of ranks.
+    """
+    size = 1 if config.micro_batch == "auto" else config.samples_per_pass
+    rollout, data = config.rollout, ranks // config.engine.context_parallel
+    # Every update has two micro-batches at least, as far as the run's own do.
+    samples = max(CHUNKS * size, 2 * replace(config, micro_batch=size).items_per_pass * config.minibatches)
+    prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
+    updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
+    changed = replace(
+        config, out=folder, micro_batch=size, rollout=replace(rollout, prompts=prompts), updates=updates, tracker="none",
+        resume=False, resume_from=None, eval_samples=size * data, checkpoint_async=False,
+        engine=replace(config.engine, compile=False), max_invalid=0.999,
+    )  # fmt: skip
+    return changed, _slots(config.rollout.batch, size, data) / _slots(changed.rollout.batch, size, data)
+
+
+def _slots(batch: int, size: int, ranks: int) -> int:
+    """Return the number of samples of a rank: whole chunks."""
+    return math.ceil(math.ceil(batch / ranks) / size) * size

@@ -1,1 +1,0 @@
-"""Requests over HTTP, bounded in time, bytes and number."""

@@ -1,0 +1,61 @@
+"""The rewards of a whole rollout, the same on every rank."""
+
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.fsdp.world import World
+from fluvial.engines.rewards.invalid import check_invalid, kept_samples
+from fluvial.engines.rewards.runner import Collected
+
+
+class Rewards(NamedTuple):
+    """The rewards of a rollout of B samples."""
+
+    scores: Tensor  # [B, K] on the host, NaN where invalid
+    kept: Tensor  # bool [B], whether a sample is learnt from: its whole group has valid rewards
+    invalid: dict[str, int]  # number of samples without a valid reward, and of the groups that are left out
+    parts: dict[str, Any]  # mean of each further number that a reward returned, by reward and name
+    computed: float = 0.0  # seconds that this rank's rewards computed
+    waited: float = 0.0  # seconds that this rank waited for their end
+
+
+def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float, world: World) -> tuple[Rewards, bool]:
+    """Return the rewards of a rollout, and whether any rank was asked to stop; every rank must take part.
+
+    Args:
+        own: what the rewards of this rank say.
+        stop: whether this rank was asked to stop. The request travels with the rewards, so that all ranks stop after the
+            same update.
+        group: number of consecutive samples that belong together.
+        max_invalid: largest share of the groups that may be left out.
+        world: process group.
+
+    Raises:
+        RunError: more groups have no valid reward.
+    """
+    flags = torch.tensor([float(stop), float(bool(own.parts))])
+    everyone = world.gather(torch.cat([own.scores.flatten(), flags]).to(world.device)[None]).cpu()
+    # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
+    scores = everyone[:: world.sequence, :-2].sum(0).view_as(own.scores)
+    invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)
+    kept = kept_samples(scores, group)
+    parts: dict[str, Any] = {}
+    if everyone[:, -1].any():
+        learnt = set(torch.nonzero(kept).flatten().tolist())
+        for name, values in _joined(world.gather_items(own.parts)[:: world.sequence]).items():
+            known = [value for place, value in values.items() if place in learnt and value == value]
+            reward, _, part = name.partition("/")
+            parts.setdefault(reward, {})[part] = fmean(known) if known else None
+    return Rewards(scores, kept, invalid, parts, own.computed, own.waited), bool(everyone[:, -2].any())
+
+
+def _joined(ranks: list[dict[str, dict[int, float]]]) -> dict[str, dict[int, float]]:
+    """Return the numbers of all ranks by name and sample, samples in order."""
+    found: dict[str, dict[int, float]] = {}
+    for parts in ranks:
+        for name, values in parts.items():
+            found.setdefault(name, {}).update(values)
+    return {name: dict(sorted(values.items())) for name, values in found.items()}

@@ -1,0 +1,84 @@
+"""Clean samples with noise: the items of objectives that need no recorded steps."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.engines.rollout.noising import NoisingConfig, draw_levels, noised_at
+from fluvial.engines.streams import Stream
+from fluvial.models import Prediction, Schedule
+
+TENTHS = 10
+
+
+class NoisedSamples(NamedTuple):
+    """P clean samples with noise, each field `[P, ...]`."""
+
+    x: Tensor  # sample with noise, at which the model is evaluated
+    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
+    timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
+    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
+    target_weight: Tensor  # `Objective.target_weight` of the sample, e.g. its advantage
+    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    x0: Tensor  # clean sample
+    target: Tensor  # what the model should predict: noise - x0, or the noise for an epsilon-prediction model
+    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    context: Tensor | None = None  # of an objective that gathers statistics, see `objectives.protocol.Gathering`
+
+    def parts(self, levels: Tensor) -> Tensor:
+        """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        return in_tenth(self.level)
+
+
+def in_tenth(level: Tensor) -> Tensor:
+    """Return which tenth of [0, 1] each level lies in, bool `[P, 10]`."""
+    tenth = (level * TENTHS).long().clamp(0, TENTHS - 1)
+    return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
+
+
+def noised_samples(
+    x0: Tensor,
+    keys: Key,
+    target_weight: Tensor,
+    weight: Tensor,
+    schedule: Schedule,
+    config: NoisingConfig,
+    prediction: Prediction,
+    *,
+    level_keys: Key | None = None,
+) -> NoisedSamples:
+    """Return each sample at `config.each` noise levels: item m * B + i is sample i at its m-th level.
+
+        x_t = (1 - sigma) x0 + sigma noise, target = noise - x0                        flow
+        x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, target = noise           epsilon prediction
+
+    Args:
+        x0: clean samples `[B, *event]`.
+        keys: key of each sample; its levels and its noise depend on nothing else.
+        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        weight: weight in the loss, `[B]`.
+        schedule: the model's schedule.
+        config: number and distribution of the levels.
+        prediction: what the model predicts.
+        level_keys: key of each sample's levels; by default that of its noise.
+    """
+    batch, each = len(x0), config.each
+    levels, timesteps = draw_levels(level_keys or keys, schedule, config)
+    parts = []
+    for m in range(each):
+        noise_keys = fold_in(fold_in(keys, Stream.NOISE), 0 if config.is_shared else m)
+        noise = normal(noise_keys, tuple(x0.shape), dtype=x0.dtype)
+        parts.append(noised_at(x0, noise, levels[:, m], prediction=prediction))
+    return NoisedSamples(
+        x=torch.cat([x for x, _ in parts]),
+        level=levels.T.flatten(),
+        timestep=None if timesteps is None else timesteps.T.flatten(),
+        sample=torch.arange(batch, device=x0.device).repeat(each),
+        target_weight=target_weight.repeat(each),
+        weight=weight.repeat(each),
+        x0=x0.repeat(each, *[1] * (x0.ndim - 1)),
+        target=torch.cat([target for _, target in parts]),
+        predictions={},
+    )

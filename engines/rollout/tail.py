@@ -1,0 +1,60 @@
+"""The steps after the window of stochastic ones, which may be fewer and of higher order (MixGRPO-Flash)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fluvial.core.checks import check_fields
+from fluvial.models import Schedule
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How the deterministic steps after the window are taken (MixGRPO-Flash, arXiv 2507.21802).
+
+    Args:
+        solver: Solver of these steps: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095, whose first step
+            uses the clean estimate of the window's last one).
+        fraction: Fraction of these steps that is taken, at levels that are spaced again: floor(fraction (n + 1)) - 1 of n
+            steps, and at least `least`.
+        least: Least number of these steps; 0 as in the code of MixGRPO-Flash, which decodes a noisy sample after the last
+            windows of its schedule.
+    """
+
+    solver: Literal["euler", "dpmpp_2m"] = "euler"
+    fraction: float = 1.0
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.window.tail", fraction=(1e-6, 1), least=(0, 2**31))
+
+
+def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:
+    """Return the schedule of the steps from `start` on, at fewer levels, which are spaced as those of the whole one.
+
+    The levels of a flow's schedule are s t / (1 + (s - 1) t) of evenly spaced times t. The shift s is read off the schedule
+    and interpolated, so that those of a schedule with one shift are exact.
+
+    Args:
+        schedule: T+1 levels that fall to 0, and T timesteps.
+        start: index of the first of these steps, from 1 to T - 1.
+        fraction, least: see `Tail`.
+    """
+    levels = schedule.levels.to("cpu", torch.float64)
+    T = len(levels) - 1
+    count = max(math.floor((T - start + 1) * fraction + 1e-9) - 1, min(least, T - start))
+    if not count:
+        return Schedule(schedule.levels[start : start + 1], schedule.timesteps[:0])
+    grid = 1 - torch.arange(1, T, dtype=torch.float64) / T
+    shift = levels[1:-1] * (1 - grid) / (grid * (1 - levels[1:-1]))
+    time = (1 - start / T) * (1 - torch.arange(count + 1, dtype=torch.float64) / count)
+    place = (T * (1 - time) - 1).clamp(0, T - 2)
+    below = place.long().clamp(max=max(T - 3, 0))
+    s = torch.lerp(shift[below], shift[(below + 1).clamp(max=T - 2)], place - below)
+    found = s * time / (1 + (s - 1) * time)
+    found[0] = levels[start]
+    nearest = (T * (1 - time[:-1])).long().clamp(max=T - 1)
+    scale = (schedule.timesteps.to("cpu", torch.float64) / levels[:-1])[nearest]
+    return Schedule(found.to(schedule.levels.dtype), (found[:-1] * scale).to(schedule.timesteps))

@@ -1,0 +1,344 @@
+"""The weights of a served network: how they are read, checked and exchanged between two batches.
+
+What a client names is read and checked completely before anything changes, and a change that fails is undone. Only
+safetensors are read, from folders that the server was started with; nothing is unpickled.
+"""
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.export import base_tensors, components
+from fluvial.engines.fsdp.files import weight_files
+from fluvial.engines.serve.asgi import RequestError
+from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
+from fluvial.models.device import is_accelerator
+from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, lora_layers
+from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
+from fluvial.models.lora_layer import Product
+
+Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
+
+
+class Adapter(NamedTuple):
+    """An adapter of one network."""
+
+    nickname: str
+    path: str
+    strength: float
+    product: Product
+    file: LoraFile  # its alpha is multiplied by the strength
+
+
+class ServedWeights:
+    """The weights of a served network.
+
+    `exchange`, `adapt`, `release` and `resume` change the network. Their caller has to see that nothing computes with it
+    meanwhile. The other methods only read.
+
+    Args:
+        module: network, or an nn.ModuleDict of networks, with its base weights and no adapters.
+        roots: folders that clients may name files in.
+        device: device of the network.
+        version: number of updates that made the weights.
+
+    Raises:
+        ValueError: the module has adapters.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, roots: Sequence[Path], device: torch.device | None = None, version: int = 0
+    ) -> None:
+        if lora_layers(module):
+            raise ValueError("the served module has adapters: serve the base, and set the adapter with `adapt`")
+        self.module, self.version = module, version
+        self.roots = [root.resolve() for root in roots]
+        self.networks = components(module)
+        self.adapters: dict[str, Adapter] = {}
+        self.released = False
+        self._staging: tuple[str, int, Staged] = ("", 0, {})  # push, buckets of it so far, their tensors
+        # A frozen weight is multiplied in other operations than a trained one, and so with other bits.
+        self._requires_grad = {id(p): p.requires_grad for p in module.parameters()}
+        self.device = device or torch.device("cpu")
+
+    # Files that clients name
+
+    def inside(self, name: str) -> Path:
+        """Return the real path of a file or folder within the roots.
+
+        Raises:
+            RequestError: it is elsewhere, a link that leads elsewhere, part of an unfinished export, or not there.
+        """
+        if not os.path.isabs(name):
+            raise RequestError(400, f"{name!r} is no absolute path")
+        try:
+            path = Path(name).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "no such path"
+            raise RequestError(400, f"{name!r} cannot be read: {reason}") from None
+        for root in self.roots:
+            if path.is_relative_to(root):
+                if any(part.startswith(".") for part in path.relative_to(root).parts):
+                    raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
+                return path
+        shown = ", ".join(map(str, self.roots)) or "there are none"
+        raise RequestError(400, f"{name!r} is outside the folders that weights are read from ({shown}): see --weights-root")
+
+    def _regular(self, path: Path, most_bytes: int) -> Path:
+        """Return the real path of a safetensors file of at most `most_bytes` within the roots."""
+        real = self.inside(str(path))
+        if real.suffix != ".safetensors" or not S_ISREG(real.stat().st_mode):
+            raise RequestError(400, f"{str(path)!r} is no safetensors file")
+        if real.stat().st_size > most_bytes:
+            raise RequestError(400, f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
+        return real
+
+    # All weights of networks
+
+    def read_folder(self, path: str, targets: Collection[str] | None, sha256: Mapping[str, str]) -> Staged:
+        """Return the weights of `<path>/<network>/*.safetensors`, which are those of the networks to the last name.
+
+        Memory: the tensors of the networks on the host, and the bytes of one file.
+
+        Args:
+            path: folder.
+            targets: names of the networks, by default all.
+            sha256: checksum of each network's files, of all their tensors; compared where it is there.
+
+        Raises:
+            RequestError: anything is wrong with them.
+        """
+        folder, staged = self.inside(path), Staged()
+        for name in self._targets(targets):
+            where = folder / name
+            if not where.is_dir():
+                raise RequestError(400, f"{path!r} holds no folder {name}")
+            try:
+                staged[name] = self._read_network(name, where)
+            except (UsageError, SafetensorError, OSError) as error:
+                raise RequestError(400, f"{str(where)!r} cannot be read: {error}") from None
+            found = checksum(sorted(staged[name].items())) if name in sha256 else None
+            if found != sha256.get(name):
+                raise RequestError(400, f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
+        return staged
+
+    def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
+        own = self.tensors(name)
+        most = 16 * sum(tensor.numel() for tensor in own.values()) + 100_000_000  # bytes of numbers, and of a header
+        files, held = [self._regular(file, most) for file in weight_files(folder)], dict[str, str]()
+        for file in files:  # shapes first: a wrong file takes no memory
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    shape = list(opened.get_slice(key).get_shape())
+                    if key in held:
+                        raise RequestError(400, f"{str(folder)!r} holds {key} twice")
+                    _check_shape(key, shape, own, where=str(folder))
+                    held[key] = file.name
+        _check_complete(held, own, where=str(folder))
+        # Read, rather than mapped: a file that shrinks under a mapping would end the process.
+        tensors = {key: tensor for file in files for key, tensor in load(file.read_bytes()).items()}
+        for key, tensor in tensors.items():
+            _check_shape(key, list(tensor.shape), own, where=str(folder))
+            _check_kind(key, tensor.dtype, own, where=str(folder))
+        _check_complete(tensors, own, where=str(folder))
+        return tensors
+
+    def stage(self, bucket: SharedBucket) -> Staged | None:
+        """Read a bucket from a file, and return all tensors of the push with its last bucket.
+
+        The buckets of a push come in order. Another push, or a bucket that is wrong, drops those that were staged.
+
+        Raises:
+            RequestError: anything is wrong with it.
+        """
+        push, done, staged = self._staging
+        self._staging = ("", 0, {})
+        if bucket.index == 0:
+            push, done, staged = bucket.push, 0, Staged()
+        if (push, done) != (bucket.push, bucket.index):
+            raise RequestError(400, f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
+        (name,) = self._targets([bucket.module])
+        own, held = self.tensors(name), staged.setdefault(name, {})
+        for place in bucket.places:
+            if place.name in held:
+                raise RequestError(400, f"{place.name} comes twice")
+            _check_shape(place.name, list(place.shape), own, where="the bucket")
+            _check_kind(place.name, place.dtype, own, where="the bucket")
+        path, size = self.inside(bucket.file), bucket.places[-1].end_idx
+        try:
+            if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
+                raise RequestError(400, f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
+            data = bytearray(path.read_bytes())
+        except OSError as error:
+            raise RequestError(400, f"{bucket.file!r} cannot be read: {error.strerror}") from None
+        if len(data) != size:
+            raise RequestError(400, f"{bucket.file!r} has changed while it was read")
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        for place in bucket.places:
+            raw = flat[place.start_idx : place.end_idx].clone()  # aligned
+            held[place.name] = raw.view(place.dtype).reshape(place.shape)
+        if bucket.index + 1 < bucket.count:
+            self._staging = (push, done + 1, staged)
+            return None
+        for name, tensors in staged.items():
+            _check_complete(tensors, self.tensors(name), where=f"push {push!r}")
+        return staged
+
+    def exchange(self, staged: Staged) -> None:
+        """Exchange the values of networks with those of `staged`, in place. What fails leaves all as it was."""
+        done: list[tuple[Tensor, Tensor]] = []
+        try:
+            with torch.no_grad():
+                for network, tensors in staged.items():
+                    own = self.tensors(network)
+                    for name, tensor in tensors.items():
+                        before = own[name].to("cpu", copy=True)
+                        done.append((own[name], before))
+                        own[name].copy_(tensor)
+                        tensors[name] = before
+        except BaseException:
+            with torch.no_grad():
+                for tensor, before in reversed(done):
+                    tensor.copy_(before)
+            raise
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers of a network without adapters, by name; they share its storage."""
+        return base_tensors(self.networks[name])
+
+    # Adapters
+
+    def read_adapter(
+        self, path: str, target: str, *, nickname: str, strength: float, alpha: float | None, product: Product
+    ) -> Adapter:
+        """Return the adapter of a file, or of a folder with one, for a network.
+
+        Args:
+            path: file or folder.
+            target: name of the network.
+            nickname: name of the adapter.
+            strength: factor of the adapter's output.
+            alpha: replaces the file's alpha.
+            product: how an adapted layer multiplies its input.
+
+        Raises:
+            RequestError: anything is wrong with it.
+        """
+        given, network = self.inside(path), self.networks[target]
+        files = [given / name for name in FILES if (given / name).exists()] if given.is_dir() else [given]
+        if not files:
+            raise RequestError(400, f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
+        most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
+        try:
+            file = read_lora(self._regular(files[0], most), network)
+        except (ValueError, OSError) as error:
+            raise RequestError(400, str(error)) from None
+        scaled = (file.alpha if alpha is None else alpha) * strength
+        if not math.isfinite(scaled) or scaled == 0:
+            raise RequestError(400, f"alpha times strength is {scaled:g}, expected another finite number than 0")
+        return Adapter(nickname, path, strength, product, file._replace(alpha=scaled))
+
+    def adapt(self, wanted: Mapping[str, Adapter | None]) -> None:
+        """Give networks other adapters, or none. What fails leaves all as it was."""
+        before = {name: self.adapters.get(name) for name in wanted}
+        try:
+            for name, adapter in wanted.items():
+                self._set(name, adapter)
+        except BaseException:
+            for name, adapter in before.items():
+                self._set(name, adapter)
+            raise
+
+    def _set(self, name: str, adapter: Adapter | None) -> None:
+        network, held = self.networks[name], self.adapters.pop(name, None)
+        if held is None or adapter is None or not _alike(held, adapter):
+            self._strip(network)
+            if adapter is None:
+                return
+            config = LoraConfig(rank=adapter.file.rank, alpha=abs(adapter.file.alpha), product=adapter.product)
+            add_lora(network, config, adapter.file.layers)
+            network.train(network.training)
+        for layer in lora_layers(network).values():
+            layer.scaling["default"] = adapter.file.alpha / adapter.file.rank
+        load_lora(network, adapter.file.tensors, "default")
+        self.adapters[name] = adapter
+
+    def _strip(self, network: Any) -> None:
+        """Take the adapters off, so that the network is as it was without."""
+        layers = lora_layers(network)
+        for name, layer in layers.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, layer.get_base_layer())
+        if hasattr(network, "peft_config"):
+            del network.peft_config
+        for parameter in network.parameters():
+            parameter.requires_grad_(self._requires_grad[id(parameter)])
+
+    # Checksums and memory
+
+    def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """Return the checksum of the parameters of each network, and of each adapter as `<network>.lora`.
+
+        Adapters are never merged, so the checksum of a network is that of its base weights.
+
+        Args:
+            names: what to return, by default all; the checksum of another name is "not_found".
+        """
+        known = [*self.networks, *(name + FACTORS for name in self.adapters)]
+        return {name: self._checksum(name) if name in known else UNKNOWN for name in (known if names is None else names)}
+
+    def _checksum(self, name: str) -> str:
+        if name in self.networks:
+            return checksum(sorted(base_tensors(self.networks[name], parameters=True).items()))
+        network, file = self.networks[name.removesuffix(FACTORS)], self.adapters[name.removesuffix(FACTORS)].file
+        return adapter_checksum(adapter_parameters(network, "default"), file.alpha / file.rank)
+
+    def release(self) -> None:
+        """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
+        self.module.to("cpu")
+        if is_accelerator(self.device):
+            torch.get_device_module(self.device).empty_cache()
+        self.released = True
+
+    def resume(self) -> None:
+        """Move the weights back, to the bit."""
+        self.module.to(self.device)
+        self.released = False
+
+    def _targets(self, names: Collection[str] | None) -> list[str]:
+        for name in names or ():
+            if name not in self.networks:
+                raise RequestError(400, f"there is no network {name!r}, expected {' or '.join(self.networks)}")
+        return list(self.networks) if names is None else list(dict.fromkeys(names))
+
+
+def _alike(left: Adapter, right: Adapter) -> bool:
+    """Return whether two adapters differ in their numbers alone."""
+    return (left.product, left.file.rank, left.file.layers) == (right.product, right.file.rank, right.file.layers)
+
+
+def _check_shape(name: str, shape: list[int], own: Mapping[str, Tensor], *, where: str) -> None:
+    if name not in own:
+        raise RequestError(400, f"{where!r} holds {name}, which the network does not have")
+    if shape != list(own[name].shape):
+        raise RequestError(400, f"{where!r} holds {name} of shape {shape}, and the network has {list(own[name].shape)}")
+
+
+def _check_kind(name: str, dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
+    """Raise RequestError unless the values of one dtype can be copied to the network's own."""
+    if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
+        raise RequestError(400, f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
+
+
+def _check_complete(held: Collection[str], own: Collection[str], *, where: str) -> None:
+    if missing := sorted(set(own) - set(held)):
+        raise RequestError(400, f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")

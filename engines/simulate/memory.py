@@ -1,0 +1,152 @@
+"""The ledger of a simulated device's memory: each storage from its first operation until it is freed, with who made it."""
+
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Held(NamedTuple):
+    """Bytes that lines of the program hold at one moment, the largest first."""
+
+    moment: int  # number of the entry in the ledger
+    lines: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all lines."""
+        return sum(self.lines.values())
+
+
+@dataclass
+class Inner:
+    """The largest number of bytes within a part of the program."""
+
+    peak: int
+
+
+class Ledger:
+    """Bytes of the live storages of a device, requested ones without an allocator's rounding, over all operations.
+
+    A storage counts once, however many tensors view it. Its size is looked at again where the program resizes it, as FSDP2
+    does to free parameters.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.peak_entry = 0  # number of entries up to the peak
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: size, line
+        self._lines: dict[str, int] = {}
+        self._inner: list[Inner] = []
+        self._line_of, self._change = array("l"), array("q")  # of each entry
+
+    @property
+    def entries(self) -> int:
+        """Number of entries: changes of the memory."""
+        return len(self._change)
+
+    def add(self, storage: torch.UntypedStorage, line: str) -> None:
+        """Add a storage that an operation returned, unless it is known."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is not None:
+            if known[1] != size:
+                self.resized(storage)
+            return
+        number = self._lines.setdefault(line, len(self._lines))
+        self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size, number
+        self._enter(number, size)
+
+    def is_known(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage is counted already."""
+        known = self._storages.get(storage._cdata)
+        return known is not None and known[1] == storage.nbytes()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take in the size of a storage that was resized."""
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            reference, before, number = known
+            self._storages[storage._cdata] = reference, storage.nbytes(), number
+            self._enter(number, storage.nbytes() - before)
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is held now."""
+        self.peak, self.peak_entry = self.now, self.entries
+
+    def spike(self, size: int, line: str) -> None:
+        """Enter bytes that are freed at once."""
+        number = self._lines.setdefault(line, len(self._lines))
+        self._enter(number, size)
+        self._enter(number, -size)
+
+    @contextmanager
+    def inner_peak(self) -> Iterator["Inner"]:
+        """Yield an object whose `peak` is the largest number of bytes within the context."""
+        inner = Inner(self.now)
+        self._inner.append(inner)
+        try:
+            yield inner
+        finally:
+            self._inner.remove(inner)
+
+    def held(self, entry: int) -> Held:
+        """Return who held how much after so many entries."""
+        sums: Counter[int] = Counter()
+        for number, change in zip(self._line_of[:entry], self._change[:entry], strict=True):
+            sums[number] += change
+        names = list(self._lines)
+        return Held(entry, {names[number]: size for number, size in sums.most_common() if size > 0})
+
+    def curves(self, lines: list[str], *, points: int = 600) -> tuple[list[int], dict[str, list[int]]]:
+        """Return the bytes that each line holds over the entries, and those of all others, at up to `points` entries.
+
+        Between two points the largest moment counts, so that no peak is lost.
+        """
+        numbers = {self._lines[line]: line for line in lines}
+        sums, rest, total = dict.fromkeys(lines, 0), 0, 0
+        width = max(1, -(-self.entries // points))
+        at, found = list[int](), {line: list[int]() for line in [*lines, "others"]}
+        highest: tuple[int, int, dict[str, int], int] | None = None
+        for entry, (number, change) in enumerate(zip(self._line_of, self._change, strict=True), start=1):
+            total += change
+            if number in numbers:
+                sums[numbers[number]] += change
+            else:
+                rest += change
+            if highest is None or total > highest[0]:
+                highest = total, entry, dict(sums), rest
+            if entry % width == 0 or entry == self.entries:
+                at.append(highest[1])
+                for line, size in highest[2].items():
+                    found[line].append(size)
+                found["others"].append(highest[3])
+                highest = None
+        return at, found
+
+    def totals(self) -> Iterator[int]:
+        """Yield the bytes after each entry."""
+        total = 0
+        for change in self._change:
+            total += change
+            yield total
+
+    def _forget(self, key: int) -> None:
+        _, size, number = self._storages.pop(key)
+        self._enter(number, -size)
+
+    def _enter(self, number: int, change: int) -> None:
+        if not change:
+            return
+        self._line_of.append(number)
+        self._change.append(change)
+        self.now += change
+        for inner in self._inner:
+            inner.peak = max(inner.peak, self.now)
+        if self.now > self.peak:
+            self.peak, self.peak_entry = self.now, self.entries

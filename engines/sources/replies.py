@@ -1,0 +1,177 @@
+"""Replies of rollout servers as samples. What does not fit the request is a `WireError` of one line, and is never used."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.rollout.generate import Sampling
+from fluvial.engines.sources.requests import OUTPUTS, PromptOrder
+from fluvial.engines.wire.client import Reply
+from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.info import Kind
+from fluvial.engines.wire.response import MSGPACK, DitTrajectory, RolloutSample, read_response
+
+NEAR = 1e-5  # largest difference of noise levels
+TIMESTEPS = 1000.0  # training timesteps: a timestep of the wire is its sigma times this
+NEAR_TIMESTEP = 1e-3
+
+
+class Sample(NamedTuple):
+    """A sample, with S recorded steps."""
+
+    x: Tensor  # [S, *event]
+    x_next: Tensor
+    log_prob: Tensor  # [S]
+    velocity: Tensor | None
+    final: Tensor  # [*event]
+    image: Tensor  # [C, H, W] or [C, F, H, W] in [0, 1]
+    version: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What replies have to fit.
+
+    Args:
+        kind: what the servers are.
+        sampling: how samples are made.
+        version: version of the weights that must make them.
+        most_mb: largest reply, in megabytes.
+    """
+
+    kind: Kind
+    sampling: Sampling
+    version: int
+    most_mb: int
+
+    @property
+    def keeps_velocity(self) -> bool:
+        """Whether the predictions of recorded steps are needed."""
+        stochastic = self.sampling.stochastic
+        return stochastic is not None and stochastic.record and stochastic.keep_velocity
+
+
+def read_samples(reply: Reply, order: PromptOrder, expected: Expected) -> list[Sample]:
+    """Return the samples of a reply, in the order of their ids.
+
+    Raises:
+        WireError: the reply breaks the schema, or holds something else than what was asked for.
+    """
+    media_type = reply.headers.get("content-type", MSGPACK)
+    found = read_response(reply.body, most_bytes=expected.most_mb * 1_000_000, media_type=media_type)
+    if len(found) != len(order.ids):
+        raise WireError(f"{len(found)} samples came, expected {len(order.ids)}")
+    samples = [_sample(sample, order, row, expected) for row, sample in enumerate(found)]
+    if len({(sample.image.shape, sample.x.dtype) for sample in samples}) > 1:
+        raise WireError("samples of one request have different shapes")
+    return samples
+
+
+def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expected) -> Sample:
+    where, recorded = f"sample {row}", order.recorded[row]
+    if found.prompt != order.prompt:
+        raise WireError(f"{where} is of the prompt {found.prompt[:60]!r}, expected {order.prompt[:60]!r}")
+    version = found.weight_version
+    if version is None and expected.kind == "fluvial":
+        raise WireError(f"{where} does not say which weights made it, expected those of version {expected.version}")
+    if version is not None and version != expected.version:
+        raise WireError(f"{where} was made by weights of version {version}, expected {expected.version}")
+    trajectory = found.dit_trajectory
+    if trajectory is None:
+        raise WireError(f"{where} has no dit_trajectory")
+    check_schedule(trajectory, expected, where)
+    steps, event = len(expected.sampling.schedule.timesteps), expected.sampling.shape
+    if tuple(trajectory.latents.shape[1:]) != event:
+        raise WireError(f"{where} has latents of shape {list(trajectory.latents.shape[1:])}, expected {list(event)}")
+    places = _places(trajectory, order, steps, where)
+    needed = sorted({*recorded, *(step + 1 for step in recorded), steps})
+    if missing := [boundary for boundary in needed if boundary not in places]:
+        raise WireError(f"{where} has no latents at boundary {missing[0]} of its steps")
+    latents = _finite(trajectory.latents.float(), f"{where}'s latents")
+    x, x_next = (latents[[places[step + more] for step in recorded]] for more in (0, 1))
+    return Sample(
+        x,
+        x_next,
+        _log_probs(found, recorded, steps, where),
+        _velocity(found, recorded, steps, event, expected, where),
+        latents[places[steps]],
+        _image(found.generated_output, where),
+        expected.version if version is None else version,
+    )
+
+
+def check_schedule(trajectory: DitTrajectory, expected: Expected, where: str) -> None:
+    """Raise WireError unless a sample was made at the noise levels and timesteps of the trainer's own schedule."""
+    levels, ours = expected.sampling.schedule.levels, expected.sampling.schedule.timesteps.float().cpu()
+    sigmas, timesteps = trajectory.sigmas.float(), trajectory.timesteps
+    if len(sigmas) != len(levels):
+        raise WireError(f"{where} has {len(sigmas)} sigmas, expected {len(levels)}")
+    far = (sigmas - levels.float()).abs()
+    if not bool((far <= NEAR).all()):  # NaN too
+        worst = int(far.nan_to_num(math.inf).argmax())
+        raise WireError(
+            f"{where} was made at sigma {float(sigmas[worst]):.6g} in step {worst}, where the trainer's schedule has "
+            f"{float(levels[worst]):.6g}: serve with the trainer's scheduler and shift"
+        )
+    if timesteps is None or len(timesteps) not in (len(ours), len(levels)):
+        return  # those of the returned boundaries alone, or none
+    given = timesteps.float()[: len(ours)]
+    meant = ours if expected.kind == "fluvial" else TIMESTEPS * sigmas[: len(ours)]
+    far = (given - meant).abs()
+    if not bool((far <= NEAR_TIMESTEP).all()):
+        worst = int(far.nan_to_num(math.inf).argmax())
+        raise WireError(
+            f"{where} has timestep {float(given[worst]):.6g} in step {worst}, expected {float(meant[worst]):.6g}"
+        )
+
+
+def _places(trajectory: DitTrajectory, order: PromptOrder, steps: int, where: str) -> dict[int, int]:
+    """Return the place of each boundary's latents."""
+    count, indices = len(trajectory.latents), trajectory.latent_step_indices
+    if indices is None:
+        asked = sorted({step + more for row in order.recorded for step in row for more in (0, 1)} | {steps})
+        indices = tuple(range(steps + 1)) if count == steps + 1 else tuple(asked)
+    if len(indices) != count:
+        raise WireError(f"{where} has {count} latents, expected {steps + 1}, or {len(indices)} at the boundaries asked for")
+    return {boundary: place for place, boundary in enumerate(indices)}
+
+
+def _log_probs(found: RolloutSample, recorded: tuple[int, ...], steps: int, where: str) -> Tensor:
+    log_probs = found.rollout_log_probs
+    if not recorded:
+        return torch.zeros(0)
+    if log_probs is None or tuple(log_probs.shape) != (steps,):
+        shape = "none" if log_probs is None else list(log_probs.shape)
+        raise WireError(f"{where} has log-probabilities of shape {shape}, expected [{steps}]")
+    return _finite(log_probs.float()[list(recorded)], f"{where}'s log-probabilities")
+
+
+def _velocity(
+    found: RolloutSample, recorded: tuple[int, ...], steps: int, event: tuple[int, ...], expected: Expected, where: str
+) -> Tensor | None:
+    if not expected.keeps_velocity:
+        return None
+    outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
+    if outputs is None or tuple(outputs.shape) != (steps, *event):
+        shape = "none" if outputs is None else list(outputs.shape)
+        raise WireError(f"{where} has {OUTPUTS} of shape {shape}, expected {[steps, *event]}")
+    return _finite(outputs.float()[list(recorded)], f"{where}'s {OUTPUTS}")
+
+
+def _image(image: Tensor, where: str) -> Tensor:
+    """Return an image in [0, 1]."""
+    if image.dtype == torch.uint8:
+        return image.float() / 255
+    image = _finite(image.float(), f"{where}'s image")
+    if image.numel() and not -0.05 <= float(image.min()) <= float(image.max()) <= 1.05:
+        raise WireError(f"{where} has an image from {float(image.min()):.3g} to {float(image.max()):.3g}, expected [0, 1]")
+    return image.clamp(0, 1)
+
+
+def _finite(tensor: Tensor, what: str) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise WireError(f"{what} are not finite numbers")
+    return tensor

@@ -1,0 +1,220 @@
+"""Builds the HTTP requests of a rollout, one per prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fluvial.core.random import Key, bits, fold_in
+from fluvial.core.table import Mask, Record, plan
+from fluvial.core.transitions import SAMPLERS
+from fluvial.engines.data.records import negatives
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Requests, Sampling
+from fluvial.engines.rollout.solvers import deterministic_step
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.info import Kind
+from fluvial.engines.wire.names import no_const_of, sde_type_of
+from fluvial.engines.wire.request import NO_EXTRA, ExtraParams, FluvialOptions, RolloutRequest
+from fluvial.models import Prediction
+
+OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
+
+
+class PromptOrder(NamedTuple):
+    """Samples of one prompt, which one request asks for."""
+
+    prompt: str
+    negative: str | None  # where there is guidance
+    ids: tuple[int, ...]
+    initial_ids: tuple[int, ...] | None
+    windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
+    recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How samples are asked for, the same in all rollouts of a run.
+
+    Args:
+        kind: what the servers are.
+        sampler: name of the sampler.
+        eta: scale of its noise.
+        prediction: what the model predicts.
+        sizes: size in pixels, and number of frames, by the shape of a sample; none where the server knows one shape alone.
+    """
+
+    kind: Kind
+    sampler: str
+    eta: float
+    prediction: Prediction
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]]
+
+    def orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[PromptOrder]:
+        """Return the orders of a rollout: consecutive samples of one prompt and one chunk; a repeated sample is left out.
+
+        Args:
+            requests: the samples.
+            sampling: how they are made.
+            micro_batch: samples per chunk.
+            guided: whether they are given a negative prompt.
+        """
+        found, known = list[PromptOrder](), set[int]()
+        for start in range(0, len(requests.ids), micro_batch):
+            part = slice(start, start + micro_batch)
+            prompts, ids = requests.prompts[part], requests.ids[part]
+            opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            first = ids if requests.initial_ids is None else requests.initial_ids[part]
+            windows, recorded = self.steps(sampling, ids)
+            open_order: PromptOrder | None = None
+            for row, own in enumerate(ids):
+                if own in known:
+                    continue
+                known.add(own)
+                initial = None if requests.initial_ids is None else (first[row],)
+                order = PromptOrder(prompts[row].text, opposed[row], (own,), initial, (windows[row],), (recorded[row],))
+                if open_order is not None and order[:2] == open_order[:2]:
+                    found.pop()
+                    order = _joined(open_order, order)
+                found.append(order)
+                open_order = order
+        return found
+
+    def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the stochastic and the recorded steps of each sample of a chunk."""
+        stochastic, levels = sampling.stochastic, sampling.schedule.levels
+        if stochastic is None:
+            return [()] * len(ids), [()] * len(ids)
+        window, still = stochastic.steps_of(ids), deterministic_step(self.prediction)
+        record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
+        table = plan(levels, stochastic.transition, batch=len(ids), window=window, deterministic=still, record=record)
+
+        def steps_of(mask: Mask) -> list[tuple[int, ...]]:
+            rows = [tuple(np.flatnonzero(column).tolist()) for column in mask.T]
+            return rows if len(rows) == len(ids) else rows * len(ids)
+
+        return steps_of(table.stochastic), steps_of(table.recorded)
+
+    def request(self, order: PromptOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
+        """Return the request of an order.
+
+        Args:
+            order: the samples.
+            key: key of the rollout.
+            sampling: how they are made.
+            version: version of the weights that must make them.
+        """
+        stochastic, guidance, steps = sampling.stochastic, sampling.guidance, len(sampling.schedule.timesteps)
+        size, frames = self.sizes.get(sampling.shape, (None, None))
+        keeps = stochastic is not None and stochastic.record and stochastic.keep_velocity
+        form = stochastic.form if stochastic is not None and stochastic.record else "unscaled"
+        extra = NO_EXTRA
+        windows = order.windows[0] if len(set(order.windows)) == 1 else None
+        if self.kind == "fluvial":
+            own = FluvialOptions(
+                key=(int(key.low), int(key.high)),
+                ids=order.ids,
+                initial_ids=order.initial_ids,
+                sampler=None if stochastic is None else self.sampler,
+                solver=sampling.solver,
+                windows=order.windows if windows is None else None,
+                recorded_only=True,
+                form=form,
+                reduction="mean" if stochastic is None else stochastic.reduction,
+                forwards=guidance.forwards,
+                text_tokens=sampling.text_tokens,
+                autocast=sampling.autocast,
+                reuse=sampling.reuse,
+                after=sampling.after,
+                prefix=None if sampling.prefix is None else (sampling.prefix.steps, sampling.prefix.group),
+                debug=(OUTPUTS,) if keeps else (),
+                version=version,
+            )
+            extra = ExtraParams(own)
+        boundaries = sorted(
+            {step for row in order.recorded for own_step in row for step in (own_step, own_step + 1)} | {steps}
+        )
+        return RolloutRequest(
+            prompt=order.prompt,
+            negative_prompt=order.negative,
+            seed=None if self.kind == "fluvial" else seed_of(key, order),
+            width=None if size is None else size.width,
+            height=None if size is None else size.height,
+            num_inference_steps=steps,
+            num_outputs_per_prompt=len(order.ids),
+            guidance_scale=guidance.scale,
+            true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
+            num_frames=frames if frames is not None and frames > 1 else None,
+            rollout_sde_type="ode" if stochastic is None else self._sde_type,
+            rollout_noise_level=sampling.eta if stochastic is None else self.eta,
+            rollout_log_prob_no_const=form == "unscaled",
+            rollout_debug_mode=keeps,
+            rollout_return_dit_trajectory=True,
+            rollout_sde_step_indices=windows if stochastic is not None and windows else None,
+            rollout_return_step_indices=None if self.kind == "fluvial" else tuple(boundaries),
+            suppress_logs=True,
+            extra_sampling_params=extra,
+        )
+
+    @property
+    def _sde_type(self) -> Literal["sde", "cps", "ode"]:
+        """Name of the sampler on the wire; fluvial's server takes the other name."""
+        return "sde" if self.kind == "fluvial" and self.sampler not in ("cps", "ode") else sde_type_of(self.sampler)
+
+
+def seed_of(key: Key, order: PromptOrder) -> int:
+    """Return the seed of an order for a server that draws noise from seeds: of sample i it uses seed + i."""
+    low, high = bits(fold_in(key, order.ids[0]), (2,)).tolist()
+    return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes
+
+
+def check_served(rollout: RolloutConfig) -> None:
+    """Raise UsageError for samples that no server makes."""
+    sampler = rollout.sampler
+    if sampler.solver != "euler":
+        raise UsageError("rollout.sampler.solver", sampler.solver, "euler", "servers return Euler's latents alone")
+    if sampler.kind not in SAMPLERS:
+        raise UsageError("rollout.sampler", sampler.kind, f"one of {', '.join(SAMPLERS)} with servers")
+    if rollout.step_cache:
+        hint = "with a cache, samples depend on others of their batch, which servers choose"
+        raise UsageError("rollout.step_cache", rollout.step_cache, "0", hint)
+
+
+def check_sglang(rollout: RolloutConfig, prediction: Prediction) -> None:
+    """Raise UsageError for samples that sglang does not make, and fluvial's own server does."""
+    window = rollout.window
+    unchanged = {
+        "shared_noise": (rollout.shared_noise, False),
+        "window.share_prefix": (window.share_prefix, False),
+        "window.tail": (window.tail, Tail()),
+        "window.draw": (window.draw, "rollout"),
+        "reduction": (rollout.reduction, "mean"),
+        "autocast": (rollout.autocast, False),
+    }
+    problem = next((f"rollout.{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
+    if window.kind == "branches":
+        problem = "rollout.window is branches"
+    if prediction != "velocity":
+        problem = f"the model predicts {prediction}"
+    try:
+        sde_type_of(rollout.sampler.kind)
+        no_const_of(rollout.form)
+    except WireError as error:
+        problem = f"rollout.{error}"
+    if problem is not None:
+        raise UsageError(f"{problem}; sglang cannot do this: leave it, or let fluvial serve make the samples")
+
+
+def _joined(order: PromptOrder, other: PromptOrder) -> PromptOrder:
+    """Return two orders of one prompt as one."""
+    initial = None if order.initial_ids is None or other.initial_ids is None else order.initial_ids + other.initial_ids
+    return order._replace(
+        ids=order.ids + other.ids,
+        initial_ids=initial,
+        windows=order.windows + other.windows,
+        recorded=order.recorded + other.recorded,
+    )

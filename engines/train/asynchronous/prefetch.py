@@ -1,0 +1,226 @@
+"""Rollouts ahead of the trainer: a thread of each rank makes them in their order, with the weights that belong to each.
+
+Rollout j is made with the weights of version max(0, j - K), where a version counts the rollouts that were learnt from. So
+what is computed depends on K and not on how fast samples are made or learnt from. Prompts, keys and lengths are found on the
+main thread, where all collectives are; the thread pushes weights, makes samples and hands their images to the rewards.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from threading import Event, Thread
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key
+from fluvial.engines.errors import ElsewhereError, RunError
+from fluvial.engines.rewards.runner import Collected, RewardRunners
+from fluvial.engines.rollout.generate import Chunk, SampleBatch
+from fluvial.engines.sources.sampler_copy import Copy, held
+from fluvial.engines.train.asynchronous import stored
+from fluvial.engines.train.asynchronous.ranks import PushOrder
+from fluvial.engines.train.rollouts import Rollout, RolloutPlan, Rollouts
+from fluvial.models.device import is_accelerator
+
+ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends early
+
+
+@dataclass
+class Requested:
+    """A rollout that has been asked for.
+
+    Args:
+        number: its number.
+        version: number of updates of the weights that make it.
+        plan: its samples, and how they are made.
+        runners: the rewards of this rollout.
+        batch: this rank's samples, once they are made.
+        versions: number of updates of the weights that made each of them, as their source says.
+        collected: what the rewards of this rank say, where they were waited for already.
+    """
+
+    number: int
+    version: int
+    plan: RolloutPlan
+    runners: RewardRunners
+    batch: Future[SampleBatch]
+    versions: list[int]
+    collected: Collected | None = None
+
+
+class Ahead:
+    """Makes the rollouts of a run ahead of its updates.
+
+    Args:
+        rollouts: plans of rollouts, whose source may be called on another thread. Every rank must take part.
+        runners: threads of the rewards.
+        copy: network that takes the weights of each version.
+    """
+
+    def __init__(self, rollouts: Rollouts, runners: RewardRunners, copy: Copy) -> None:
+        self.config, self.world, self.engine = rollouts.config, rollouts.world, rollouts.engine
+        self.rollouts, self.runners, self.copy = rollouts, runners, copy
+        self.local = not self.config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
+        self.requested: dict[int, Requested] = {}
+        self._work: Queue[tuple[Requested, dict[str, Tensor] | None] | None] = Queue()
+        self._ending = Event()
+        self._order = PushOrder(self.world, self._ending.is_set)
+        self._thread: Thread | None = None
+
+    def next(self) -> tuple[Rollout, Requested]:
+        """Return the next rollout and how it was asked for, and ask for those after it; every rank must take part.
+
+        Raises:
+            RunError: it could not be made.
+        """
+        every = self.config.updates_per_rollout
+        number = self.engine.updates // every
+        self._ask(range(number, min(number + self.config.asynchronous.ahead + 1, self.config.updates // every)))
+        found = self.requested.pop(number)
+        with self.world.agreed():
+            batch = found.batch.result()
+        found.batch = Future()  # so that the samples are freed with the items of their updates
+        return self.rollouts.rollout(self._root(self.engine.updates), found.plan, batch), found
+
+    def staleness(self, found: Requested) -> dict[str, int]:
+        """Return how many samples of a rollout are how many updates old; every rank must take part."""
+        begun = found.number * self.config.updates_per_rollout
+        own = [begun - version for version, place in zip(found.versions, found.plan.numbers, strict=True) if place >= 0]
+        ranks = self.world.gather_items(own)[:: self.world.sequence]
+        return {str(age): count for age, count in sorted(Counter(age for ages in ranks for age in ages).items())}
+
+    def collect(self, found: Requested) -> Collected:
+        """Return what this rank's rewards say of a rollout; every rank must take part."""
+        if found.collected is None:
+            found.runners.exchange(self.world)
+            with self.world.agreed():
+                found.collected = found.runners.collect(batch=self.config.rollout.batch)
+        return found.collected
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the rollouts that were asked for, once they are made and scored; every rank must take part.
+
+        Returns:
+            Tensors, the same on every rank, and values that JSON can hold.
+        """
+        tensors, meta = dict[str, Tensor](), dict[str, Any]()
+        for number, found in sorted(self.requested.items()):
+            with self.world.agreed():
+                batch = found.batch.result()
+            own, meta[str(number)] = stored.packed(batch, self.collect(found), self.config.rollout.batch, self.world)
+            meta[str(number)]["version"] = found.version
+            tensors.update({f"{stored.PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
+        return tensors, meta
+
+    def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Take over rollouts as `state` returned them, on any number of ranks; every rank must take part."""
+        for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
+            found = self._planned(int(name), values["version"])
+            prefix = f"{stored.PREFIX}{name}."
+            own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
+            batch, found.collected = stored.unpacked(
+                own, values, found.plan, self.rollouts.job.model, self.config.samples_per_pass, self.world
+            )
+            found.batch.set_result(batch)
+            found.versions = [found.version] * len(found.plan.numbers)
+            self.requested[found.number] = found
+
+    def close(self) -> None:
+        """End the thread after the chunk that it makes now."""
+        self._ending.set()
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(ENDING)
+
+    def _ask(self, numbers: range) -> None:
+        """Ask for the rollouts that were not asked for, with the current weights; every rank must take part."""
+        new = [number for number in numbers if number not in self.requested]
+        if not new:
+            return
+        if self._thread is None:
+            # A daemon: a source that hangs does not keep the process alive.
+            self._thread = Thread(target=self._serve, name="rollouts", daemon=True)
+            self._thread.start()
+        weights: dict[str, Tensor] | None = held(self.engine)
+        for number in new:
+            self.requested[number] = self._planned(number, self.engine.updates)
+            self._work.put((self.requested[number], weights))
+            weights = None  # the next ones have the same
+
+    def _planned(self, number: int, version: int) -> Requested:
+        """Return a rollout that is not asked for yet; every rank must take part."""
+        updates = number * self.config.updates_per_rollout
+        root = self._root(updates)
+        plan = self.rollouts.plan(root, self.rollouts.prompts(root, updates), updates)
+        return Requested(number, version, plan, self.runners.apart(), Future(), [])
+
+    def _root(self, updates: int) -> Key:
+        return fold_in(key(self.config.seed), updates)
+
+    def _serve(self) -> None:
+        """Make rollouts in their order, until one fails or the run ends."""
+        device = self.world.device
+        # A stream of its own, so that samples are made while an update is computed.
+        module = torch.get_device_module(device)
+        side = module.Stream(device) if is_accelerator(device) else None
+        with module.stream(side) if side is not None else nullcontext():
+            while (work := self._work.get()) is not None and not self._ending.is_set():
+                found, weights = work
+                try:
+                    found.batch.set_result(self._made(found, weights, side))
+                except BaseException as error:  # the main thread must hear of it
+                    self._order.failed()
+                    found.batch.set_exception(error)
+                    break
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Fail the pending rollouts."""
+        while (work := self._work.get() if not self._ending.is_set() else self._left()) is not None:
+            work[0].batch.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
+
+    def _left(self) -> tuple[Requested, dict[str, Tensor] | None] | None:
+        return None if self._work.empty() else self._work.get()
+
+    def _made(self, found: Requested, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
+        """Return this rank's samples of a rollout."""
+        if side is not None:
+            side.wait_stream(torch.get_device_module(self.world.device).default_stream(self.world.device))
+        if weights is not None:
+            self._push(found, weights)
+
+        def seen(chunk: Chunk) -> None:
+            if self._ending.is_set():
+                raise ElsewhereError("the run has ended")
+            if chunk.version != found.version:
+                raise RunError(
+                    f"rollout {found.number}: the source made samples with the weights of update {chunk.version}, expected "
+                    f"those of update {found.version}"
+                )
+            found.versions += [chunk.version] * len(chunk.prompts)
+            if side is not None:
+                side.synchronize()  # the rewards and the update read them on other streams
+
+        batch = self.rollouts.made(found.plan, found.runners, seen=seen)
+        if side is not None:
+            side.synchronize()
+            main = torch.get_device_module(self.world.device).default_stream(self.world.device)
+            # Else their memory may be used again here while the update still reads it.
+            optree.tree_map(lambda tensor: tensor.record_stream(main), (batch.cond, batch.trajectory, batch.thumbnails))
+        self._order.made(found.number)
+        return batch
+
+    def _push(self, found: Requested, weights: dict[str, Tensor]) -> None:
+        self.copy.load(weights, found.version)
+        push = partial(self.rollouts.source.push, self.copy, found.version)
+        if self.local:
+            push()
+        else:
+            self._order.push(found.number, push)

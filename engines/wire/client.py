@@ -1,0 +1,309 @@
+"""HTTP client with bounded retries, timeouts, replies and requests in flight; every failure is a `RunError` of one line."""
+
+import json
+import math
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, Protocol
+
+import httpx2
+
+from fluvial.engines.errors import RunError, UsageError
+
+CONNECT = 10.0  # seconds that a connection may take
+START = 10.0  # seconds of patience with a server that has not answered yet: one that is down ends a run in its first seconds
+FIRST_DELAY, LAST_DELAY = 0.5, 15.0  # seconds before a request is sent again; each delay is twice the one before
+TRIES = 3  # times that a request is sent which the server fails at, without being overloaded or away
+AWAY = (408, 429, 502, 503, 504)  # statuses of a server that is overloaded, restarting or behind a proxy
+JSON = "application/json"
+SHOWN = 160  # characters of a reply in a message
+
+
+class Reply(NamedTuple):
+    """A reply of any status; names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Clock(Protocol):
+    """The module `time`, or what tests put in its place."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class HttpClient:
+    """Requests to one server, from any number of threads.
+
+    Args:
+        url: address of the server, e.g. http://10.0.0.5:8000, with or without a path.
+        timeout: seconds that one request may take, from the connection to the last byte of the reply.
+        patience: seconds after the first failure during which a request is sent again: after connection errors, timeouts,
+            and the statuses 408, 429, 502, 503 and 504. Other statuses of 500 and above are tried three times. Until a
+            server has answered once, it is at most 10.
+        in_flight: largest number of requests at the same time.
+        key_env: environment variable that holds an API key, sent as a bearer token. Empty sends none.
+        most_mb: largest reply, in megabytes.
+        transport: transport of httpx, by default one connection per request and no proxy of the environment.
+        clock: time.
+
+    Raises:
+        UsageError: an argument is wrong, or the environment variable is not set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 120.0,
+        patience: float = 120.0,
+        in_flight: int = 8,
+        key_env: str = "",
+        most_mb: int = 64,
+        transport: httpx2.BaseTransport | None = None,
+        clock: Clock = time,
+    ) -> None:
+        self.address, self.url = url.rstrip("/"), _checked_url(url)
+        for name, value in {"timeout": timeout, "in_flight": in_flight, "most_mb": most_mb}.items():
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value:g}, expected a number above 0")
+        if not (math.isfinite(patience) and patience >= 0):
+            raise UsageError(f"patience is {patience:g}, expected seconds, 0 or more")
+        self.timeout, self.patience, self.in_flight, self.most_mb = timeout, patience, in_flight, most_mb
+        self.clock, self.transport = clock, transport or _direct(self.url)
+        self.answered = False
+        self._key = _authorization(key_env)
+        self._client = httpx2.Client(
+            # A compressed reply could become larger than `most_mb`.
+            headers={"Accept-Encoding": "identity", **self._key},
+            timeout=httpx2.Timeout(timeout, connect=min(CONNECT, timeout), pool=None),
+            transport=self.transport,
+            trust_env=False,
+        )
+        self._slots = threading.BoundedSemaphore(in_flight)
+        # Delays differ between clients, so that those of many ranks do not knock at a restarted server in step. No other
+        # stream of randomness is touched.
+        self._jitter = random.Random()
+
+    def get(self, path: str) -> Any:
+        """Return the JSON at a path; see `post`."""
+        return self._decoded(self._fetched(path), path)
+
+    def post(self, path: str, value: Any) -> Any:
+        """Return the JSON that the server answers to a value; NaN and Infinity may stand for numbers.
+
+        Raises:
+            RunError: the server cannot be reached, fails, or does not answer in JSON.
+        """
+        return self._decoded(self._fetched(path, json.dumps(value).encode()), path)
+
+    def post_bytes(self, path: str, body: bytes, *, content_type: str) -> bytes:
+        """Return the bytes that the server answers; see `post`."""
+        return self._fetched(path, body, content_type)
+
+    def attempt(self, path: str, body: bytes | None = None, content_type: str = JSON) -> tuple[Reply | None, str]:
+        """Send a request once; return the reply, None if there was none, and what is wrong where it is no success.
+
+        Args:
+            path: path, with its first slash.
+            body: body; None sends a GET request.
+            content_type: media type of the body.
+
+        Raises:
+            RunError: the reply is too large.
+        """
+        try:
+            with self._slots:
+                reply = self._sent(path, body, content_type)
+        except _TooLargeError:
+            raise RunError(
+                f"{self.address} sent a reply of more than {self.most_mb} MB, which was cut off: set most_mb if it is right"
+            ) from None
+        except (TimeoutError, httpx2.TimeoutException):
+            return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            return None, f"{self.address}{path} cannot be reached: {shown(str(error) or type(error).__name__)}"
+        self.answered |= is_success(reply)
+        return reply, f"{self.address}{path} {self._problem(reply)}"
+
+    def _decoded(self, body: bytes, path: str) -> Any:
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            kind = "not JSON" if isinstance(error, ValueError) else "JSON that is nested too deeply"
+            raise RunError(f"{self.address}{path} answered with {kind}: {shown(body)}") from error
+
+    def _fetched(self, path: str, body: bytes | None = None, content_type: str = JSON) -> bytes:
+        """Return the body of the first reply that is a success."""
+        start, delay, tries = self.clock.monotonic(), FIRST_DELAY, 0
+        while True:
+            reply, problem = self.attempt(path, body, content_type)
+            tries += 1
+            if reply is not None and is_success(reply):
+                return reply.body
+            asked = retry_after(reply)
+            wait = max(delay * (0.75 + 0.5 * self._jitter.random()), asked)
+            patience = self.patience if self.answered else min(self.patience, START)
+            spent = self.clock.monotonic() - start
+            if not may_pass(reply, tries) or spent + wait > patience:
+                tried = f" ({tries} tries in {spent:.0f} s)" if tries > 1 else ""
+                raise RunError(f"{problem}{tried}")
+            self.clock.sleep(wait)
+            delay = min(2 * delay, LAST_DELAY)
+
+    def _sent(self, path: str, body: bytes | None, content_type: str) -> Reply:
+        """Return the reply to a request, read piece by piece so that one that is too large is cut off.
+
+        Raises:
+            TimeoutError: the whole takes longer than the timeout.
+            httpx2.HTTPError: there is no connection, or it broke before the reply was complete.
+            _TooLargeError: the reply is larger than `most_mb`.
+        """
+        most, read = int(self.most_mb * 1_000_000), bytearray()
+        with (
+            _Deadline(self.timeout) as deadline,
+            self._client.stream(
+                "GET" if body is None else "POST",
+                self.url.copy_with(path=self.url.path.rstrip("/") + path),
+                content=body,
+                headers={} if body is None else {"Content-Type": content_type},
+                extensions={"trace": deadline.trace},
+            ) as response,
+        ):
+            announced = response.headers.get("content-length", "")
+            if announced.isdecimal() and int(announced[:18]) > most:
+                raise _TooLargeError
+            for piece in response.iter_raw():
+                read += piece
+                if len(read) > most:
+                    raise _TooLargeError
+            return Reply(response.status_code, dict(response.headers), bytes(read))
+
+    def _problem(self, reply: Reply) -> str:
+        """Return what a reply that is no success says, in words."""
+        if 300 <= reply.status < 400:
+            target = shown(reply.headers.get("location", "nowhere"))
+            return f"redirects to {target}, and redirects are not followed: set url to the server's own address"
+        if reply.status in (401, 403):
+            advice = "the key was not accepted" if self._key else "set key_env to the environment variable of an API key"
+            return f"answered {reply.status}: {advice}"
+        return f"answered {reply.status}: {shown(reply.body)}"
+
+
+class _TooLargeError(Exception):
+    """The reply has more bytes than the caller takes."""
+
+
+class _Deadline:
+    """Ends a request after some seconds, with a TimeoutError.
+
+    httpx's timeouts begin again with every byte, so a server that sends one byte per minute would hold a thread for hours.
+    A timer shuts the connection down instead.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+        self._socket: socket.socket | None = None
+        self._expired = False
+
+    def __enter__(self) -> "_Deadline":
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._timer.cancel()
+        if self._expired:
+            raise TimeoutError from error
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Note the socket of the connection; httpx's `trace` extension."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self._expired:
+                self._expire()
+
+    def _expire(self) -> None:
+        self._expired = True
+        if self._socket is not None:
+            with suppress(OSError):  # not SSLSocket's method, which changes what the other thread uses
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+def shown(text: bytes | str) -> str:
+    """Return the start of a reply as it is put into a message: one line, printable characters alone."""
+    start = text[: 4 * SHOWN].decode("utf-8", "replace") if isinstance(text, bytes) else text[: 4 * SHOWN]
+    line = "".join(character if character.isprintable() else " " for character in start)
+    line = " ".join(line.split())
+    return (line if len(line) <= SHOWN else line[: SHOWN - 3] + "...") or "an empty reply"
+
+
+def is_success(reply: Reply | None) -> bool:
+    """Return whether there is a reply, of a status from 200 to 299."""
+    return reply is not None and 200 <= reply.status < 300
+
+
+def may_pass(reply: Reply | None, tries: int) -> bool:
+    """Return whether the same request may succeed later."""
+    return reply is None or reply.status in AWAY or (reply.status >= 500 and tries < TRIES)
+
+
+def retry_after(reply: Reply | None) -> float:
+    """Return the seconds that the server asks to wait for, 0 if it does not say."""
+    text = "" if reply is None else reply.headers.get("retry-after", "").strip()
+    if text.isdecimal():
+        return float(text[:9])
+    try:
+        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError, OverflowError, IndexError):
+        return 0.0
+
+
+def _direct(url: httpx2.URL) -> httpx2.HTTPTransport:
+    """Return a transport without proxies that opens a connection per request."""
+    verify = ssl.create_default_context() if url.scheme == "https" else False
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx2.HTTPTransport(verify=verify, trust_env=False, limits=limits)
+
+
+def _checked_url(url: str) -> httpx2.URL:
+    """Return a server's address.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    try:
+        parts: httpx2.URL | None = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parts = None
+    known = parts is not None and parts.scheme in ("http", "https") and parts.host and 0 < (parts.port or 1) < 2**16
+    if parts is None or not known or not url.isascii() or " " in url:
+        raise UsageError(f"url is {shown(url)!r}, expected the address of a server, e.g. http://127.0.0.1:8000")
+    if parts.userinfo or parts.query or parts.fragment:
+        raise UsageError(
+            f"url names {parts.host} with a user, a query or a fragment: give the address alone, and an API key in the "
+            "environment variable that key_env names"
+        )
+    return parts
+
+
+def _authorization(key_env: str) -> dict[str, str]:
+    """Return the header that holds the API key of an environment variable."""
+    if not key_env:
+        return {}
+    key = os.environ.get(key_env, "").strip()
+    if not key:
+        raise UsageError(f"key_env is {key_env!r}, and that environment variable is not set: export the API key in it")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(f"key_env is {key_env!r}, and that variable holds more than one printable word")
+    return {"Authorization": f"Bearer {key}"}

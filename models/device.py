@@ -1,0 +1,26 @@
+"""The accelerator of this process, of whatever kind: CUDA, ROCm (which torch calls cuda), XPU, NPU.
+
+`torch.get_device_module(device)` has the functions of `torch.cuda` for each of them.
+"""
+
+import torch
+
+SIMULATED = "simulated"  # type of the device of `engines.simulate`, whose tensors have no values
+
+
+def default_device() -> torch.device:
+    """Return the accelerator if there is one, else the CPU. Apple's is not one: FSDP2 does not run there."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type != "mps":
+        return torch.device(found.type)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device has memory and streams apart from the host's."""
+    return device.type not in ("cpu", "meta")
+
+
+def has_values(device: torch.device) -> bool:
+    """Return whether tensors of a device have values; on a simulated one nothing needs to be read from files."""
+    return device.type != SIMULATED

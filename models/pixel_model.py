@@ -1,0 +1,113 @@
+"""Built-in networks whose samples are the pixels of small images: a class of diffusers with fixed settings, and weights."""
+
+import json
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.guidance import classifier_free
+from fluvial.core.sigmas import from_scheduler
+from fluvial.models.lora import JOINT_ATTENTION
+from fluvial.models.protocol import Prediction, Schedule
+
+FILE = "diffusion_pytorch_model.safetensors"
+SHIFT = 3.0
+
+
+class PixelModel(ABC):
+    """A small network with fixed settings whose samples are pixels; a subclass adds its prompts and its schedule.
+
+    Args:
+        weights: folder of the network as diffusers saves it; None for random weights.
+        seed: seed of random weights.
+    """
+
+    name: ClassVar[str]  # of the model, for messages
+    network: ClassVar[str]  # class of diffusers
+    settings: ClassVar[Mapping[str, Any]]  # keyword arguments of the class
+    prediction: Prediction = "velocity"
+    guide = staticmethod(classifier_free)
+
+    def __init__(self, weights: Path | None, *, seed: int = 0) -> None:
+        self.weights, self.seed = weights, seed
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the network with its weights, in float32, or `empty`, with parameters on the meta device.
+
+        Raises:
+            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
+        """
+        import diffusers
+
+        kind, weights = getattr(diffusers, self.network), self.weights
+        if weights is None:
+            if empty:
+                raise ValueError("a model with random weights cannot be built empty: it has no folder to load them from")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                return kind(**self.settings)
+        config = weights / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{weights} holds no model: config.json is missing")
+        if not (weights / FILE).is_file():
+            raise ValueError(
+                f"{weights} is incomplete: there is no {FILE}; only weights in the safetensors format are loaded"
+            )
+        found = json.loads(config.read_text())
+        if not isinstance(found, dict):
+            held = type(found).__name__
+            raise ValueError(f"{config} is not of a model: it holds a {held}, expected a JSON object of settings")
+        if different := [setting for setting, value in self.settings.items() if found.get(setting) != value]:
+            raise ValueError(f"{config} is not of the {self.name} model: {', '.join(different)} differ")
+        if empty:
+            from accelerate import init_empty_weights
+
+            with init_empty_weights(include_buffers=False):
+                return kind(**self.settings)
+        module = kind.from_pretrained(weights, use_safetensors=True, local_files_only=True)
+        if missing := [key for key, tensor in module.state_dict().items() if tensor.is_meta]:
+            raise ValueError(f"{weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        return module
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images in [0, 1]; the samples are pixels in [-1, 1]."""
+        return ((latents.float() + 1) / 2).clamp(0, 1)
+
+
+class PixelTransformer(PixelModel):
+    """A pixel model over SD3's transformer, whose schedule is that of a flow; its conditioning has `tokens` and `pooled`."""
+
+    network = "SD3Transformer2DModel"
+    prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
+    lora_targets = (*JOINT_ATTENTION, "net.0.proj", "net.2", "linear")
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the joint transformer blocks."""
+        return list(module.get_submodule("transformer_blocks").children())
+
+    def scheduler(self, steps: int) -> Any:
+        """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+        return scheduler
+
+    def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
+        """Return the schedule of the scheduler."""
+        scheduler = self.scheduler(steps)
+        return Schedule(from_scheduler(scheduler), scheduler.timesteps)
+
+    def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
+        """Return the network's output, of the samples' shape: v, unless a subclass reads it in another way."""
+        return module(
+            hidden_states=x,
+            encoder_hidden_states=cond.tokens,
+            pooled_projections=cond.pooled,
+            timestep=sigma * 1000 if timestep is None else timestep,
+            return_dict=False,
+        )[0]

@@ -1,0 +1,25 @@
+"""The closed form of `fluvial plan` against the trace of the program on a simulated GPU."""
+
+from typing import Any
+
+import pytest
+
+from fluvial.engines.fsdp.config import EngineConfig
+from fluvial.engines.plan.plan import PlanConfig, Train, plan
+from fluvial.engines.plan.trace import trace
+
+pytestmark = pytest.mark.simulated
+# The plan adds up what need not coincide: the update's may be this much above the trace, and hardly below it.
+ABOVE, BELOW = 0.12, 0.01
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("train", ["lora", "full"])
+@pytest.mark.parametrize("engine", [{}, {"comm": "reshard"}, {"checkpointing": "block"}], ids=str)
+def test_a_plan_is_held_to_the_trace(engine: dict[str, Any], train: Train, gpus: int) -> None:
+    """For the update and for the rollout."""
+    config = PlanConfig(gpus=gpus, train=train, micro_batch=16, engine=EngineConfig(**engine))
+    traced, planned = trace("handwriting", config), plan("handwriting", config)
+    stored = planned.rollout.trajectory  # the trace makes no rollout
+    for expected, found in ((planned.update.total, traced.update), (planned.rollout.total, traced.rollout + stored)):
+        assert 1 - BELOW <= expected / found <= 1 + ABOVE

@@ -1,0 +1,226 @@
+"""Choices: every value of every union is read back from JSON and from flags, and what has no meaning cannot be written."""
+
+import json
+import math
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluvial.core.transitions import dance_sde
+from fluvial.engines.choices import kinds, settings, variant_of, variants
+from fluvial.engines.cli.parse import parsed
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.noising import Levels, NoisingConfig
+from fluvial.engines.rollout.samplers import Ode, SamplerChoice, SaSolver, Stochastic
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.rollout.window import (
+    AllRecorded,
+    AllSteps,
+    Branches,
+    MovingWindow,
+    RandomWindow,
+    ScatteredSteps,
+    Trained,
+    Window,
+)
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.record import CONVERTER, as_record, recorded
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One of each choice.
+
+    Args:
+        window: Stochastic steps.
+        trained: Trained steps.
+        sampler: Sampler.
+        levels: Noise levels.
+    """
+
+    window: Window = field(default_factory=AllSteps)
+    trained: Trained = field(default_factory=AllRecorded)
+    sampler: SamplerChoice = field(default_factory=Stochastic)
+    levels: Levels = field(default_factory=lambda: NoisingConfig().levels)
+
+
+UNIONS: dict[str, Any] = {"window": Window, "trained": Trained, "sampler": SamplerChoice, "levels": Levels}
+PLACES = {"window": "rollout.window", "trained": "rollout.trained", "sampler": "rollout.sampler", "levels": "noising.levels"}
+EVERY = [(name, kind) for name, union in UNIONS.items() for kind in kinds(union)]
+NUMBERS: dict[type, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(0, 9),
+    float: st.floats(0.001, 0.99),
+    NoneType: st.none(),
+}
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of a field's type, most of which are accepted."""
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of(*map(values_of, get_args(kind)))
+    return st.sampled_from(get_args(kind)) if get_origin(kind) is Literal else NUMBERS[kind]
+
+
+def drawn(data: st.DataObject, name: str, kind: str) -> Any:
+    """Return a value of a kind, with any of its settings that are accepted."""
+    variant, make = variant_of(UNIONS[name], kind, name)
+    hints = get_type_hints(variant)
+    found = {each.name: hints[each.name] for each in settings(variant)}
+    try:
+        return make(**{key: tail(data) if is_dataclass(of) else data.draw(values_of(of)) for key, of in found.items()})
+    except ValueError:
+        needed = {"size": 2, "samples": 2, "fraction": 0.5}
+        return make(**{each.name: needed[each.name] for each in settings(variant) if each.name in needed})
+
+
+def tail(data: st.DataObject) -> Tail:
+    """Return settings of the steps after a window."""
+    hints = get_type_hints(Tail)
+    return Tail(**{each.name: data.draw(values_of(hints[each.name])) for each in fields(Tail)})
+
+
+def flags(value: Any, prefix: str) -> list[str]:
+    """Return the words that a value is typed with."""
+    words = [f"--{prefix}", value.kind] if hasattr(value, "kind") else []
+    for each in settings(type(value)) if words else fields(value):
+        found, flag = getattr(value, each.name), f"{prefix}.{each.name}".replace("_", "-")
+        if is_dataclass(found):
+            words += flags(found, flag)
+        elif isinstance(found, bool):
+            group, _, name = flag.rpartition(".")
+            words.append(f"--{flag}" if found else f"--{group}.no-{name}")
+        else:
+            words += [f"--{flag}", str(found)]
+    return words
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY)
+@given(st.data())
+def test_every_value_is_read_back_from_json(name: str, kind: str, data: st.DataObject) -> None:
+    """As an object with its kind."""
+    value = drawn(data, name, kind)
+    record = json.loads(json.dumps(CONVERTER.unstructure(Chosen(**{name: value}))))
+    assert record[name]["kind"] == kind
+    assert CONVERTER.structure(record, Chosen) == Chosen(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY)
+def test_every_value_is_read_back_from_flags(name: str, kind: str) -> None:
+    """Whatever the kind that the configuration has without them."""
+    for seed in range(3):
+        value = _example(name, kind, seed)
+        for start in {type(_example(name, other, 0)): _example(name, other, 0) for other in kinds(UNIONS[name])}.values():
+            found = parsed(replace(Chosen(), **{name: start}), "run", flags(value, name))
+            assert getattr(found, name) == value
+
+
+def _example(name: str, kind: str, seed: int) -> Any:
+    """Return one of three values of a kind: with its defaults, and with others."""
+    variant, make = variant_of(UNIONS[name], kind, name)
+    base: dict[str, Any] = {"size": 2, "samples": 2, "fraction": 0.5}
+    value = make(**{each.name: base[each.name] for each in settings(variant) if each.name in base})
+    others: list[dict[str, Any]] = [
+        {},
+        {"low": 1, "high": 4, "stride": 2, "eta": 0.3, "solver": "unipc", "skip": 1, "repeat": False},
+        {"low": 2, "share_prefix": True, "every": 3, "decay": 0.5, "decay_from": 1, "draw": "run", "highest": 7},
+    ]
+    known = {each.name for each in settings(variant)}
+    return replace(value, **{key: setting for key, setting in others[seed].items() if key in known})
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
+    """On the command line and in a file."""
+    kind = kinds(UNIONS[name])[0]
+    with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
+        parsed(Chosen(), "run", [f"--{name}", f"{kind}x"])
+    place = PLACES[name].split(".")
+    record = as_record(TrainConfig(Path("x")))
+    record[place[0]][place[1]] = {"kind": f"{kind}x"}
+    with pytest.raises(UsageError, match=rf"did you mean '{kind}'\? @ run\.{PLACES[name]}") as read:
+        recorded(record)
+    assert "\n" not in f"{typed.value}{read.value}"
+
+
+def test_a_kind_alone_has_its_defaults() -> None:
+    """In a file; a kind with a field that has no default needs an object."""
+    record = as_record(TrainConfig(Path("x")))
+    record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
+    assert recorded(record).rollout.sampler == Stochastic("dance_sde")
+    record["rollout"]["window"] = "random"
+    with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
+        recorded(record)
+    record["rollout"]["window"] = {"kind": "all", "size": 3}
+    with pytest.raises(UsageError, match=r"has unknown fields size @ run\.rollout\.window"):
+        recorded(record)
+
+
+def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
+    """No old setting is read as something else, or passed over."""
+    record = as_record(TrainConfig(Path("x")))
+    old = {
+        "window": 5,
+        "window_low": 0,
+        "window_high": 6,
+        "eta": 0.8,
+        "solver": "euler",
+        "fraction": 1.0,
+        "moves": {"every": 0},
+    }
+    record["rollout"] = {**record["rollout"], **old, "sampler": "flow_sde"}
+    with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
+        recorded(record)
+    assert "\n" not in str(refused.value)
+    record["rollout"] = {**as_record(TrainConfig(Path("x")))["rollout"], "window": 5}
+    with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
+        recorded(record)
+
+
+UNTYPABLE: list[tuple[type, set[str]]] = [
+    (AllSteps, {"size", "draw", "every", "stride", "samples", "share_prefix", "tail"}),
+    (RandomWindow, {"every", "stride", "repeat", "decay", "decay_from", "samples"}),
+    (ScatteredSteps, {"every", "stride", "repeat", "decay", "decay_from", "samples", "share_prefix", "tail"}),
+    (MovingWindow, {"draw", "samples"}),
+    (Branches, {"draw", "every", "stride", "share_prefix", "tail"}),
+    (AllRecorded, {"fraction"}),
+    (Ode, {"eta"}),
+    (SaSolver, {"solver"}),
+    (Stochastic, {"solver"}),
+    (variants(Levels)[2], {"highest", "skip"}),
+    (variants(Levels)[3], {"highest", "skip"}),
+    (NoisingConfig, {"shared", "highest", "skip"}),
+    (RolloutConfig, {"eta", "solver", "contiguous", "moves", "branches", "after", "fraction", "pick", "window_draw"}),
+]
+
+
+@pytest.mark.parametrize(("variant", "names"), UNTYPABLE, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_was_refused_cannot_be_written(variant: type, names: set[str]) -> None:
+    """A kind has the settings that mean something for it."""
+    assert not names & {each.name for each in fields(variant)}
+
+
+def test_a_value_of_no_kind_is_refused() -> None:
+    """As the sampler's name alone would be."""
+    for changes in ({"sampler": "ode"}, {"window": 5}, {"trained": 0.5}):
+        with pytest.raises(TypeError, match=rf"rollout\.{next(iter(changes))} is .*, expected one of "):
+            RolloutConfig(**changes)
+
+
+@given(st.sampled_from(["eta", "size"]), st.sampled_from([math.nan, math.inf, -1]))
+def test_single_values_are_checked(name: str, value: float) -> None:
+    """Where they are written."""
+    with pytest.raises((ValueError, TypeError), match=rf"rollout\.(sampler|window)\.{name}|{name}"):
+        Stochastic(eta=value) if name == "eta" else RandomWindow(value)  # type: ignore[arg-type]
+
+
+def test_a_function_stays_the_sampler_of_flags_that_choose_no_other() -> None:
+    """It has no name that flags could give back."""
+    start = replace(Chosen(), sampler=Stochastic(dance_sde, 0.5))
+    assert parsed(start, "run", ["--sampler.eta", "0.3"]).sampler == Stochastic(dance_sde, 0.3)
