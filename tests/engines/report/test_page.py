@@ -180,6 +180,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(chromium.binary() is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.usefixtures("charts")
 def test_a_browser_shows_the_page(run: Path) -> None:
     """Every image is loaded, nothing is asked for or complained of, no hostile text runs, and it follows the dark theme."""
     path = page.write(run)
