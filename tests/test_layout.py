@@ -30,22 +30,7 @@ FLOORS = (
 # refuses, and the rules of the configuration itself are in a file beside it.
 RUN = "engines.train.config"
 NAMES_RUN = {
-    f"engines.objectives.{name}"
-    for name in (
-        "alignprop",
-        "crd",
-        "d3po",
-        "dgpo",
-        "distill",
-        "dpo",
-        "dppo",
-        "guard",
-        "losses",
-        "nft",
-        "protocol",
-        "raft",
-        "tempflow",
-    )
+    f"engines.objectives.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
 } | {"engines.train.validate"}
 
 

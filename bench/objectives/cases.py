@@ -9,8 +9,8 @@ from typing import cast
 
 from fluvial.bench import harness
 from fluvial.engines.errors import UsageError
-from fluvial.engines.objectives.distill import Distill
-from fluvial.engines.objectives.dpo import Dpo
+from fluvial.engines.objectives.matching import Distill
+from fluvial.engines.objectives.preferences import Dpo
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.engines.train.record import as_record

@@ -16,7 +16,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.clipped import Clipped
+from fluvial.engines.objectives.surrogates import Clipped
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.rollout.items import Share, recorded_steps

@@ -1,4 +1,4 @@
-"""Objectives: one file per objective, and the table of them.
+"""Objectives: one file per family, and the table of them.
 
 An own objective is a frozen dataclass with `traits`, `target_weight` and `loss`, see `protocol.Objective`.
 """

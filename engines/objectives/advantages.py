@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -85,31 +86,25 @@ class AdvantageConfig:
         if not self.floors and (self.floor_lr, self.floor_max) != (0.1, 10.0):
             raise UsageError("`advantage.floor_lr` or floor_max is set, and no reward has a floor: set `advantage.floors`")
         if self.floors and self.history:
-            raise UsageError(
-                "`advantage.floors` is set, whose multipliers change what is learnt from, and `advantage.history` "
-                "compares it with rewards of earlier rollouts: use history 0"
-            )
+            hint = "the multipliers of `advantage.floors` change what is learnt from between the rollouts that it compares"
+            raise UsageError("advantage.history", self.history, "0", hint)
         if self.rescale is not None and self.clip is None:
             raise UsageError("advantage.rescale", self.rescale, hint="`advantage.clip` is None; set the clip that it scales")
+        if not self.history and self.history_min != 16:
+            raise UsageError("advantage.history_min", self.history_min, hint="`advantage.history` is 0; set it above 0")
         if not self.history:
-            if self.history_min != 16:
-                raise UsageError(
-                    "`advantage.history_min` is set, and `advantage.history` is 0: set the number of rewards kept"
-                )
-        elif self.history_min > self.history:
-            raise UsageError(
-                f"`advantage.history_min` is {self.history_min}, above `advantage.history`, which is {self.history}, "
-                "so that a prompt's own rewards would never be taken: use at most that"
-            )
-        elif self.scale != "group" or self.combine != "sum":
-            raise UsageError(
-                f"`advantage.history` is {self.history}, which normalises the weighted sum of the rewards per prompt: "
-                "use `advantage.scale` group and combine sum"
-            )
+            return
+        if self.history_min > self.history:
+            hint = "a prompt's own rewards would never be taken"
+            raise UsageError("advantage.history_min", self.history_min, f"at most `advantage.history` {self.history}", hint)
+        if self.scale != "group" or self.combine != "sum":
+            expected = "0, or `advantage.scale` group and combine sum"
+            hint = "it normalises the weighted sum of the rewards per prompt"
+            raise UsageError("advantage.history", self.history, expected, hint)
 
 
 class Grades(NamedTuple):
-    """What the rewards of a rollout say of its B samples, on the host; 0 for samples that are left out."""
+    """Weights in the loss of a rollout's B samples by their rewards, on the host; 0 for samples that are left out."""
 
     target_weight: Tensor  # [B], see `Objective.target_weight`
     computed: Tensor  # [B], 0 for samples that add nothing to the loss
@@ -129,7 +124,7 @@ def graded(
     prompts: Sequence[str] = (),
     history: History,
 ) -> Grades:
-    """Return what each sample's rewards mean for the loss of an objective.
+    """Return each sample's weights in the loss of an objective.
 
     Args:
         objective: the objective.
@@ -172,29 +167,24 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
         rewards: `[B, K]`.
         weights: weight of each reward, `[K]`.
         group: index of each sample's group, `[B]`.
-        config: how they are normalised and combined.
+        config: normalisation and combination.
     """
     if not rewards.shape[1]:
         return rewards.new_zeros(len(rewards))
+    normalised = partial(group_advantages, group=group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     if config.combine == "gdpo" and rewards.shape[1] > 1:
         advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     elif config.combine == "advantages":
-        each = [group_advantages(r, group, scale=config.scale, eps=config.eps, ddof=config.ddof) for r in rewards.unbind(1)]
-        advantage = torch.stack(each, dim=1) @ weights
+        advantage = torch.stack([normalised(reward) for reward in rewards.unbind(1)], dim=1) @ weights
     else:
-        advantage = group_advantages(rewards @ weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
+        advantage = normalised(rewards @ weights)
     return bounded(advantage, config)
 
 
 def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
     """Return 1 for the `count` best and the `count` worst samples of each group, else 0, `[B]`; all 1 for count 0.
 
-    Samples of equal reward are taken in their order in the batch.
-
-    Args:
-        reward: `[B]`.
-        group: index of each sample's group, `[B]`.
-        count: number of samples at each end.
+    Samples of equal reward are taken in their order in the batch. `group` is the index of each sample's group, `[B]`.
     """
     if not count:
         return torch.ones_like(reward)

@@ -29,10 +29,8 @@ def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if rollout.trained.kind != "all":
         yield no_effect("rollout.trained", "with alignprop, which trains on the last steps")
     for name in ("minibatches", "epochs"):
-        if getattr(config, name) > 1:
-            yield UsageError(
-                name, getattr(config, name), "1", "alignprop goes back through the policy that made the rollout"
-            )
+        if (count := getattr(config, name)) > 1:
+            yield UsageError(name, count, "1", "alignprop goes back through the policy that made the rollout")
 
 
 class AlignPropInfo(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +14,8 @@ from fluvial.core.checks import check_fields
 from fluvial.core.nft import reward_prob
 from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, ramp
 from fluvial.engines.rollout.items import NoisedSamples
-from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.train.config import TrainConfig
@@ -72,46 +71,27 @@ class Crd:
     sampling_delay: int = 75
 
     def __post_init__(self) -> None:
-        share, rise, delay = (0, 0.999999), (0, 1), (0, math.inf)
-        check_fields(
-            self,
-            "objective",
-            beta=(1e-12, math.inf),
-            adv_clip=(1e-12, math.inf),
-            weight_min=(1e-12, math.inf),
-            old_value=share,
-            old_rise=rise,
-            old_cap=share,
-            old_delay=delay,
-            sampling_value=share,
-            sampling_rise=rise,
-            sampling_cap=share,
-            sampling_delay=delay,
-        )
+        positive = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
+        bounds = {"value": (0, 0.999999), "rise": (0, 1), "cap": (0, 0.999999), "delay": (0, math.inf)}
+        decays = {f"{policy}_{name}": bound for policy in ("old", "sampling") for name, bound in bounds.items()}
+        check_fields(self, "objective", **positive, **decays)
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
         """The old policy and the one that makes the rollouts are adapters."""
-        followers = Follower("old", self.old_decay), Follower("sampling", self.sampling_decay, samples_from=0)
+        old = partial(ramp, start=self.old_value, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
+        sampling = partial(
+            ramp, start=self.sampling_value, rise=self.sampling_rise, cap=self.sampling_cap, delay=self.sampling_delay
+        )
         return ObjectiveTraits(
             trains_on="noised",
             compares_with=("old",),
             flows_only=True,
             takes_kl=True,
             gathers=True,
-            followers=followers,
+            followers=(Follower("old", old), Follower("sampling", sampling, samples_from=0)),
             refuses=_refuses,
         )
-
-    def old_decay(self, rollouts: int, updates: int) -> float:
-        """Return the share of the old policy that stays after a number of rollouts and updates."""
-        done = updates - self.old_delay
-        return self.old_value if done < 0 else min(self.old_value + self.old_rise * done, self.old_cap)
-
-    def sampling_decay(self, rollouts: int, updates: int) -> float:
-        """Return the share of the policy that makes the rollouts that stays."""
-        done = updates - self.sampling_delay
-        return self.sampling_value if done < 0 else min(self.sampling_value + self.sampling_rise * done, self.sampling_cap)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the reward R in [0, 1]."""
@@ -138,7 +118,7 @@ class Crd:
         info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
         if "ref" not in items.predictions:
             return loss, info
-        kl = velocity_error(v, items.predictions["ref"], implementation=config.implementation)
+        kl = config.error(v, items.predictions["ref"])
         least = 1e-4 / config.kl_coef
         weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
         return loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())

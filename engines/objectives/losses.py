@@ -1,9 +1,9 @@
 """Settings of a run's loss, KL terms and diagnostics, which the losses of objectives share."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,9 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.step import KLWeight, kl_factor
-from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.items import Items, LastSteps, RecordedSteps
 from fluvial.engines.rollout.samplers import SamplerRule
 from fluvial.kernels import Implementation, step_log_prob, velocity_error
-
-if TYPE_CHECKING:
-    from fluvial.engines.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -66,16 +62,8 @@ class KLConfig:
         return sampler.kl_weight if self.weight == "auto" else self.weight
 
 
-def mean_density(config: "TrainConfig", name: str) -> Iterator[UsageError]:
-    """Yield what keeps recorded log-probabilities from being mean log-densities, which an objective needs."""
-    if config.rollout.form == "unscaled":
-        yield UsageError("rollout.form", "unscaled", "density or no_const", f"{name} takes a log-density")
-    if config.rollout.reduction != "mean":
-        yield UsageError("rollout.reduction", config.rollout.reduction, "mean", f"{name} takes nats per dimension")
-
-
 class LossConfig(NamedTuple):
-    """What every loss of a run is computed with."""
+    """Settings that every loss of a run is computed with."""
 
     form: Form = "density"  # form of the log-probabilities
     reduction: Reduction = "mean"  # their reduction over the event
@@ -85,6 +73,10 @@ class LossConfig(NamedTuple):
     kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy
     # (v, items) -> reward `[P]` with gradient; of objectives that learn from gradients
     reward: Callable[[Tensor, LastSteps], Tensor] | None = None
+
+    def error(self, v: Tensor, target: Tensor) -> Tensor:
+        """Return `kernels.velocity_error`: mean |v - target|^2 of each item, `[P]`."""
+        return velocity_error(v, target, implementation=self.implementation)
 
 
 class ErrorInfo(NamedTuple):
@@ -110,10 +102,26 @@ def log_prob_and_kl(
     )
 
 
-def add_step_kl(
-    loss: Tensor, info: PolicyInfo, kl: Tensor | None, items: RecordedSteps, config: LossConfig
+def surrogate_and_kl(
+    v: Tensor,
+    items: RecordedSteps,
+    config: LossConfig,
+    surrogate: Callable[..., tuple[Tensor, PolicyInfo]],
+    *steps: Any,
+    **numbers: float,
 ) -> tuple[Tensor, PolicyInfo]:
-    """Return a surrogate loss with the KL to the reference's step added, and its diagnostics with that KL."""
+    """Return a surrogate of recorded steps with the KL to the reference's step added, and its diagnostics with that KL.
+
+    Args:
+        v: the policy's prediction.
+        items: recorded steps.
+        config: settings of the loss.
+        surrogate: `(log_prob, log_prob_old, advantage, *steps, **numbers) -> (loss, info)`, see `core.policy`.
+        steps: its tensors besides the log-probabilities and the advantage.
+        numbers: its hyper-parameters.
+    """
+    log_prob, kl = log_prob_and_kl(v, items, config, v_ref=items.predictions.get("ref"))
+    loss, info = surrogate(log_prob, items.log_prob_old, items.target_weight, *steps, **numbers)
     if kl is None:
         return loss, info
     factor = kl_factor(items.transition, items.dt, config.kl_weight)
@@ -124,8 +132,16 @@ def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -
     """Return a loss with kl_coef mean |v - v_ref|^2 added, and that mean without gradient, 0 without a reference."""
     if "ref" not in items.predictions:
         return loss, torch.zeros_like(loss)
-    kl = velocity_error(v, items.predictions["ref"], implementation=config.implementation)
+    kl = config.error(v, items.predictions["ref"])
     return loss + config.kl_coef * kl, kl.detach()
+
+
+def fitted(
+    error: Tensor, v: Tensor, items: Items, config: LossConfig, *, weight: Tensor | None = None
+) -> tuple[Tensor, ErrorInfo]:
+    """Return the loss that fits a prediction, weight error + kl_coef mean |v - v_ref|^2, and its diagnostics."""
+    loss, kl = add_velocity_kl(error if weight is None else weight * error, v, items, config)
+    return loss, ErrorInfo(error.detach(), kl)
 
 
 def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Tensor:
@@ -137,6 +153,6 @@ def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Ten
     if v_ema is None:
         return loss
     if not isinstance(items, RecordedSteps):
-        return loss + config.kl_ema_coef * velocity_error(v, v_ema, implementation=config.implementation)
+        return loss + config.kl_ema_coef * config.error(v, v_ema)
     kl = gaussian.kl(items.transition, v, v_ema, reduction=config.reduction)
     return loss + config.kl_ema_coef * kl_factor(items.transition, items.dt, config.kl_weight) * kl

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fluvial.core import nft
 from fluvial.core.checks import check_fields
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
-from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits
+from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, ramp
 from fluvial.engines.rollout.items import NoisedSamples
-from fluvial.kernels import nft_loss, velocity_error
+from fluvial.kernels import nft_loss
 
 if TYPE_CHECKING:
     from fluvial.engines.train.config import TrainConfig
@@ -24,12 +24,6 @@ def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     if config.followers and config.train == "full":
         hint = "nft's old policy is a second LoRA adapter, unless `objective.old` is none"
         yield UsageError("train", "full", "lora", hint)
-
-
-# A target weight of 0 is a bad sample, so none is skipped.
-TRAITS = ObjectiveTraits(
-    trains_on="noised", compares_with=("old",), flows_only=True, takes_kl=True, takes_implementation=True, refuses=_refuses
-)
 
 
 class NftInfo(NamedTuple):
@@ -80,21 +74,23 @@ class Nft:
         if self.old_cap == 1:
             raise UsageError("`objective.old_cap` is 1, and an old policy with decay 1 never learns: use below 1")
         if self.old == "none" and self.old_unit != "rollouts":
-            raise UsageError(f"`objective.old_unit` is {self.old_unit} and `objective.old` is none: nothing is counted")
+            raise no_effect("objective.old_unit", "with `objective.old` none, where nothing is counted")
         if self.old == "none" and self.old_every > 1:
-            raise UsageError(
-                f"`objective.old_every` is {self.old_every} and `objective.old` is none: no old policy is updated"
-            )
+            raise no_effect("objective.old_every", "with `objective.old` none, where no old policy is updated")
         if self.old != "delayed" and self.old_delay:
-            raise UsageError(
-                f"`objective.old_delay` is {self.old_delay} and `objective.old` is {self.old}: only delayed waits"
-            )
+            raise no_effect("objective.old_delay", f"with `objective.old` {self.old}: only delayed waits")
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
-        """The old policy lags behind unless `old` is none."""
-        return (
-            TRAITS if self.old == "none" else replace(TRAITS, followers=(Follower("old", self.old_decay, samples_from=0),))
+        """The old policy lags behind unless `old` is none; a target weight of 0 is a bad sample, so none is skipped."""
+        return ObjectiveTraits(
+            trains_on="noised",
+            compares_with=("old",),
+            flows_only=True,
+            takes_kl=True,
+            takes_implementation=True,
+            followers=() if self.old == "none" else (Follower("old", self.old_decay, samples_from=0),),
+            refuses=_refuses,
         )
 
     def old_decay(self, rollouts: int, updates: int) -> float:
@@ -102,7 +98,7 @@ class Nft:
         if rollouts % self.old_every:
             return 1.0
         done = updates if self.old_unit == "updates" else rollouts
-        return min(self.old_rise * max(done - self.old_delay, 0), self.old_cap)
+        return ramp(rollouts, done, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the probability that a sample is good, in [0, 1]."""
@@ -124,4 +120,4 @@ class Nft:
             implementation=config.implementation,
         )
         loss, kl = add_velocity_kl(loss, v, items, config)
-        return loss, NftInfo(velocity_error(v.detach(), v_old, implementation=config.implementation), kl)
+        return loss, NftInfo(config.error(v.detach(), v_old), kl)

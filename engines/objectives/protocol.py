@@ -38,10 +38,9 @@ class Follower:
     samples_from: int | None = None
 
 
-class Refuses(Protocol):
-    """Yields what has no meaning with an objective: an error, or a line."""
-
-    def __call__(self, config: "TrainConfig", /) -> Iterator[UsageError | str]: ...
+def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
+    """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
+    return start if updates < delay else min(start + rise * (updates - delay), cap)
 
 
 def nothing(config: "TrainConfig") -> Iterator[UsageError]:
@@ -51,7 +50,7 @@ def nothing(config: "TrainConfig") -> Iterator[UsageError]:
 
 @dataclass(frozen=True)
 class ObjectiveTraits:
-    """What the trainer must know of an objective besides its loss.
+    """Properties of an objective that the trainer reads, besides its loss.
 
     Args:
         trains_on: kind of items: steps (`RecordedSteps`; `LastSteps` where gradients flow `through` them), noised
@@ -101,7 +100,7 @@ class ObjectiveTraits:
     followers: tuple[Follower, ...] = ()
     gathers: bool = False
     through: tuple[int, float] | None = None
-    refuses: Refuses = nothing
+    refuses: Callable[..., Iterator[UsageError | str]] = nothing
 
     def __post_init__(self) -> None:
         check_fields(self, "traits")
@@ -114,7 +113,7 @@ class Objective(Protocol):
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """What the trainer must know; a class attribute, or a property where it depends on the hyper-parameters."""
+        """Its traits; a class attribute, or a property where they depend on the hyper-parameters."""
         ...
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:

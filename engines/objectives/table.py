@@ -1,27 +1,23 @@
-"""Objectives by name, custom ones included."""
+"""Objectives by name, and the checks of custom ones: of their class, of every result, and of what they raise."""
 
 import dataclasses
 import inspect
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fluvial.engines import plugins
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.objectives.alignprop import AlignProp
-from fluvial.engines.objectives.awm import Awm
-from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.crd import Crd
-from fluvial.engines.objectives.d3po import D3po
-from fluvial.engines.objectives.dgpo import Dgpo
-from fluvial.engines.objectives.distill import Distill
-from fluvial.engines.objectives.dpo import Dpo
-from fluvial.engines.objectives.dppo import Dppo
-from fluvial.engines.objectives.guard import Guard
+from fluvial.engines.objectives.losses import LossConfig
+from fluvial.engines.objectives.matching import Awm, Distill, Raft, Sft
 from fluvial.engines.objectives.nft import Nft
+from fluvial.engines.objectives.preferences import D3po, Dgpo, Dpo
 from fluvial.engines.objectives.protocol import Objective, ObjectiveTraits
-from fluvial.engines.objectives.raft import Raft
-from fluvial.engines.objectives.sft import Sft
-from fluvial.engines.objectives.tempflow import TempFlow
+from fluvial.engines.objectives.surrogates import Clipped, Dppo, Guard, TempFlow
 
 OBJECTIVES: dict[str, type] = {
     "clipped": Clipped,
@@ -92,3 +88,85 @@ def _problem(kind: Any) -> str | None:
         except TypeError as error:
             return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
     return None
+
+
+def checked(objective: Objective) -> Objective:
+    """Return a custom objective with its calls checked, a built-in one as it is."""
+    return objective if type(objective) in OBJECTIVES.values() else Checked(objective)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A custom objective whose calls name it in an error, and raise for a result of a wrong shape."""
+
+    objective: Any  # with the methods of `Gathering` if its traits say so
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """Traits of the objective."""
+        traits: ObjectiveTraits = self.objective.traits
+        return traits
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return each sample's target weight; UsageError unless there is a finite number per sample."""
+        weight: Tensor = self._called("target_weight", reward, advantage, group)
+        name, got, samples = name_of(self.objective), _shape(weight), len(reward)
+        if got != [samples]:
+            raise UsageError(
+                f"objective {name} returned a target_weight of {got}, expected [{samples}], a number per sample"
+            )
+        if not bool(torch.isfinite(weight).all()):
+            raise UsageError(f"objective {name} returned a target_weight that is not finite, expected finite numbers")
+        return weight
+
+    def statistic(self, v: Tensor, items: Any) -> Tensor:
+        """Return the statistic of each item."""
+        statistic: Tensor = self._called("statistic", v, items)
+        return statistic
+
+    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
+        """Return what the loss of each item reads of the other samples."""
+        context: Tensor = self._called("gathered", statistic, target_weight, group, counts)
+        return context
+
+    def loss(self, v: Tensor, items: Any, config: LossConfig) -> tuple[Tensor, Any]:
+        """Return loss and diagnostics; UsageError unless they are a number per item, and a NamedTuple of such numbers."""
+        loss, info = self._called("loss", v, items, config)
+        check_loss(self.objective, loss, info, len(items.level))
+        return loss, info
+
+    def _called(self, method: str, *args: Any) -> Any:
+        """Return a method's result; an exception becomes a RunError of one line that names objective and method."""
+        try:
+            return getattr(self.objective, method)(*args)
+        except FluvialError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise RunError(
+                f"objective {name_of(self.objective)} raised {type(error).__name__} in {method}: {said}"
+            ) from error
+
+
+def check_loss(objective: Objective, loss: Any, info: Any, items: int) -> None:
+    """Raise UsageError unless an objective returned a number per item, and a NamedTuple of such diagnostics.
+
+    Other shapes would broadcast silently.
+    """
+    name = name_of(objective)
+    if _shape(loss) != [items]:
+        raise UsageError(f"objective {name} returned a loss of {_described(loss)}, expected [{items}], one number per item")
+    if not isinstance(info, tuple) or not getattr(info, "_fields", ()):
+        got = type(info).__name__
+        raise UsageError(f"objective {name} returned diagnostics of type {got}, expected a NamedTuple of tensors [{items}]")
+    for field, value in zip(info._fields, info, strict=True):  # type: ignore[attr-defined]
+        if _shape(value) != [items]:
+            raise UsageError(f"objective {name} returned a diagnostic {field} of {_described(value)}, expected [{items}]")
+
+
+def _shape(value: Any) -> list[int] | str:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _described(value: Any) -> str:
+    return f"{'shape' if isinstance(value, Tensor) else 'type'} {_shape(value)}"

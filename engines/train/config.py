@@ -11,9 +11,9 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.advantages import AdvantageConfig
-from fluvial.engines.objectives.clipped import Clipped
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Follower, Objective
+from fluvial.engines.objectives.surrogates import Clipped
 from fluvial.engines.objectives.table import check_objective
 from fluvial.engines.rollout.async_config import AsyncConfig
 from fluvial.engines.rollout.config import RolloutConfig

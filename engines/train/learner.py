@@ -17,10 +17,9 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.items import micro_batches
 from fluvial.engines.objectives.advantages import History, graded
-from fluvial.engines.objectives.checked import checked
 from fluvial.engines.objectives.losses import LossConfig, add_ema_kl, log_prob_and_kl
 from fluvial.engines.objectives.protocol import Gathering
-from fluvial.engines.objectives.table import name_of
+from fluvial.engines.objectives.table import checked, name_of
 from fluvial.engines.rewards.gather import Rewards
 from fluvial.engines.rewards.gradients import weighted_sum
 from fluvial.engines.rewards.protocol import Reward

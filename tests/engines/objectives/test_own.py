@@ -16,9 +16,8 @@ from fluvial.core.transitions import Transition
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives import ErrorInfo, LossConfig, ObjectiveTraits
-from fluvial.engines.objectives.checked import check_loss
 from fluvial.engines.objectives.losses import KLConfig
-from fluvial.engines.objectives.table import check_objective, name_of, objective_type
+from fluvial.engines.objectives.table import check_loss, check_objective, name_of, objective_type
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.items import NoisedSamples, RecordedSteps
 from fluvial.engines.rollout.samplers import Ode, SamplerRule, Stochastic

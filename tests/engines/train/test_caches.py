@@ -11,7 +11,7 @@ from PIL import Image
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.sft import Sft
+from fluvial.engines.objectives.matching import Sft
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.train import job as jobs

@@ -17,7 +17,7 @@ from fluvial.engines.data.captions import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.raft import Raft
+from fluvial.engines.objectives.matching import Raft
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 

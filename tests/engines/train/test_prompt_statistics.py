@@ -81,9 +81,9 @@ def test_a_resumed_run_goes_on_exactly(one: World, tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"history_min": 8}, "advantage.history is 0"),
-        ({"history": 8}, "history_min is 16, above advantage.history"),
-        ({"history": 16, "scale": "batch"}, "use advantage.scale group"),
-        ({"history": 16, "combine": "gdpo"}, "use advantage.scale group"),
+        ({"history": 8}, "history_min is 16, expected at most advantage.history 8"),
+        ({"history": 16, "scale": "batch"}, "or advantage.scale group and combine sum"),
+        ({"history": 16, "combine": "gdpo"}, "or advantage.scale group and combine sum"),
         ({"rescale": 1.0}, "advantage.clip is None"),
     ],
 )
