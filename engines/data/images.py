@@ -12,7 +12,7 @@ from torch import Tensor
 from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import STATE, Row, is_table, read_text, rows
+from fluvial.engines.data.tables import Row, is_data_set, is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
 CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
@@ -98,7 +98,7 @@ def shown(image: Path | bytes) -> str:
 def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each caption, and the caption with its image."""
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
-    if table is None and path.is_dir() and not (path / STATE).is_file() and not (path / "dataset_dict.json").is_file():
+    if table is None and path.is_dir() and not is_data_set(path):
         yield from _pairs(path, source)
         return
     if table is None and not is_table(path):

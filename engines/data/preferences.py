@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
+from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, image_in
-from fluvial.engines.data.tables import STATE, Row, rows
+from fluvial.engines.data.tables import Row, is_data_set, rows
 from fluvial.engines.errors import UsageError
 
 PREFERENCES = "preferences.jsonl"
@@ -41,7 +42,7 @@ class PreferenceRecord(NamedTuple):
     lose: Path | bytes
 
 
-class EncodedPreferences(Sequence[Preference]):
+class EncodedPreferences:
     """Preferences whose images are read from a cache when they are trained on.
 
     Args:
@@ -63,13 +64,7 @@ class EncodedPreferences(Sequence[Preference]):
     def __len__(self) -> int:
         return len(self.records)
 
-    @overload
-    def __getitem__(self, place: int) -> Preference: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Preference]: ...
-    def __getitem__(self, place: int | slice) -> Preference | Sequence[Preference]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
+    def __getitem__(self, place: int) -> Preference:
         record = self.records[place]
         size = self.cache.sizes[record.win]
         return Preference(record.prompt, self.cache.sample(record.win, size), self.cache.sample(record.lose, size))
@@ -134,13 +129,10 @@ def read_preferences(
         folder: folder that `write_preferences` wrote, or another source, see `preference_records`.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples; None for a model that has none.
         shape: shape of one sample.
-        check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: prompts of the evaluation, which must not be in the folder.
-        skip: prompts whose preferences are left out, because they were held out of this folder.
+        check, heldout, skip: arguments of `preference_records`.
 
     Raises:
-        UsageError: the model cannot encode images, a file is missing or unreadable, or a line is not a preference or has a
-            held-out prompt; the message names file and line.
+        UsageError: the model cannot encode images, an image is missing or unreadable, or as `preference_records` does.
     """
     if encode is None:
         raise UsageError(
@@ -157,15 +149,6 @@ def read_preferences(
             raise UsageError(f"{record.where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
         found.append(Preference(record.prompt, *samples))
     return tuple(found)
-
-
-def preferred_prompts(folder: Path, *, check: Callable[[str], None], heldout: Sequence[str] = ()) -> tuple[Prompt, ...]:
-    """Return the prompts of a folder of preferences, each once, in their order.
-
-    Args:
-        folder, check, heldout: arguments of `preference_records`.
-    """
-    return tuple(dict.fromkeys(record.prompt for record in preference_records(folder, check=check, heldout=heldout)))
 
 
 def preference_records(
@@ -185,29 +168,23 @@ def preference_records(
         path: folder with preferences.jsonl, file of records, or folder that datasets saved to disk.
         check: function that raises ValueError for a string that is not a prompt of the model.
         heldout: prompts of the evaluation, which must not be there.
-        skip: prompts whose preferences are left out.
+        skip: prompts whose preferences are left out, because they were held out of this folder.
 
     Raises:
         UsageError: a file is missing, or a line is not a preference or has a held-out prompt; the message names file and
             line.
     """
-    is_set = path.is_dir() and any((path / name).is_file() for name in (STATE, "dataset_dict.json"))
     is_folder = path.is_dir() or not (path.exists() or path.suffix)
-    file = path / PREFERENCES if is_folder and not is_set else path
+    file = path / PREFERENCES if is_folder and not is_data_set(path) else path
     folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
     found: list[PreferenceRecord] = []
     for row in rows(file, "preferences"):
-        prompt = row.columns.get("prompt", row.columns.get("caption"))
-        if not isinstance(prompt, str):
+        text = row.columns.get("prompt", row.columns.get("caption"))
+        if not isinstance(text, str):
             raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
-        try:
-            check(prompt)
-        except ValueError as error:
-            raise UsageError(f"{row.where}: {error}") from error
-        if prompt in apart:
-            raise UsageError(f"{row.where}: {prompt!r} is held out for evaluation, never trained on")
-        if prompt not in left_out:
-            found += [PreferenceRecord(row.where, Prompt(prompt), win, lose) for win, lose in _pairs(row, folder)]
+        [prompt] = checked([(row.where, Prompt(text))], check=check, heldout=apart)
+        if text not in left_out:
+            found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
     if not found:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
     return tuple(found)

@@ -1,11 +1,13 @@
 """Prompts from files, one or several with weights, and their split into prompts to train on and to evaluate on."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from fluvial.engines.data.records import Prompt, prompt_of
+from fluvial.engines.data.sizes import Size, nearest_size, parse_size
 from fluvial.engines.data.tables import is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
@@ -70,7 +72,7 @@ def read_prompts(
 
 
 def checked(
-    located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Sequence[str]
+    located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[str]
 ) -> tuple[Prompt, ...]:
     """Return prompts that a model can be trained on.
 
@@ -149,6 +151,31 @@ def split_off(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], tuple[Prom
         numbers[prompt.source] += 1
     apart = {prompt.text for prompt in heldout}
     return tuple(prompt for prompt in prompts if prompt.text not in apart) or tuple(prompts), tuple(heldout)
+
+
+def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> tuple[Prompt, ...]:
+    """Return prompts with the size that the columns `size`, or `width` and `height`, of their records are nearest to.
+
+    A prompt without these columns keeps none; the size of its samples is drawn.
+
+    Raises:
+        UsageError: a column holds no size, or none of `sizes` is near it; the message names the prompt.
+    """
+    found = []
+    for prompt in prompts:
+        columns = prompt.metadata
+        try:
+            if "size" in columns:
+                asked = parse_size(str(columns["size"]))
+            elif "width" in columns and "height" in columns:
+                asked = parse_size(f"{columns['width']}x{columns['height']}")
+            else:
+                found.append(prompt)
+                continue
+            found.append(replace(prompt, size=nearest_size(asked, sizes)))
+        except ValueError as error:
+            raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
+    return tuple(found)
 
 
 def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:

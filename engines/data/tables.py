@@ -1,16 +1,16 @@
 """Rows of records from files: JSON lines, CSV, Parquet, and data sets that Hugging Face's `datasets` saved to disk."""
 
 import csv
-import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
 
-STATE = "state.json"  # in a folder that datasets' `save_to_disk` wrote; lists its Arrow files
+# In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
+STATE, SPLITS = "state.json", "dataset_dict.json"
 # Endings of files that hold records or tables and that `rows` does not read.
 UNREAD = frozenset({".json", ".tsv", ".arrow", ".feather", ".gz", ".zip", ".tar"})
 
@@ -25,6 +25,11 @@ class Row(NamedTuple):
 def is_table(path: Path) -> bool:
     """Return whether a path holds records rather than plain text: by its ending, or because it is a folder."""
     return path.suffix.lower() in {*_FORMATS, *UNREAD} or path.is_dir()
+
+
+def is_data_set(path: Path) -> bool:
+    """Return whether a folder is one that datasets' `save_to_disk` wrote."""
+    return (path / STATE).is_file() or (path / SPLITS).is_file()
 
 
 def rows(path: Path, what: str) -> Iterator[Row]:
@@ -100,52 +105,42 @@ def _csv(path: Path, label: str) -> Iterator[Row]:
 
 
 def _parquet(path: Path, label: str) -> Iterator[Row]:
-    parquet: Any = _arrow("pyarrow.parquet", label)
-    number = 0
     with _arrow_errors(label):
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                yield Row(f"{label}, row {number}", _present(record))
+        from pyarrow.parquet import ParquetFile
+
+        yield from _records(ParquetFile(path).iter_batches(), label)
 
 
 def _data_set(folder: Path, label: str) -> Iterator[Row]:
     """Yield the rows of a data set that was saved to disk, from its Arrow files."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(json.loads(read_text(folder / "dataset_dict.json", label)).get("splits", ()))
+    if (folder / SPLITS).is_file():
+        splits = ", ".join(json.loads(read_text(folder / SPLITS, label)).get("splits", ()))
         raise UsageError(f"{label} holds several splits ({splits}): name the folder of one")
     if not (folder / STATE).is_file():
         raise UsageError(f"{label} is a folder without {STATE}, expected a file, or a folder that datasets saved to disk")
-    ipc: Any = _arrow("pyarrow.ipc", label)
-    number = 0
     with _arrow_errors(label):
-        for entry in json.loads(read_text(folder / STATE, label))["_data_files"]:
-            with (folder / entry["filename"]).open("rb") as file, ipc.open_stream(file) as stream:
-                for batch in stream:
-                    for record in batch.to_pylist():
-                        number += 1
-                        yield Row(f"{label}, row {number}", _present(record))
+        from pyarrow import ipc, memory_map
+
+        files = [folder / entry["filename"] for entry in json.loads(read_text(folder / STATE, label))["_data_files"]]
+        yield from _records((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
 
 
-def _present(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without its empty columns: in a table every row has all columns."""
-    return {name: value for name, value in record.items() if value is not None}
-
-
-def _arrow(module: str, label: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{label} needs pyarrow, which is not installed: pip install 'fluvial[data]'") from error
+def _records(batches: Iterable[Any], label: str) -> Iterator[Row]:
+    """Yield the rows of Arrow's batches without their empty columns: in a table every row has all columns."""
+    records = (record for batch in batches for record in batch.to_pylist())
+    for number, record in enumerate(records, start=1):
+        yield Row(f"{label}, row {number}", {name: value for name, value in record.items() if value is not None})
 
 
 @contextmanager
 def _arrow_errors(label: str) -> Iterator[None]:
-    """Turn an error of Arrow, or of the file, into one line."""
+    """Turn a missing pyarrow, and an error of Arrow or of the file, into one line."""
     try:
         yield
     except UsageError:
         raise
+    except ImportError as error:
+        raise UsageError(f"{label} needs pyarrow, which is not installed: pip install 'fluvial[data]'") from error
     except Exception as error:  # Arrow's own errors share no base class
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UsageError(f"{label} cannot be read: {reason}") from error

@@ -11,9 +11,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
 from fluvial.core.transitions import Transition
-from fluvial.engines.data.buckets import BatchOrder, distinct_batch, drawn_batch, size_of_batch
-from fluvial.engines.data.captions import Captions
-from fluvial.engines.data.order import order_key
+from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fluvial.engines.data.buckets import with_recorded_sizes
 from fluvial.engines.data.images import read_images
-from fluvial.engines.data.preferences import preferred_prompts
-from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
+from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.prompts import read_heldout, read_sources, split_off, with_recorded_sizes
 from fluvial.engines.data.records import Prompt, negatives, texts
 from fluvial.engines.data.sizes import Size, shapes_of
 from fluvial.engines.errors import RunError, UsageError, no_effect
@@ -122,7 +121,8 @@ def read_prompts_of(
         train, weights = read_sources(data, check=check, heldout=apart, read=read_images, field="data")
     else:
         assert preferences is not None
-        train = preferred_prompts(preferences, check=check, heldout=apart)
+        records = preference_records(preferences, check=check, heldout=apart)
+        train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = split_off(train)
     return PromptsOfRun(train, heldout, weights)

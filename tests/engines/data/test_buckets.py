@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import key
-from fluvial.engines.data.buckets import BatchOrder, drawn_batch, size_of_batch, with_recorded_sizes
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import size_of
-from fluvial.engines.data.order import PromptOrder
+from fluvial.engines.data.order import BatchOrder, PromptOrder, drawn_batch, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
+from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_size, shapes_of
 from fluvial.engines.errors import UsageError

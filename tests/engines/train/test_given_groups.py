@@ -13,7 +13,7 @@ from spied_runs import ODE, Spied
 from torch import Tensor
 
 from fluvial.core.random import Key, key
-from fluvial.engines.data.captions import Captions
+from fluvial.engines.data.order import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
