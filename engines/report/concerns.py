@@ -1,7 +1,6 @@
-"""Warnings about a run, from its records, and those that it printed."""
+"""Warnings about a run, from its records."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,20 +10,8 @@ LESS_DIVERSE = 0.5  # of the diversity at the start
 SAME_POLICY = 1e-6  # |log ratio| of a first pass
 
 
-def concerns(config: Record, records: Sequence[Record], summary: Record, warnings: Path) -> list[str]:
-    """Return what is worth a look, a sentence each.
-
-    Args:
-        config: configuration of the run.
-        records: its records.
-        summary: its summary, empty if it has not ended.
-        warnings: file of warnings, a line each; it may be missing.
-    """
-    written = warnings.read_text(encoding="utf-8", errors="replace").splitlines() if warnings.is_file() else []
-    return [*_found(config, records, summary), *dict.fromkeys(written)]
-
-
-def _found(config: Record, records: Sequence[Record], summary: Record) -> Iterator[str]:
+def concerns(config: Record, records: Sequence[Record], summary: Record) -> Iterator[str]:
+    """Yield what is worth a look in a run, a sentence each; the summary is empty if it has not ended."""
     updates = [record for record in records if "grad_norm" in record]
     if not summary:
         done = max((record["update"] for record in records), default=0)

@@ -79,12 +79,14 @@ def page(out: Path) -> str:
     if not isinstance(config, dict) or not (out / "metrics.jsonl").is_file():
         raise UsageError(f"{out} holds no run: name the folder of one, with its config.json and metrics.jsonl")
     records, summary = list(read_records(out / "metrics.jsonl")), read_json(out / "summary.json") or {}
+    warnings = out / "warnings.txt"  # those that the run printed
+    printed = warnings.read_text(encoding="utf-8", errors="replace").splitlines() if warnings.is_file() else []
     title = f"fluvial: {out.resolve().name}"
     body = [
         f"<h1>{escape(out.resolve().name)}</h1>",
         f'<p class="dim">{escape(described(config, records))}</p>',
         cards(records, summary),
-        warned(concerns(config, records, summary, out / "warnings.txt")),
+        warned([*concerns(config, records, summary), *dict.fromkeys(printed)]),
         section("Curves", f'<div class="charts">{"".join(panels.charts(records))}</div>'),
         section("Before and after, from the same noise", before_and_after(out / "samples")),
         section("Best samples", alone(out / "samples", "best")),

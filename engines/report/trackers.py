@@ -3,7 +3,8 @@
 import json
 import netrc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -94,15 +95,39 @@ class TensorBoard:
         self.writer.close()
 
 
-class Wandb:
+class PackageTracker:
+    """Logs to a package: numbers by update, and images with their captions.
+
+    Args:
+        target: what has the functions log and finish, the package or a run of it.
+        image: the package's class of images.
+    """
+
+    def __init__(self, target: Any, image: Callable[..., Any]) -> None:
+        self.target, self.image = target, image
+
+    def log(self, numbers: Mapping[str, Any], step: int) -> None:
+        """Log numbers over updates."""
+        self.target.log(dict(numbers), step=step)
+
+    def images(self, samples: Samples, step: int) -> None:
+        """Log the images with their captions."""
+        captioned = zip(samples.images, samples.captions, strict=True)
+        self.log({f"samples/{samples.name}": [self.image(image, caption=caption) for image, caption in captioned]}, step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self.target.finish()
+
+
+class Wandb(PackageTracker):
     """Logs to Weights & Biases; offline, below the run folder, unless there is a login or WANDB_MODE says otherwise."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         known = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or has_login("api.wandb.ai")
-        self.wandb = wandb
-        self.run = wandb.init(
+        made = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.folder.name,
             id=run.id,
@@ -113,32 +138,21 @@ class Wandb:
             settings=wandb.Settings(console="off"),
         )
         # A resumed run logs updates again that came after its checkpoint, and wandb's own step only grows.
-        self.run.define_metric("update")
-        self.run.define_metric("*", step_metric="update")
+        made.define_metric("update")
+        made.define_metric("*", step_metric="update")
+        super().__init__(made, wandb.Image)
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
+    def log(self, numbers: Mapping[str, Any], step: int) -> None:
         """Log numbers over updates."""
-        self.run.log({**numbers, "update": step})
-
-    def images(self, samples: Samples, step: int) -> None:
-        """Log each image with its caption."""
-        shown = [
-            self.wandb.Image(image, caption=caption) for image, caption in zip(samples.images, samples.captions, strict=True)
-        ]
-        self.run.log({f"samples/{samples.name}": shown, "update": step})
-
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
+        self.target.log({**numbers, "update": step})
 
 
-class Trackio:
+class Trackio(PackageTracker):
     """Logs to Trackio, which keeps runs on this machine unless TRACKIO_SPACE_ID names a Space."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        self.trackio = trackio
         # Trackio continues a run by its name.
         trackio.init(
             project=PROJECT,
@@ -147,22 +161,15 @@ class Trackio:
             resume="allow",
             embed=False,
         )
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Log numbers over updates."""
-        self.trackio.log(dict(numbers), step=step)
+        super().__init__(trackio, trackio.Image)
 
     def images(self, samples: Samples, step: int) -> None:
-        """Log each image with its caption."""
+        """Log each image alone, as Trackio has no lists of them."""
         for i, (image, caption) in enumerate(zip(samples.images, samples.captions, strict=True)):
-            self.trackio.log({f"samples/{samples.name}/{i}": self.trackio.Image(image, caption=caption)}, step=step)
-
-    def finish(self) -> None:
-        """End the run."""
-        self.trackio.finish()
+            self.log({f"samples/{samples.name}/{i}": self.image(image, caption=caption)}, step)
 
 
-class SwanLab:
+class SwanLab(PackageTracker):
     """Logs to SwanLab; offline, below the run folder, unless there is a login or SWANLAB_MODE says otherwise."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -172,7 +179,6 @@ class SwanLab:
         known = os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY") or login.is_file()
         folder = run.folder / "swanlab"
         folder.mkdir(exist_ok=True)
-        self.swanlab = swanlab
         swanlab.init(
             project=PROJECT,
             name=run.folder.name,
@@ -182,22 +188,7 @@ class SwanLab:
             id=run.id,
             resume="allow",
         )
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Log numbers over updates."""
-        self.swanlab.log(dict(numbers), step=step)
-
-    def images(self, samples: Samples, step: int) -> None:
-        """Log each image with its caption."""
-        shown = [
-            self.swanlab.Image(image, caption=caption)
-            for image, caption in zip(samples.images, samples.captions, strict=True)
-        ]
-        self.swanlab.log({f"samples/{samples.name}": shown}, step=step)
-
-    def finish(self) -> None:
-        """End the run."""
-        self.swanlab.finish()
+        super().__init__(swanlab, swanlab.Image)
 
 
 TRACKERS: dict[str, Maker | None] = {
@@ -249,30 +240,31 @@ class SafeTracker:
     def __init__(self, name: str, maker: Maker, run: TrackedRun, warn: Callable[[str], None]) -> None:
         self.name, self.warn, self.failures, self.warned = name, warn, 0, False
         self.tracker: Tracker | None = None
-
-        def start() -> None:
+        with self._guarded():
             self.tracker = maker(run)
-
-        self._try(start)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log the numbers of an update."""
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.log(numbers, step))
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.log(numbers, step)
 
     def images(self, samples: Samples, step: int) -> None:
         """Log the images of an evaluation."""
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.images(samples, step))
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.images(samples, step)
 
     def finish(self) -> None:
         """End the tracker."""
-        if (tracker := self.tracker) is not None:
-            self._try(tracker.finish)
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.finish()
 
-    def _try(self, call: Callable[[], None]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            call()
+            yield
             self.failures = 0
         except (Exception, SystemExit) as error:  # whatever a tracker raises, training goes on
             self.failures += 1
