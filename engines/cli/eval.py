@@ -1,16 +1,22 @@
 """`fluvial eval MODEL`: sample prompts with a model, a run or a checkpoint, and score the samples with evaluators."""
 
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
-from fluvial.engines.cli.eval_config import EvalConfig
+from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run
 from fluvial.engines.cli.listing import defaults as defaults_of
 from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.evaluation.evaluate import evaluate
+from fluvial.engines.evaluation.folder import BASE, IMAGES, EvaluationFolder
+from fluvial.engines.evaluation.table import printed, rows
+from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.named_models import MODELS
+from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.rollout.solvers import serving_solver
+from fluvial.engines.run.run_folder import finite
+from fluvial.engines.train.record import CONVERTER
 
-__all__ = ["EvalConfig", "defaults", "run", "score"]
 # Fields of a run's evaluation that are flags of this command by another name.
 FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")} | {
     f"evaluation.{name}": f"pipeline.{name}" for name in ("height", "width")
@@ -30,13 +36,7 @@ def run(args: list[str]) -> None:
 
 
 def defaults(name: str, args: list[str]) -> EvalConfig:
-    """Return the settings of an evaluation where nothing is typed: those of the run, or of the kind of model.
-
-    Raises:
-        UsageError: the record of the run cannot be read.
-    """
-    from fluvial.engines.cli.eval_models import settings_of_run
-
+    """Return the settings of an evaluation where nothing is typed: those of the run, or of the kind of model."""
     own = defaults_of(name)
     config = EvalConfig(
         seeds=1 if own.samples is None else None, samples=own.samples, steps=own.steps, micro_batch=own.micro_batch
@@ -50,15 +50,6 @@ def defaults(name: str, args: list[str]) -> EvalConfig:
 
 def score(name: str, config: EvalConfig) -> None:
     """Sample, score, print the table, and write the folder."""
-    from fluvial.engines.cli.eval_models import opened
-    from fluvial.engines.evaluation.evaluate import evaluate
-    from fluvial.engines.evaluation.folder import BASE, IMAGES, EvaluationFolder
-    from fluvial.engines.evaluation.table import printed, rows
-    from fluvial.engines.fsdp.world import init_world
-    from fluvial.engines.rollout.generate import on_device
-    from fluvial.engines.rollout.solvers import serving_solver
-    from fluvial.engines.run.run_folder import finite
-
     with init_world() as world, ExitStack() as stack:
         subjects = opened(name, config, world, stack)
         folder = None if config.out is None else EvaluationFolder(config.out, world)
@@ -84,19 +75,10 @@ def score(name: str, config: EvalConfig) -> None:
         table = rows(ours.scores, None if base is None else base.scores)
         title = subjects.ours.title
         if folder is not None:
-            folder.finish(table, ours, base, title=title, settings=finite(_as_text(asdict(config))))
+            folder.finish(table, ours, base, title=title, settings=finite(CONVERTER.unstructure(config)))
         if world.is_main:
             versus = "" if subjects.base is None else f", base {subjects.base.title}"
             for sheet in printed(f"{subjects.prompts}, {ours.samples} samples of {title}{versus}", table):
                 console().print(sheet, highlight=False)
             if config.out is not None:
                 console().print(f"images, scores and table: {config.out}", highlight=False, soft_wrap=True)
-
-
-def _as_text(settings: object) -> object:
-    """Return settings with paths as text."""
-    if isinstance(settings, dict):
-        return {name: _as_text(value) for name, value in settings.items()}
-    if isinstance(settings, tuple):
-        return list(settings)
-    return str(settings) if isinstance(settings, Path) else settings

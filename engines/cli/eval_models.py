@@ -1,17 +1,17 @@
-"""Subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
+"""Settings and subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
-from fluvial.engines.cli.eval_config import EvalConfig
-from fluvial.engines.cli.parse import one_size
+from fluvial.engines.cli.parse import at_least_one, one_size
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
@@ -21,8 +21,9 @@ from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.registry import without_weight
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.solvers import SolverChoice
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.exports import policy_of
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
@@ -33,6 +34,60 @@ from fluvial.models.device import default_device
 START = "start"
 HELDOUT = "held-out prompts"
 Network = Callable[[], AbstractContextManager[nn.Module]]  # opens a network for forward passes
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Score samples of prompts, drawn without noise on the way, and compare them with those of a base model.
+
+    MODEL is a built-in model, a pipeline of diffusers (folder or id), the folder of a run, whose exported weights are
+    evaluated, or one of a run's checkpoints. A run and a checkpoint bring their prompts, evaluators and settings.
+
+    Args:
+        prompts: Files of prompts, as for training. By default those that the run or the built-in model holds out.
+        rewards: Evaluators: names such as jpeg, or functions (images, prompts) -> [B] as module:name. By default those of
+            the run or of the built-in model.
+        base: Base model that is sampled from the same noise: start (what the weights, the adapter or the run started from),
+            the folder of a run, one of its checkpoints, or a folder of weights. None compares with nothing.
+        weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
+        lora: File or folder of an adapter, such as the `lora` of a run folder.
+        out: Folder for images, scores.csv, table.csv, table.json and sheet.png. None prints the table and writes nothing.
+        seeds: Number of samples per prompt. None draws prompts at random.
+        samples: Number of samples; with seeds the largest number, for which evenly spaced prompts are left out. None takes
+            every prompt.
+        steps: Number of steps of the sampling schedule.
+        guidance: Scale of classifier-free guidance; 1 is no guidance.
+        negative: Negative prompt, which guided samples are guided away from.
+        solver: Solver of the ODE: euler, dpmpp_2m, unipc, sa_solver or auto (that the model is served with).
+        average: Take the moving average of a checkpoint's weights, if it has one.
+        micro_batch: Number of samples per forward pass.
+        compute: Dtype of the network's computation: float32, bfloat16, or auto (bfloat16 on CUDA).
+        pipeline: Size of the images, and how a pipeline is opened.
+    """
+
+    prompts: tuple[str, ...] = ()
+    rewards: tuple[str, ...] = ()
+    base: str | None = None
+    weights: Path | None = None
+    lora: Path | None = None
+    out: Path | None = None
+    seeds: int | None = None
+    samples: int | None = 400
+    steps: int = 10
+    guidance: float = 1.0
+    negative: str = ""
+    solver: SolverChoice = "auto"
+    average: bool = True
+    micro_batch: int = 64
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "micro_batch", "seeds", "samples")
+        if not 0 <= self.guidance < 1e6:
+            raise UsageError("guidance", self.guidance, "a number in [0, 1e6]")
+        if self.seeds is None and self.samples is None:
+            raise UsageError("`samples` is None, and `seeds` is None: set one of them to a number")
 
 
 class Subject(NamedTuple):
@@ -128,7 +183,17 @@ def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Sub
         if source is not None:
             given = source.config.rollout.guidance
             guidance = replace(given, scale=config.guidance, negative=config.negative, update="guided")
-        asked = _asked(config, source)
+        # What was typed, else what the run's record says.
+        own = EvaluationConfig() if source is None else source.config.evaluation
+        asked = EvaluationConfig(
+            prompts=config.prompts or own.prompts,
+            rewards=config.rewards or own.rewards,
+            seeds=config.seeds,
+            steps=config.steps,
+            guidance=config.guidance,
+            solver=config.solver,
+            average=config.average,
+        )
         if source is not None and (config.weights is not None or config.lora is not None):
             raise UsageError(f"`weights` and `lora` have no effect with {name}, a run with its own; remove them")
         if config.base == START and source is None and config.weights is None and config.lora is None:
@@ -150,22 +215,9 @@ def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Sub
             base = _of_base(config.base, model, ours.job, config, world)
     with world.agreed():
         check_negatives(ours.job.heldout, guided=config.guidance != 1, field="guidance")
-        _check_rewards(ours.job)
+        if not ours.job.evaluators:
+            raise UsageError("`rewards` is empty, expected at least one evaluator, such as jpeg or mymodule:score")
     return Subjects(ours, base, guidance, "prompts" if known else HELDOUT)
-
-
-def _asked(config: EvalConfig, source: Source | None) -> EvaluationConfig:
-    """Return what is evaluated as a run's settings have it: what was typed, else what the run's record says."""
-    own = EvaluationConfig() if source is None else source.config.evaluation
-    return EvaluationConfig(
-        prompts=config.prompts or own.prompts,
-        rewards=config.rewards or own.rewards,
-        seeds=config.seeds,
-        steps=config.steps,
-        guidance=config.guidance,
-        solver=config.solver,
-        average=config.average,
-    )
 
 
 def _of_weights(
@@ -223,11 +275,7 @@ def _of_checkpoint(
 
 
 def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:
-    """Return the base of a run, of one of its checkpoints, or of a folder of weights.
-
-    Raises:
-        UsageError: there is no such folder, or it is of another model.
-    """
+    """Return the base of a run, of one of its checkpoints, or of a folder of weights."""
     source, folder = source_of(base), Path(base)
     engine = _engine(config)
     if source is not None:
@@ -239,7 +287,8 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
     elif not folder.is_dir():
         raise UsageError("base", base, "start, the folder of a run, a checkpoint or a folder of weights")
     if source is not None and source.checkpoint is not None:
-        return Subject(base, job, _saved(source.checkpoint, job, config, engine, world))
+        load = partial(policy_of, source.checkpoint, average=config.average, world=world)
+        return Subject(base, job, _sharded(job, engine, world, load))
     with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
 
@@ -250,18 +299,6 @@ def _is_same(model: str, other: str) -> bool:
     return model == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
-def _saved(place: str, job: Job, config: EvalConfig, engine: EngineConfig, world: World) -> Network:
-    """Return the function that opens the policy of a checkpoint, sharded over the ranks."""
-
-    @contextmanager
-    def network() -> Iterator[nn.Module]:
-        module, weights = policy_of(place, average=config.average, world=world)
-        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as found:
-            yield found
-
-    return network
-
-
 def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     """Return the job of a model, with other weights if a folder is given."""
     guidance = Guidance(config.guidance, config.negative)
@@ -270,11 +307,7 @@ def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
 
 
 def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
-    """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for."""
     if asked.prompts or job.heldout:
         return job.heldout
     if source is None:
@@ -300,25 +333,27 @@ def _engine_of_run(run: TrainConfig, config: EvalConfig) -> EngineConfig:
     return replace(run.engine, compute=config.compute, compile=uncompiled, replicas="auto", context_parallel=1)
 
 
-def _check_rewards(job: Job) -> None:
-    """Raise UsageError if there is no evaluator."""
-    if not job.evaluators:
-        raise UsageError("`rewards` is empty, expected at least one evaluator, such as jpeg or mymodule:score")
-
-
 def _network(job: Job, lora: Path | None, engine: EngineConfig, world: World) -> Network:
     """Return the function that opens a job's network, sharded over the ranks, with an adapter if one is given."""
 
-    @contextmanager
-    def network() -> Iterator[nn.Module]:
+    def build() -> tuple[nn.Module, Any]:
         with world.agreed():
             weights = job.model.weights
             module = jobs.build(job, empty=weights is not None)
             if lora is not None:
                 add_adapter(module, job, lora, field="lora")
-            module.requires_grad_(False)
-        sharded = ShardedModule(module, job.model.blocks(module), world, engine, weights=weights)
-        with sharded.inference() as found:
+            return module.requires_grad_(False), weights
+
+    return _sharded(job, engine, world, build)
+
+
+def _sharded(job: Job, engine: EngineConfig, world: World, build: Callable[[], tuple[nn.Module, Any]]) -> Network:
+    """Return the function that opens the network and weights of `build`, sharded over the ranks."""
+
+    @contextmanager
+    def network() -> Iterator[nn.Module]:
+        module, weights = build()
+        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as found:
             yield found
 
     return network

@@ -13,23 +13,29 @@ from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
 
-USAGE = """usage: fluvial COMMAND NAME [--field value ...]
+PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
+                      and --update-seconds: how many servers keep a trainer busy."""
+# Argument and description of each command.
+COMMANDS = {
+    "train": ("RECIPE", "Post-train a model. RECIPE is one that train --help or runs lists, or your own module:name."),
+    "runs": ("[NAME]", "List the published runs, or print one: its settings, their source, what fluvial does differently."),
+    "config": ("RECIPE", "Print the configuration of a training run as JSON, which train --config FILE reads."),
+    "pretrain": ("MODEL", "Train a built-in model's base weights."),
+    "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
+    "sample": ("MODEL", "Draw images of prompts into one PNG."),
+    "export": ("RUN", "Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as)."),
+    "preferences": ("MODEL", "Draw samples and write the best and the worst of each prompt to a folder, for train dpo."),
+    "serve": ("MODEL", "Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000."),
+    "serve-rewards": ("NAME", "Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000."),
+    "report": ("RUN", "Write the report of a run folder: curves, images, numbers and settings in one HTML file."),
+    "plan": ("MODEL", PLAN),
+    "models": ("", "List the models that can be trained, with the memory of their weights."),
+    "rewards": ("[NAME]", "List the reward models, or describe one and its options."),
+}
+LISTED = "\n".join(f"  {f'{name} {argument}':<18}  {about}" for name, (argument, about) in COMMANDS.items())
+USAGE = f"""usage: fluvial COMMAND NAME [--field value ...]
 
-  train RECIPE        Post-train a model. RECIPE is one that train --help or runs lists, or your own module:name.
-  runs [NAME]         List the published runs, or print one: its settings, their source, what fluvial does differently.
-  config RECIPE       Print the configuration of a training run as JSON, which train --config FILE reads.
-  pretrain MODEL      Train a built-in model's base weights.
-  eval MODEL          Score samples of a model, a run or a checkpoint, and compare them with a base model.
-  sample MODEL        Draw images of prompts into one PNG.
-  export RUN          Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as).
-  preferences MODEL   Draw samples and write the best and the worst of each prompt to a folder, for train dpo.
-  serve MODEL         Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000.
-  serve-rewards NAME  Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000.
-  report RUN          Write the report of a run folder: curves, images, numbers and settings in one HTML file.
-  plan MODEL          Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
-                      and --update-seconds: how many servers keep a trainer busy.
-  models              List the models that can be trained, with the memory of their weights.
-  rewards [NAME]      List the reward models, or describe one and its options.
+{LISTED}
 
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwriting-unet (a UNet that predicts epsilon) or
 words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
@@ -39,23 +45,8 @@ train, pretrain and eval take --processes N: they run on N processes of this mac
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
+NEED_NAME = ("pretrain", "eval", "sample", "export", "preferences", "plan")  # without one, --help lists the commands
 UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more
-COMMANDS = (
-    "train",
-    "runs",
-    "config",
-    "pretrain",
-    "eval",
-    "sample",
-    "export",
-    "preferences",
-    "serve",
-    "serve-rewards",
-    "report",
-    "plan",
-    "models",
-    "rewards",
-)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -127,11 +118,7 @@ def _command(args: list[str]) -> int:
         return 0
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
-    if (
-        args[0] not in ("train", "runs", "config", "report", "models", "serve", "serve-rewards", "rewards")
-        and len(args) > 1
-        and args[1] in ("-h", "--help")
-    ):
+    if args[0] in NEED_NAME and args[1:2] and args[1] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
     count, rest = processes.split(args)

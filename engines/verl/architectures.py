@@ -7,7 +7,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fluvial.engines.errors import UsageError
 from fluvial.models import Cond
 from fluvial.models.pipelines.qwen_image import PATCH, QwenCond
 from fluvial.models.pipelines.sd3 import TextCond
@@ -60,14 +59,3 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("prompt_embeds", "prompt_embeds_mask"), _qwen_image, "true_cfg_scale", packed=True, masked=True
     ),
 }
-
-
-def architecture_of(name: str) -> Architecture:
-    """Return the row of a pipeline's class.
-
-    Raises:
-        UsageError: it has none.
-    """
-    if name not in ARCHITECTURES:
-        raise UsageError(f"model.architecture is {name!r}, expected one of {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]

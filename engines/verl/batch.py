@@ -28,11 +28,7 @@ class Batch(NamedTuple):
 
 
 class Fields:
-    """The fields of a TensorDict, with errors of one line.
-
-    Args:
-        data: verl's TensorDict, B samples.
-    """
+    """The fields of verl's TensorDict of B samples, with errors of one line."""
 
     def __init__(self, data: Any) -> None:
         self.data, self.samples = data, len(data)
@@ -54,15 +50,12 @@ class Fields:
         return isinstance(self.data.get(name, None), Tensor)
 
     def tensor(self, name: str, expected: Sequence[int | None] = (), *, what: str = "") -> Tensor:
-        """Return a tensor as it is.
+        """Return a tensor as it is. UsageError if there is none, or it has another shape.
 
         Args:
             name: name of the field.
             expected: its first dimensions; None is any size.
             what: what these are, for the message.
-
-        Raises:
-            UsageError: there is none, or it has another shape.
         """
         value = self.data.get(name, None)
         if not isinstance(value, Tensor):
@@ -76,15 +69,10 @@ class Fields:
         return value
 
     def by_item(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
-        """Return a field with one value per sample and step, `[B, T, ...]`, as one per item, `[B T, ...]`.
-
-        Args:
-            name: name of the field.
-            steps: T.
-            exact: whether the value of an item is a number.
+        """Return a field `[B, T, ...]` as one value per item, `[T B, ...]`; with `exact` that is a finite number.
 
         Raises:
-            UsageError: there is none, it has another shape, or a number is NaN.
+            UsageError: there is none, it has another shape, or a number is not finite.
         """
         value = self.tensor(name, (self.samples, steps), what="one value per sample and step")
         if exact and value.ndim != 2:

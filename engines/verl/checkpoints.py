@@ -15,27 +15,14 @@ from fluvial.engines.verl.settings import Settings
 
 
 class Checkpoints:
-    """The checkpoints of one engine.
-
-    Args:
-        settings: the run.
-        world: process group of the engine.
-    """
+    """The checkpoints of one engine, see `VerlEngine.save_checkpoint` and `load_checkpoint`."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.saved: list[Path] = []
 
     def save(self, engine: Engine, path: Path, *, step: int, rounds: int, keep: int | None) -> None:
-        """Write a checkpoint, then remove those that this object wrote but the newest `keep`.
-
-        Args:
-            engine: engine, whose state is on its device.
-            path: folder of this checkpoint.
-            step: verl's step, which names the checkpoint within the folder.
-            rounds: number of calls of `lr_scheduler_step`.
-            keep: number of checkpoints to keep; None keeps all.
-        """
+        """Write a checkpoint of an engine on its device, then remove those that this object wrote but the newest `keep`."""
         settings, world = self.settings, self.world
         meta = {**engine.counters(), "rounds": rounds}
         checkpoint.save(path, engine.state(), meta, update=step, fingerprint=self._fingerprint(), world=world, keep=1)
@@ -48,17 +35,7 @@ class Checkpoints:
             self._remove(self.saved.pop(0))
 
     def load(self, engine: Engine, path: Path, *, remove: bool) -> int:
-        """Restore a checkpoint, and return the number of calls of `lr_scheduler_step` before it.
-
-        Args:
-            engine: engine, whose state is on its device.
-            path: folder of the checkpoint.
-            remove: whether the folder is removed afterwards.
-
-        Raises:
-            UsageError: the folder holds no checkpoint.
-            RunError: the checkpoint is damaged or of another model.
-        """
+        """Restore a checkpoint of an engine on its device, and return the number of calls of `lr_scheduler_step` before."""
         with self.world.agreed():
             found = checkpoint.listed(path, recover=False)
             if not found:

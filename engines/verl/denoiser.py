@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.errors import UsageError
-from fluvial.engines.verl.architectures import Shape, architecture_of
+from fluvial.engines.verl.architectures import ARCHITECTURES, Shape
 from fluvial.engines.verl.batch import Fields, lengths_of
 from fluvial.engines.verl.settings import Settings
 from fluvial.models import Cond, Schedule
@@ -33,7 +33,9 @@ class Denoiser:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
-        self.architecture = architecture_of(settings.architecture)
+        if settings.architecture not in ARCHITECTURES:
+            raise UsageError(f"model.architecture is {settings.architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
+        self.architecture = ARCHITECTURES[settings.architecture]
         try:
             self.model = open_model(settings.folder, device=device)
         except (ValueError, OSError) as error:
@@ -42,15 +44,11 @@ class Denoiser:
             raise UsageError(
                 f"model.architecture is {settings.architecture}, and {settings.folder} is {self.model.pipeline}"
             )
-        self.schedule = cache(self._schedule)
+        self.schedule = cache(lambda shape: Schedule(*(t.float() for t in self.model.schedule(settings.steps, shape))))
         self.scale = settings.scale[self.architecture.scale]
 
     def shape(self, fields: Fields) -> Shape:
-        """Return the shape of a sample, (C, H, W).
-
-        Raises:
-            UsageError: the model does not support that size.
-        """
+        """Return the shape of a sample, (C, H, W). UsageError if the model does not support that size."""
         height, width = (
             int(fields.plain(name, own)) for name, own in zip(("height", "width"), self.settings.size, strict=True)
         )
@@ -60,31 +58,19 @@ class Denoiser:
             raise UsageError(f"model.pipeline: {error}") from error
 
     def latents(self, fields: Fields, name: str, shape: Shape, *before: int) -> Tensor:
-        """Return samples `[*before, C, H, W]` of a batch, in float32.
-
-        Raises:
-            UsageError: there are none, or they have another shape.
-        """
+        """Return samples `[*before, C, H, W]` of a batch, in float32. UsageError if there are none, or of another shape."""
         layout = self.architecture.layout(shape)
         value = fields.tensor(name, (*before, *layout), what=f"samples of {shape} for images of the size that is set")
         if value.ndim != len(before) + len(layout):
             raise UsageError(f"{name} has shape {list(value.shape)}, expected {[*before, *layout]}")
         return self.architecture.unpack(value.float(), shape)
 
-    def _schedule(self, shape: Shape) -> Schedule:
-        schedule = self.model.schedule(self.settings.steps, shape)
-        return Schedule(*(tensor.float() for tensor in schedule))
-
     def sampler(self, shape: Shape) -> Sampler:
         """Return the sampler of the stochastic steps for the schedule of a shape."""
         return bind(self.settings.sampler, self.settings.eta, self.schedule(shape).levels)
 
     def steps(self, timesteps: Tensor, shape: Shape) -> Tensor:
-        """Return the index in the schedule of each timestep of a rollout, int64.
-
-        Raises:
-            UsageError: one is not a timestep of the schedule.
-        """
+        """Return the index in the schedule of each timestep of a rollout, int64. UsageError if it has no such timestep."""
         known = self.schedule(shape).timesteps
         away, found = (timesteps.float().cpu()[..., None] - known).abs().min(-1)
         if bool((away > NEAR).any()):
@@ -97,11 +83,7 @@ class Denoiser:
         return found
 
     def cond(self, fields: Fields) -> Cond:
-        """Return the conditioning of each sample on the device, with that of the negative prompt where there is guidance.
-
-        Raises:
-            UsageError: a field is missing or has a wrong shape.
-        """
+        """Return the conditioning of each sample on the device, with that of the negative prompt where there is guidance."""
         cond = self._cond(fields, "")
         if self.scale > 1:  # verl-omni counts a scale of up to 1 as no guidance
             cond = Guided(cond, self._cond(fields, "negative_"), torch.full((fields.samples,), self.scale))
@@ -135,13 +117,7 @@ class Denoiser:
         return v.float()
 
     def noised(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
-        """Return the items x = (1 - sigma) x0 + sigma noise at sigma = timestep / 1000, `[N, ...]`.
-
-        Args:
-            fields: fields of the batch.
-            x0, noise: clean samples and noise, `[N, C, H, W]`.
-            timestep: timestep of each item, `[N]`.
-        """
+        """Return the items x = (1 - sigma) x0 + sigma noise, `[N, C, H, W]`, at sigma = timestep / 1000, `[N]`."""
         level = timestep.float() / TIMESTEPS
         sigma = level.view(-1, *[1] * (x0.ndim - 1))
         sample = torch.arange(fields.samples).repeat(len(level) // fields.samples)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import Engine
@@ -25,14 +26,13 @@ from fluvial.engines.verl.batch import Fields
 from fluvial.engines.verl.checkpoints import Checkpoints, check_remote
 from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.passes import LossFunction, Passes
-from fluvial.engines.verl.rollout_weights import peft_config, stream
-from fluvial.engines.verl.schedule import lr_factor
-from fluvial.engines.verl.settings import Settings, read_settings
+from fluvial.engines.verl.settings import Settings, lr_factor, read_settings
 from fluvial.models import add_lora
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
+NETWORK = "transformer."  # start of the names of weights in the rollout's pipeline
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 
 
@@ -180,7 +180,7 @@ class VerlEngine:
         if size is None:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
         passes = Passes(
-            self.algorithm.batch(self.denoiser, fields, loss=loss_function is not None),
+            self.algorithm.batch(self.denoiser, fields, loss_function is not None),
             self.algorithm,
             self.denoiser,
             self.world,
@@ -252,7 +252,9 @@ class VerlEngine:
         """Return the weights for a rollout engine, (name, full tensor) one at a time, and the settings of the adapter.
 
         Without LoRA, or if adapters are merged, these are all weights and None. With LoRA they are the base weights until
-        `base_sync_done`, and from then on the adapter alone. Every rank must take all of them.
+        `base_sync_done`, and from then on the adapter alone, in float32. Every rank must take all of them. Base weights are
+        on the device of the parameters; adapters and merged weights are on the CPU, so that they stay valid while the
+        parameters are moved to the host.
 
         Args:
             layered_summon: no effect: at most one tensor is gathered at a time in any case.
@@ -260,29 +262,32 @@ class VerlEngine:
             adapter_name: adapter to send, by default `default`; `reference` is the base model.
             options: what other engines take.
         """
-        settings = self.settings
+        settings, module = self.settings, self.module
         adapter = None if settings.lora is None else (adapter_name or "default")
         if adapter not in (None, REFERENCE, *settings.adapters):
             raise UsageError(f"adapter_name is {adapter!r}, expected one of {', '.join(settings.adapters)}")
-        reference = adapter == REFERENCE
-        tensors = stream(
-            self.module,
-            self._onloaded,
-            adapter=adapter,
-            base=reference or not base_sync_done,
-            merge=settings.merge and not reference,
-            dtype=DTYPES[settings.sent],
-        )
-        if adapter is None or reference or settings.merge:
-            return tensors, None
-        return tensors, peft_config(self.module, adapter)
+        adapter = None if adapter == REFERENCE else adapter
+        dtype = DTYPES[settings.sent]
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            with self._onloaded():
+                if adapter is not None and (settings.merge or base_sync_done):
+                    cast = dtype if settings.merge else None
+                    for name, tensor in export.weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
+                        yield NETWORK + name, tensor
+                    return
+                for name, tensor in export.base_tensors(module).items():
+                    cast = dtype if tensor.is_floating_point() else tensor.dtype
+                    yield NETWORK + name, export.gathered(tensor).to(cast, copy=True)
+
+        if adapter is None or settings.merge:
+            return tensors(), None
+        configs: Any = module.peft_config
+        peft: dict[str, Any] = configs[adapter].to_dict()
+        return tensors(), {**peft, "target_modules": sorted(peft["target_modules"])}
 
     def use_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Return a context with one adapter active; `reference` is the base model.
-
-        Raises:
-            UsageError: there is no such adapter.
-        """
+        """Return a context with one adapter active; `reference` is the base model. UsageError if there is none."""
         if name == REFERENCE:
             return self.disable_adapter()
         self._check_adapters(name)

@@ -27,9 +27,8 @@ class Passes:
     per batch, and the number of passes is ceil(B T / micro_batch).
 
     Args:
-        batch: items of this rank.
-        algorithm, denoiser: what the items are.
-        world: process group of the engine; every rank has as many items.
+        batch: items of this rank; every rank has as many.
+        algorithm, denoiser, world: those of the engine.
         micro_batch: items per forward pass.
         loss_function: verl's loss function; None computes outputs alone.
         group: verl's data-parallel group, which the loss function is given.

@@ -28,7 +28,7 @@ def register() -> dict[str, Any]:
     from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
     classes: dict[str, Any] = {}
-    for model_type, algorithm in ALGORITHMS.items():
+    for algorithm in ALGORITHMS:
 
         class FluvialEngine(VerlEngine, BaseEngine):
             """fluvial's engine as one of verl's."""
@@ -41,8 +41,8 @@ def register() -> dict[str, Any]:
                 super().__init__(*args, **configs)
 
         FluvialEngine.algorithm = algorithm
-        FluvialEngine.__qualname__ = FluvialEngine.__name__ = f"Fluvial{type(algorithm).__name__}Engine"
-        classes[model_type] = EngineRegistry.register(model_type, BACKEND, device=["cuda", "cpu"])(FluvialEngine)
+        FluvialEngine.__qualname__ = FluvialEngine.__name__ = f"FluvialEngine_{algorithm.name}"
+        classes[algorithm.name] = EngineRegistry.register(algorithm.name, BACKEND, device=["cuda", "cpu"])(FluvialEngine)
     return classes
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.verl.schedule import lr_factor
+from fluvial.engines.verl.settings import lr_factor
 
 ROOT = Path(__file__).parents[3]
 TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}
