@@ -3,6 +3,7 @@
 import json
 
 from fluvial.engines.cli import train
+from fluvial.engines.train.record import as_record
 
 USAGE = """usage: fluvial config RECIPE [--field value ...]
 
@@ -12,14 +13,8 @@ be TOML as well.
 
 
 def run(args: list[str]) -> None:
-    """Print a configuration.
-
-    Raises:
-        UsageError: the arguments are wrong.
-    """
+    """Print a configuration."""
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
-    from fluvial.engines.train.record import as_record
-
     print(json.dumps(as_record(train.configured("config", args)), indent=2))

@@ -24,11 +24,7 @@ FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")}
 
 
 def run(args: list[str]) -> None:
-    """Print what each evaluator finds, and write the folder if one is asked for.
-
-    Raises:
-        UsageError: the arguments are wrong.
-    """
+    """Print what each evaluator finds, and write the folder if one is asked for."""
     name = named("eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model)
     config = parsed(defaults(name, args[1:]), f"fluvial eval {name}", args[1:])
     with flags_in_errors(config, FLAGS):
@@ -81,4 +77,4 @@ def score(name: str, config: EvalConfig) -> None:
             for sheet in printed(f"{subjects.prompts}, {ours.samples} samples of {title}{versus}", table):
                 console().print(sheet, highlight=False)
             if config.out is not None:
-                console().print(f"images, scores and table: {config.out}", highlight=False, soft_wrap=True)
+                print(f"images, scores and table: {config.out}")

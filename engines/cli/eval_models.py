@@ -1,5 +1,6 @@
 """Settings and subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from fluvial.core.checks import check_fields
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
-from fluvial.engines.cli.parse import at_least_one, one_size
+from fluvial.engines.cli.parse import one_size
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
@@ -83,9 +85,8 @@ class EvalConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "micro_batch", "seeds", "samples")
-        if not 0 <= self.guidance < 1e6:
-            raise UsageError("guidance", self.guidance, "a number in [0, 1e6]")
+        some = (1, math.inf)
+        check_fields(self, "", steps=some, micro_batch=some, seeds=some, samples=some, guidance=(0, 1e6))
         if self.seeds is None and self.samples is None:
             raise UsageError("`samples` is None, and `seeds` is None: set one of them to a number")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fluvial.engines.cli.parse import console, flags_in_errors, parsed
+from fluvial.engines.cli.parse import flags_in_errors, parsed
 from fluvial.engines.errors import UsageError
 
 
@@ -32,12 +32,7 @@ class ExportConfig:
 
 
 def run(args: list[str]) -> None:
-    """Write an export, and print where it is.
-
-    Raises:
-        UsageError: the arguments are wrong, or the run cannot be exported so.
-        RunError: the checkpoint is damaged, or the export cannot be written.
-    """
+    """Write an export, and print where it is."""
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"
         raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
@@ -50,4 +45,4 @@ def run(args: list[str]) -> None:
             args[0], config.format, out=config.out, average=config.ema, dtype=config.dtype, merge=config.merge, world=world
         )
         if world.is_main:
-            console().print(f"{'exported before' if before else 'exported'}: {out}", highlight=False, soft_wrap=True)
+            print(f"{'exported before' if before else 'exported'}: {out}")

@@ -1,4 +1,7 @@
-"""Dispatch the command line to a command's own file, and end with an exit code that says how it went."""
+"""Dispatch the command line to a command's own file, and end with an exit code that says how it went.
+
+A command's file has a function `run(args)`, which raises UsageError for wrong arguments.
+"""
 
 import contextlib
 import importlib

@@ -2,6 +2,7 @@
 
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
+from fluvial.models.catalogue import KNOWN
 
 FOOT = """
 A model is named by its id on the Hub or by its folder. Other models of the same pipelines work as well. Models that predict
@@ -14,13 +15,7 @@ replayed, and it is rejected with a reason if the replay gives another velocity.
 
 
 def run(args: list[str]) -> None:
-    """Print the table.
-
-    Raises:
-        UsageError: an argument follows; there is none.
-    """
-    from fluvial.models.catalogue import KNOWN
-
+    """Print the table."""
     if args and args[0] not in ("-h", "--help"):
         raise UsageError(f"models takes no argument, got {args[0]!r} (fluvial --help)")
     print(f"{'--model':<48} {'makes':<9} {'predicts':<9} network, memory of its weights in bfloat16")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import itertools
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar,
 
 from fluvial.engines.choices import is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
 from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.plugins import did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ def parsed(base: Config, program: str, args: Sequence[str], *, about: str | None
     try:
         with flags_in_errors(base):
             form = form_of(base, lambda name: next(iter(typed(words, _flag(name))[-1:]), None))
-        with _flags(form.names), on_parse_error(lambda event: _fail(event, words, form)):
+        with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
                 prog=program,
@@ -105,7 +105,8 @@ class Form(NamedTuple):
         first, _, rest = name.partition(".")
         if first in self.inner and rest:
             return self.inner[first].other_kinds(rest)
-        having = [kind for kind in kinds(self.union) if first in _names(variant_of(self.union, kind, "")[0])]
+        named = {kind: [field.name for field in settings(variant_of(self.union, kind, "")[0])] for kind in kinds(self.union)}
+        having = [kind for kind, names in named.items() if first in names]
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
 
 
@@ -161,10 +162,6 @@ def _kind_flag(union: Any) -> Any:
     return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
 
 
-def _names(variant: type) -> list[str]:
-    return [field.name for field in settings(variant)]
-
-
 def _itself(value: Any) -> Any:
     return value
 
@@ -190,7 +187,7 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
         unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        raise UsageError(f"unknown flag {unknown}{_meant(unknown, [_flag(name) for name in form.names])}")
+        raise UsageError(f"unknown flag {unknown}{did_you_mean(unknown, [_flag(name) for name in form.names])}")
     if isinstance(event, _errors.MissingArgs):
         missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which have no default")
@@ -214,12 +211,6 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _meant(word: str, known: Sequence[str]) -> str:
-    """Return the end of a message with the known word that is nearest to one that is not known."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _summary(docstring: str) -> str:
     """Return a docstring without its section of arguments, which the flags explain."""
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
@@ -237,20 +228,13 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
     """Print the fields of `config` that an error names as flags: `rollout.eta` as `--rollout.eta`.
 
     Args:
-        config: configuration of the command.
+        config: configuration of the command, or its form.
         also: fields by other names that the library has for them.
     """
-    with _flags(field_names(config), also or {}):
-        yield
-
-
-@contextlib.contextmanager
-def _flags(names: Sequence[str], others: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Print those of the fields that an error names as flags, see `flags_in_errors`."""
-    others = others or {}
+    names = config.names if isinstance(config, Form) else field_names(config)
 
     def worded(field: str) -> str:
-        name = others.get(field, field)
+        name = (also or {}).get(field, field)
         return _flag(name) if name in names else field
 
     try:
@@ -295,24 +279,10 @@ def console() -> "Console":
     return Console()
 
 
-def at_least_one(config: Any, *names: str) -> None:
-    """Raise UsageError for a field below 1; None passes."""
-    for name in names:
-        number = getattr(config, name)
-        if number is not None and number < 1:
-            raise UsageError(name, number, "at least 1")
-
-
 def check_server_packages(command: str) -> None:
     """Raise UsageError if a package of the HTTP servers is missing."""
     if any(importlib.util.find_spec(name) is None for name in ("msgspec", "starlette", "uvicorn")):
         raise UsageError(f"{command} needs starlette, uvicorn and msgspec: pip install 'fluvial[serve]'")
-
-
-def check_seed(seed: int) -> None:
-    """Raise UsageError for a seed that a key cannot be made of."""
-    if not 0 <= seed < 2**63:
-        raise UsageError("seed", seed, "0 <= seed < 2^63")
 
 
 def one_size(pipeline: Any) -> None:
@@ -339,7 +309,7 @@ def named(
     if args and (args[0] in known or (fits is not None and fits(args[0]))):
         return args[0]
     got = repr(args[0]) if args else "nothing"
-    guess = _meant(args[0], known) if args else ""
+    guess = did_you_mean(args[0], known) if args else ""
     raise UsageError(
         f"{command} needs the name of {what}, got {got}, expected one of {', '.join(known)}{guess} "
         f"(fluvial {command} --help)"

@@ -9,9 +9,6 @@ def run(args: list[str]) -> None:
     """Print the plan of a configuration, a table of the settings that fit, or a comparison with a real update.
 
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
-
-    Raises:
-        UsageError: the arguments are wrong.
     """
     if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
         from fluvial.engines.plan import simulate

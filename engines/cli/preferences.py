@@ -1,23 +1,37 @@
 """`fluvial preferences MODEL`: write pairs of samples, the best and the worst of each prompt, for `train dpo`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from fluvial.core.checks import check_fields
+from fluvial.core.dpo import best_and_worst
+from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import at_least_one, check_seed, console, flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
+from fluvial.engines.data.order import PromptOrder
+from fluvial.engines.data.preferences import claim_preferences, write_preferences
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rewards.invalid import kept_samples
+from fluvial.engines.rewards.registry import select
+from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rewards.signature import Samples
+from fluvial.engines.rewards.warm_up import warm_up
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.streams import Stream
+from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.weights import add_adapter
 from fluvial.models.device import default_device
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from fluvial.engines.data.records import Prompt
-    from fluvial.engines.train.job import Job
 
 MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
 
@@ -57,18 +71,14 @@ class PreferencesConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "micro_batch", "count")
-        check_seed(self.seed)
+        some = (1, math.inf)
+        check_fields(self, "", steps=some, micro_batch=some, count=some, seed=(0, 2**63 - 1))
         if self.group < 2:
             raise UsageError("group", self.group, "at least 2", "a preference is between two samples")
 
 
 def run(args: list[str]) -> None:
-    """Write the folder, and print the command that trains on it.
-
-    Raises:
-        UsageError: the arguments are wrong, or the folder cannot be written.
-    """
+    """Write the folder, and print the command that trains on it."""
     name = named("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
     own, folder = defaults(name), Path("runs") / "preferences"
     base = PreferencesConfig(folder, count=own.samples, steps=own.steps, micro_batch=own.micro_batch)
@@ -77,22 +87,12 @@ def run(args: list[str]) -> None:
         count, asked = write(name, config)
     given = {"weights": config.weights, "lora": config.lora}
     start = "".join(f" --{flag} {path}" for flag, path in given.items() if path is not None)
-    lines = (
-        f"{count} preferences of {asked} prompts: {config.out}; train on them with",
-        f"fluvial train dpo --model {name} --objective.preferences {config.out}{start}",
-    )
-    console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    print(f"{count} preferences of {asked} prompts: {config.out}; train on them with")
+    print(f"fluvial train dpo --model {name} --objective.preferences {config.out}{start}")
 
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
-    from fluvial.core.random import fold_in, key
-    from fluvial.engines.data.order import PromptOrder
-    from fluvial.engines.data.preferences import claim_preferences
-    from fluvial.engines.streams import Stream
-    from fluvial.engines.train import job as jobs
-    from fluvial.engines.train.jobs.weights import add_adapter
-
     one_size(config.pipeline)
     job = jobs.to_train(
         name,
@@ -112,25 +112,11 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     return _write(job, module, prompts, config), count
 
 
-def _write(job: "Job", module: "Module", asked: "Sequence[Prompt]", config: PreferencesConfig) -> int:
+def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: PreferencesConfig) -> int:
     """Draw a group of samples of each prompt, write the best and the worst of each, and return how many pairs there are.
 
     Of each group only the two are kept, so that memory does not grow with the number of samples.
     """
-    import torch
-
-    from fluvial.core.dpo import best_and_worst
-    from fluvial.core.random import fold_in, key
-    from fluvial.engines.data.preferences import write_preferences
-    from fluvial.engines.rewards.invalid import kept_samples
-    from fluvial.engines.rewards.registry import select
-    from fluvial.engines.rewards.runner import RewardRunners
-    from fluvial.engines.rewards.signature import Samples
-    from fluvial.engines.rewards.warm_up import warm_up
-    from fluvial.engines.rollout.generate import Requests, Sampling, generate, on_device
-    from fluvial.engines.rollout.text import TextLengths
-    from fluvial.engines.streams import Stream
-
     weighted = select(job.rewards, config.rewards)
     device = default_device()
     schedule = on_device(job.model.schedule(config.steps, job.shape), device)
@@ -164,7 +150,6 @@ def _write(job: "Job", module: "Module", asked: "Sequence[Prompt]", config: Pref
     finally:
         runners.close()
     if problems:
-        line = f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward and are left out"
-        console().print(line, highlight=False, soft_wrap=True)
+        print(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward and are left out")
     write_preferences(config.out, pairs)
     return len(pairs)

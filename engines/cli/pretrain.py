@@ -8,11 +8,7 @@ from fluvial.engines.named_models import MODELS
 
 
 def run(args: list[str]) -> None:
-    """Pre-train the named model.
-
-    Raises:
-        UsageError: the arguments are wrong.
-    """
+    """Pre-train the named model."""
     name = named("pretrain", args, tuple(MODELS), "a model")
     from fluvial.engines.train.pretrain import pretrain
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.report import page
 
 USAGE = """usage: fluvial report RUN
 
@@ -13,16 +14,10 @@ fluvial train writes it when a run ends.
 
 
 def run(args: Sequence[str]) -> None:
-    """Write a report and print its path.
-
-    Raises:
-        UsageError: the arguments are wrong, or the folder holds no run.
-    """
+    """Write a report and print its path."""
     if args and args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
     if len(args) != 1:
         raise UsageError(f"report takes the folder of one run, got {len(args)} words (fluvial report --help)")
-    from fluvial.engines.report import page
-
     print(page.write(Path(args[0])))

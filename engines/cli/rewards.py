@@ -5,6 +5,7 @@ import inspect
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
+from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
 
 FOOT = """
 Memory is that of the weights in float32; dtype=bfloat16 halves it. "gradient": differentiable in the images, as the recipe
@@ -13,17 +14,11 @@ fluvial rewards NAME lists the options of one. Functions of your own are named a
 """
 
 
-def run(args: list[str]) -> int:
-    """Print the table, or one reward.
-
-    Raises:
-        UsageError: the name is not that of a reward model, or a second argument follows.
-    """
-    from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
-
+def run(args: list[str]) -> None:
+    """Print the table, or one reward."""
     if not args or args[0] in ("-h", "--help"):
         _table()
-        return 0
+        return
     name = args[0]
     if len(args) > 1:
         raise UsageError(f"rewards takes one name at most, got {args[1]!r} after {name!r} (fluvial rewards)")
@@ -36,13 +31,10 @@ def run(args: list[str]) -> int:
             f"unknown reward {name!r}, expected one of {', '.join(REWARD_MODELS)}{did_you_mean(name, REWARD_MODELS)}"
         )
     _describe(name)
-    return 0
 
 
 def _table() -> None:
     """Print one entry per reward model."""
-    from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
-
     print(f"{'--rewards':<23} {'takes':<7} {'memory':<9} {'gradient':<9} score")
     for model in REWARD_MODELS.values():
         memory = f"{model.gibibytes:.1f} GiB" if model.parameters else "-"
@@ -60,16 +52,12 @@ def _table() -> None:
 
 def _to_install(name: str) -> str:
     """Return what has to be installed for a reward, or nothing."""
-    from fluvial.models.rewards.table import REWARD_MODELS
-
     missing = REWARD_MODELS[name].missing()
     return f"; needs pip install '{REWARD_MODELS[name].install}' ({', '.join(missing)})" if missing else ""
 
 
 def _describe(name: str) -> None:
     """Print what a reward computes, and its options with their defaults."""
-    from fluvial.models.rewards.table import REWARD_MODELS
-
     model = REWARD_MODELS[name]
     print(f"{name}: {model.formula}  ({model.source}){_to_install(name)}\n")
     for described in (model.make, *(base for base in getattr(model.make, "__bases__", ()) if base is not object)):

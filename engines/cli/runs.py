@@ -14,11 +14,7 @@ WIDTHS = (28, 36, 24)  # least widths of the columns setting, published and ours
 
 
 def run(args: Sequence[str]) -> None:
-    """List the published runs, or print one.
-
-    Raises:
-        UsageError: there is no such run, or the arguments are wrong.
-    """
+    """List the published runs, or print one."""
     if args and args[0] in ("-h", "--help"):
         print(USAGE, end="")
     elif len(args) > 1:

@@ -1,5 +1,6 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import at_least_one, check_seed, console, flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
@@ -54,34 +56,25 @@ class SampleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        at_least_one(self, "each", "steps", "micro_batch")
-        check_seed(self.seed)
+        some = (1, math.inf)
+        check_fields(self, "", each=some, steps=some, micro_batch=some, seed=(0, 2**63 - 1))
         if not self.prompts:
             raise UsageError("`prompts` is empty, expected at least one, such as 'a red fox' 'two cats'")
 
 
 def run(args: list[str]) -> None:
-    """Draw, and print where the image is.
-
-    Raises:
-        UsageError: the arguments are wrong.
-    """
+    """Draw, and print where the image is."""
     name = named("sample", args, tuple(MODELS), "a model", fits=may_be_model)
     own = defaults(name)
     base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
     config = parsed(base, f"fluvial sample {name}", args[1:])
     with flags_in_errors(config):
         out = sample(name, config)
-    console().print(f"image: {out}", highlight=False, soft_wrap=True)
+    print(f"image: {out}")
 
 
 def sample(name: str, config: SampleConfig) -> Path:
-    """Draw with a model, without and with an adapter, and return the path of the image.
-
-    Raises:
-        UsageError: there is no such model, a prompt is not one of it, the adapter cannot be loaded, or the image cannot be
-            written.
-    """
+    """Draw with a model, without and with an adapter, and return the path of the image."""
     if config.out.suffix.lower() not in images.Image.registered_extensions():
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)

@@ -1,12 +1,13 @@
 """`fluvial serve MODEL`: samples of a model with their log-probabilities over HTTP, for training runs elsewhere."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
-from fluvial.engines.cli.parse import at_least_one, check_server_packages, flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, named, one_size, parsed
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
@@ -64,17 +65,13 @@ class ServeConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        limits = [name for name in ServeConfig.__dataclass_fields__ if name.startswith("most_")]
-        at_least_one(self, "steps", "micro_batch", *limits)
-        check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), deadline=(0.01, 1e6))
+        counts = ["steps", "micro_batch", *(field.name for field in fields(self) if field.name.startswith("most_"))]
+        limits = {name: (1, math.inf) for name in counts}
+        check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), deadline=(0.01, 1e6), **limits)
 
 
 def run(args: list[str]) -> None:
-    """Serve a model until SIGINT or SIGTERM.
-
-    Raises:
-        UsageError: the arguments are wrong, the model cannot be loaded, or a package is missing.
-    """
+    """Serve a model until SIGINT or SIGTERM."""
     if args and args[0] in ("-h", "--help"):
         parsed(ServeConfig(), "fluvial serve MODEL", args[:1])
     name = named("serve", args, tuple(MODELS), "a model", fits=may_be_model)
@@ -84,11 +81,7 @@ def run(args: list[str]) -> None:
 
 
 def serve_model(name: str, config: ServeConfig) -> None:
-    """Load a model and serve it.
-
-    Raises:
-        UsageError: as `run`.
-    """
+    """Load a model and serve it."""
     check_server_packages("serve")
     from fluvial.engines.fsdp.determinism import deterministic
     from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve

@@ -1,8 +1,10 @@
 """`fluvial serve-rewards NAME...`: rewards over HTTP, for training runs on other machines or in other environments."""
 
+import math
 from dataclasses import dataclass
 
-from fluvial.engines.cli.parse import at_least_one, check_server_packages, flags_in_errors, parsed
+from fluvial.core.checks import check_fields
+from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, parsed
 from fluvial.engines.errors import UsageError
 
 
@@ -32,19 +34,12 @@ class ServeRewardsConfig:
     most_waiting: int = 1024
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch", "most_mb", "most_megapixels", "most_waiting")
-        if not 0 <= self.port <= 65535:
-            raise UsageError("port", self.port, "a number in [0, 65535]")
-        if not 0 <= self.linger_ms <= 10_000:
-            raise UsageError("linger_ms", self.linger_ms, "a number in [0, 10000]")
+        limits = {name: (1, math.inf) for name in ("batch", "most_mb", "most_megapixels", "most_waiting")}
+        check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), **limits)
 
 
 def run(args: list[str]) -> None:
-    """Serve the rewards that are named until SIGINT or SIGTERM.
-
-    Raises:
-        UsageError: the arguments are wrong, or a package is missing.
-    """
+    """Serve the rewards that are named until SIGINT or SIGTERM."""
     count = next((number for number, word in enumerate(args) if word.startswith("-")), len(args))
     names, flags = args[:count], args[count:]
     config = parsed(ServeRewardsConfig(), "fluvial serve-rewards", flags)

@@ -19,12 +19,7 @@ DRY_RUN = "--dry-run"
 
 
 def run(args: list[str]) -> None:
-    """Train by a recipe, or print the list of recipes.
-
-    Raises:
-        UsageError: the arguments are wrong.
-        LostProcessError: a process died; the message says how to go on.
-    """
+    """Train by a recipe, or print the list of recipes."""
     if args and args[0] in ("-h", "--help"):
         print(recipes_help(), end="")
         return
@@ -43,11 +38,7 @@ def run(args: list[str]) -> None:
 
 
 def _dry_run(args: list[str]) -> None:
-    """Simulate a training run, and print what it would do.
-
-    Raises:
-        RunError: it does not fit, or an error ended it.
-    """
+    """Simulate a training run, and print what it would do."""
     from fluvial.engines.dryrun import command
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
@@ -70,45 +61,36 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
     Args:
         command: word that was typed before the arguments, for messages.
         args: name of the recipe, or --config and a file; then flags.
-
-    Raises:
-        UsageError: the arguments are wrong.
     """
     if args[:1] == ["--config"]:
         if len(args) < 2:
             raise UsageError(f"--config names no file: fluvial {command} --config run.toml")
-        name, recipe, flags = args[1], _from_file(Path(args[1])), args[2:]
+        name, flags = args[1], args[2:]
+        default, about = _from_file(Path(name)), f"The run in {name}."
     else:
         known = [*listing.recipes(), *listing.installed("recipes")]
         name = named("train", args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
+        default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    default = _built(name, recipe, flags)
     resumes = "--resume" in flags or typed(flags, "--resume-from")
     if resumes and not {"-h", "--help"} & set(flags):
         default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
-    about = inspect.getdoc(recipe) or f"The recipe {name}."
     return parsed(default, f"fluvial {command} {name}", flags, about=about)
 
 
-def _from_file(path: Path) -> Callable[[], "TrainConfig"]:
-    """Return a recipe that reads a configuration from a JSON or TOML file.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a configuration.
-    """
+def _from_file(path: Path) -> "TrainConfig":
+    """Return the configuration in a JSON or TOML file."""
     from fluvial.engines.train.record import recorded
 
     try:
         text = path.read_text(encoding="utf-8")
-        record = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        found = recorded(record)
+        return recorded(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{path} is not a configuration, as fluvial config prints it: {error}") from error
-    return lambda: found
 
 
 def recipes_help() -> str:
@@ -129,11 +111,7 @@ def recipes_help() -> str:
 
 
 def _recipe(name: str) -> Callable[..., "TrainConfig"]:
-    """Return the function of a recipe.
-
-    Raises:
-        UsageError: there is none, or it cannot be called without arguments.
-    """
+    """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _published(name)
     from fluvial.engines import plugins
@@ -166,9 +144,6 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
 
     A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a user-defined recipe
     says its own.
-
-    Raises:
-        UsageError: the recipe raises, or returns something else.
     """
     from fluvial.engines.train.config import TrainConfig
     from fluvial.engines.train.jobs.weights import base_model
@@ -183,15 +158,11 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
         raise UsageError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(config, TrainConfig):
         raise UsageError(f"recipe {name!r} returned a {type(config).__name__}, expected a TrainConfig")
-    return config if ":" in name or recipe.__name__ == "<lambda>" else replace(config, out=Path("runs") / name)
+    return config if ":" in name else replace(config, out=Path("runs") / name)
 
 
 def _recorded(out: Path) -> "TrainConfig":
-    """Return the configuration of the run in a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the configuration of the run in a folder."""
     from fluvial.engines.train.jobs.weights import RECORD, configuration
 
     if not (out / RECORD).exists():

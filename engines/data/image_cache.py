@@ -59,11 +59,7 @@ class ImageCache:
         self.left_out: frozenset[tuple[Image, ...]] = frozenset()
 
     def sample(self, image: Image, size: Size | None = None) -> Tensor:
-        """Return the clean sample of an image, `[*event]`.
-
-        Args:
-            image: the image.
-            size: size of the group that it was filled in; by default the only one.
+        """Return the clean sample of an image, `[*event]`, at the size of its group, by default the only one.
 
         Raises:
             RunError: it is not in the folder, or damaged.
@@ -77,11 +73,8 @@ class ImageCache:
     def fill(self, groups: Sequence[tuple[Image, ...]], world: World) -> None:
         """Encode the images that are not in the folder yet, each rank its part; every rank must take part.
 
-        What an interrupted run has encoded is kept.
-
-        Args:
-            groups: images that belong together, and get the size that is nearest to the first of them.
-            world: process group.
+        The images of a group belong together, and get the size that is nearest to the first of them. What an interrupted run
+        has encoded is kept.
 
         Raises:
             UsageError: an image cannot be read or none of several sizes takes it, its sample has another shape, or the
@@ -92,35 +85,25 @@ class ImageCache:
             if world.is_main:
                 self._claim()
         everyone = list(dict.fromkeys(groups))
-        sizes, misfits = self._assigned(everyone, world)
-        wanted = list(
-            dict.fromkeys(
-                (image, size)
-                for place, (group, size) in enumerate(zip(everyone, sizes, strict=True))
-                if place not in misfits
-                for image in group
-            )
-        )
+        sizes = self._assigned(everyone, world)
+        wanted = list(dict.fromkeys((image, size) for group, size in sizes.items() for image in group))
         bad: list[int] = []
         with world.agreed():
             missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
             for part in self._readable(wanted, missing, bad):
                 self._encode(part)
         unreadable = {wanted[place][0] for part in world.gather_items(bad) for place in part}
-        self.left_out = frozenset(
-            group for place, group in enumerate(everyone) if place in misfits or not unreadable.isdisjoint(group)
-        )
-        self.sizes = {group[0]: size for group, size in zip(everyone, sizes, strict=True)}
+        self.left_out = frozenset(group for group in everyone if group not in sizes or not unreadable.isdisjoint(group))
+        self.sizes = {group[0]: size for group, size in sizes.items()}
         with world.agreed():
             if world.is_main:
                 self._list(sorted(" ".join(map(shown, group)) for group in self.left_out))
 
-    def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> tuple[list[Size | None], set[int]]:
-        """Return the size of each group, and the places of those that none takes; each rank looks at its part."""
-        sizes = list(self.shapes)
-        if len(sizes) == 1:
-            return sizes * len(groups), set()
-        known = [size for size in sizes if size is not None]
+    def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
+        """Return the size of each group that one of the sizes takes; each rank looks at its part."""
+        if len(self.shapes) == 1:
+            return dict.fromkeys(groups, next(iter(self.shapes)))
+        known = [size for size in self.shapes if size is not None]
         found: list[tuple[int, int]] = []
         with world.agreed():
             for place in range(world.rank, len(groups), world.size):
@@ -130,14 +113,10 @@ class ImageCache:
                     if not self.skip:
                         raise
         taken = {place: known[number] for part in world.gather_items(found) for place, number in part}
-        return [taken.get(place, known[0]) for place in range(len(groups))], set(range(len(groups))) - set(taken)
+        return {group: taken[place] for place, group in enumerate(groups) if place in taken}
 
     def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
-        """Return the size of a group.
-
-        Raises:
-            UsageError: an image cannot be read, or no size takes it.
-        """
+        """Return the size of a group. UsageError if an image cannot be read, or no size takes it."""
         each = [size_of(image) for image in group]
         try:
             size = nearest_size(each[0], sizes)

@@ -21,16 +21,7 @@ def sheet_of(
     columns: int = 4,
     width: int = 256,
 ) -> Image.Image:
-    """Return samples side by side, each enlarged and captioned with its prompt and, if given, its score (green for 1).
-
-    Args:
-        images: `[n, C, H, W]` in [0, 1].
-        prompts: n captions.
-        scores: `[n]`.
-        title: text above the grid.
-        columns: images per row.
-        width: approximate width of an image, in pixels.
-    """
+    """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `captioned`."""
     drawn = [as_image(image, width=width) for image in images]
     return captioned(drawn, prompts, scores, title=title, columns=columns).image
 
@@ -51,14 +42,9 @@ def captioned(
     title: str = "",
     columns: int = 4,
 ) -> Sheet:
-    """Return images side by side, each captioned with its prompt and, if given, its score (green for 1).
+    """Return images of one size side by side, `columns` per row, with a title above.
 
-    Args:
-        images: n images of one size.
-        prompts: n captions.
-        scores: n scores.
-        title: text above the grid.
-        columns: images per row.
+    Each is captioned with its prompt and, if given, its score (green for 1).
     """
     font = ImageFont.load_default(size=18)
     gap, line = 14, 26

@@ -179,7 +179,7 @@ WRONG = [
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "--rewards is 'jpg', expected one of jpeg"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg=2", "evaluators have no weights"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected at least 1"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected an integer >= 1"),
     (
         "eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --base start",
         "--weights is None and --lora is None",

@@ -136,10 +136,10 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     ("words", "line"),
     [
         (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --rollout.window-low too (run --help)"),
-        (["--updtes", "3"], "unknown flag --updtes; did you mean --updates? (run --help)"),
+        (["--updtes", "3"], "unknown flag --updtes; did you mean '--updates'? (run --help)"),
         (["--updates", "3", "4"], "unknown flag 4 (run --help)"),
         (["--updates", "three"], "--updates is 'three', expected a whole number (run --help)"),
-        (["--objective.clp", "3"], "did you mean --objective.clip?"),
+        (["--objective.clp", "3"], "did you mean '--objective.clip'?"),
         (["--rollout.eta", "much"], "--rollout.eta is 'much', expected a number (run --help)"),
     ],
 )

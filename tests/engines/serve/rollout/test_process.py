@@ -72,10 +72,10 @@ def test_a_server_is_killed_and_started_again() -> None:
     ("args", "says"),
     [
         ((), "serve needs the name of a model, got nothing, expected one of handwriting"),
-        (("handwritng",), "did you mean handwriting?"),
+        (("handwritng",), "did you mean 'handwriting'?"),
         (("./nothing",), "./nothing"),
         (("handwriting", "--port", "70000"), "--port is 70000, expected an integer in [0, 65535]"),
-        (("handwriting", "--micro-batch", "0"), "--micro-batch is 0, expected at least 1"),
+        (("handwriting", "--micro-batch", "0"), "--micro-batch is 0, expected an integer >= 1"),
         (("handwriting", "--deadline", "0"), "--deadline is 0"),
         (("handwriting", "--linger-ms", "-1"), "--linger-ms is -1"),
         (("handwriting", "--dtype", "float8"), "float8"),
