@@ -6,30 +6,31 @@ from typing import NamedTuple
 class NamedModel(NamedTuple):
     """A model with a name. What it consists of is imported when it is asked for."""
 
-    about: str  # one line for lists of models
     model: str  # class of the model
     job: str  # function (weights, prompts, data) to a job, with prompts and rewards of its own
     pretraining: str  # function that returns how its base weights are trained
+    prompts: tuple[str, ...]  # that `fluvial sample` draws
 
 
+CODES = ("0427", "1999", "3141", "8650")
 MODELS = {
     "handwriting": NamedModel(
-        "a small SD3 transformer that writes 4-digit codes (predicts a velocity)",
         "fluvial.models.handwriting:Handwriting",
         "fluvial.engines.train.job:handwriting",
         "fluvial.engines.train.pretrain:handwriting_pretraining",
+        CODES,
     ),
     "handwriting-unet": NamedModel(
-        "a small UNet that writes them (predicts epsilon)",
         "fluvial.models.handwriting:HandwritingUNet",
         "fluvial.engines.train.job:handwriting_unet",
         "fluvial.engines.train.pretrain:handwriting_unet_pretraining",
+        CODES,
     ),
     "words": NamedModel(
-        "a small SD3 transformer that draws words of 3 to 6 letters (predicts a velocity)",
         "fluvial.models.words:Words",
         "fluvial.engines.train.job:words",
         "fluvial.engines.train.pretrain:words_pretraining",
+        ("apple", "house", "river", "stone"),
     ),
 }
 

@@ -32,18 +32,22 @@ def load(
     Raises:
         UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
     """
-    label, table = f"`{field or group.removesuffix('s')}`", table or {}
+    label, table, declared = f"`{field or group.removesuffix('s')}`", table or {}, _declared(group)
+    where = f"{label} {spec!r}"
     if spec in table:
-        return _checked(f"{label} {spec!r}", table[spec], check)
-    if ":" in spec:
-        return _checked(f"{label} {spec!r}", _imported(f"{label} {spec!r}", spec), check)
-    declared = _declared(group)
-    if spec in declared:
-        where = f"{label} {spec!r} (entry point {declared[spec].value})"
-        return _checked(where, _imported(where, declared[spec].value), check)
-    known = names(group, table)
-    expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
-    raise UsageError(f"{label} is {spec!r}, expected {expected}{did_you_mean(spec, known)}")
+        found = table[spec]
+    elif ":" in spec:
+        found = _imported(where, spec)
+    elif spec in declared:
+        where += f" (entry point {declared[spec].value})"
+        found = _imported(where, declared[spec].value)
+    else:
+        known = names(group, table)
+        expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
+        raise UsageError(f"{label} is {spec!r}, expected {expected}{did_you_mean(spec, known)}")
+    if check is not None and (problem := check(found)) is not None:
+        raise UsageError(f"{where} {problem}")
+    return found
 
 
 def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
@@ -110,12 +114,6 @@ def _imported(label: str, spec: str) -> Any:
             public = [word for word in vars(found) if not word.startswith("_")] if hasattr(found, "__dict__") else []
             raise UsageError(f"{label}: {module} has no {name!r}{did_you_mean(part, public)}")
         found = getattr(found, part)
-    return found
-
-
-def _checked(label: str, found: Any, check: Check | None) -> Any:
-    if check is not None and (problem := check(found)) is not None:
-        raise UsageError(f"{label} {problem}")
     return found
 
 

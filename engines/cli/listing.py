@@ -5,35 +5,23 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
+from fluvial.engines.named_models import MODELS
+
 RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
 
 
 class Defaults(NamedTuple):
-    """Settings of drawing with a model where nothing is typed.
-
-    Args:
-        prompts: prompts that `sample` draws.
-        samples: number of samples of an evaluation; None takes every prompt once.
-        steps: number of steps of the sampling schedule.
-        micro_batch: number of samples per forward pass.
-    """
+    """Settings of drawing with a model where nothing is typed; by default those of a large pipeline."""
 
     prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
-    samples: int | None = None
+    samples: int | None = None  # of an evaluation; None takes every prompt once
     steps: int = 20
     micro_batch: int = 4
 
 
-DEFAULTS = {
-    "handwriting": Defaults(("0427", "1999", "3141", "8650"), 400, 10, 64),
-    "handwriting-unet": Defaults(("0427", "1999", "3141", "8650"), 400, 10, 64),
-    "words": Defaults(("apple", "house", "river", "stone"), 400, 10, 64),
-}
-
-
 def defaults(model: str) -> Defaults:
-    """Return the settings of drawing with a model; a model that is not listed is taken for a large pipeline."""
-    return DEFAULTS.get(model, Defaults())
+    """Return the settings of drawing with a model."""
+    return Defaults(MODELS[model].prompts, samples=400, steps=10, micro_batch=64) if model in MODELS else Defaults()
 
 
 def may_be_model(name: str) -> bool:

@@ -78,22 +78,14 @@ class Form(NamedTuple):
     A field that holds a dataclass is declared as that dataclass: `TrainConfig.objective` may be any objective, also a
     user's, and the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
     that kind.
-
-    Args:
-        type: the dataclass.
-        names: names of its flags, e.g. "rollout.window.size".
-        build: returns the configuration of the fields' values.
-        inner: forms of the fields that hold dataclasses.
-        union: type of the field, if it is a choice.
-        kind: its kind.
     """
 
-    type: type
-    names: list[str]
-    build: Callable[..., Any]
-    inner: dict[str, "Form"]
-    union: Any
-    kind: str
+    type: type  # the dataclass
+    names: list[str]  # of its flags, e.g. "rollout.window.size"
+    build: Callable[..., Any]  # returns the configuration of the fields' values
+    inner: dict[str, "Form"]  # forms of the fields that hold dataclasses
+    union: Any  # type of the field, if it is a choice
+    kind: str  # its kind
 
     def filled(self, values: Any) -> Any:
         """Return the configuration that a filled-in form describes; its checks run."""

@@ -1,18 +1,18 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
-from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.data.prompts import checked
+from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.report import images
@@ -79,11 +79,7 @@ def sample(name: str, config: SampleConfig) -> Path:
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)
     job = jobs.to_sample(name, config.pipeline, steps=config.steps, guidance=config.guidance, weights=config.weights)
-    for prompt in config.prompts:
-        try:
-            job.model.check_prompt(prompt)
-        except ValueError as error:
-            raise UsageError(f"`prompts`: {error}") from error
+    checked((("`prompts`", prompt) for prompt in as_prompts(config.prompts)), check=job.model.check_prompt, heldout=())
     module = jobs.build(job).to(default_device()).eval()
     sheets = [_sheet(job, module, config, name)]
     if config.lora is not None:
@@ -99,18 +95,12 @@ def sample(name: str, config: SampleConfig) -> Path:
 
 def _sheet(job: Job, module: nn.Module, config: SampleConfig, title: str) -> images.Image.Image:
     """Return samples of each prompt side by side, with their scores where the model comes with an evaluator."""
-    prompts = as_prompts(prompt for prompt in config.prompts for _ in range(config.each))
-    drawn = _draw(job, module, prompts, config)
-    scores = score(job.evaluators["heldout"], drawn, prompts) if "heldout" in job.evaluators else None
-    return images.sheet_of(drawn, texts(prompts), scores, title=title, columns=config.each)
-
-
-def _draw(job: Job, module: nn.Module, prompts: Sequence[Prompt], config: SampleConfig) -> Tensor:
-    """Return one image per prompt, `[n, C, H, W]`."""
-    model = job.model
+    model, prompts = job.model, as_prompts(prompt for prompt in config.prompts for _ in range(config.each))
     schedule = on_device(model.schedule(config.steps, job.shape), default_device())
     tokens = TextLengths(model).of(config.guidance.texts(model, prompts))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
     requests = Requests(prompts, range(len(prompts)), key(config.seed))
     chunks = generate(model, module, requests, sampling, micro_batch=config.micro_batch)
-    return torch.cat([chunk.images.cpu() for chunk in chunks])
+    drawn = torch.cat([chunk.images.cpu() for chunk in chunks])
+    scores = score(job.evaluators["heldout"], drawn, prompts) if "heldout" in job.evaluators else None
+    return images.sheet_of(drawn, texts(prompts), scores, title=title, columns=config.each)

@@ -1,14 +1,15 @@
 """Progress of a run: a bar on a terminal, a line every few updates elsewhere."""
 
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import ExitStack
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 
-class RunProgress:
+class RunProgress(ExitStack):
     """Progress over updates.
 
     Args:
@@ -19,6 +20,7 @@ class RunProgress:
     """
 
     def __init__(self, console: Console | None, *, total: int, done: int = 0, every: int = 10) -> None:
+        super().__init__()
         self.console, self.total, self.done, self.every = console, total, done, every
         self.bar: Progress | None = None
         if console is not None and console.is_terminal:
@@ -33,14 +35,10 @@ class RunProgress:
             )
             self.task = self.bar.add_task("update", total=total, completed=done, status="")
 
-    def __enter__(self) -> "RunProgress":
+    def __enter__(self) -> Self:
         if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.bar:
-            self.bar.stop()
+            self.enter_context(self.bar)
+        return super().__enter__()
 
     def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float], *, updates: int = 1) -> None:
         """Advance by `updates`, and show their numbers and the seconds of their phases."""

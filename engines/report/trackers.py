@@ -19,35 +19,21 @@ MOST_FAILURES = 3  # in a row
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told of a run when it starts.
-
-    Args:
-        folder: run folder.
-        config: configuration, as config.json holds it.
-        id: identity of the run, the same after a resumption: 21 digits and lower-case letters.
-        update: update that the run starts after; above 0 for a run that is resumed.
-    """
+    """What a tracker is told of a run when it starts."""
 
     folder: Path
-    config: Mapping[str, Any]
-    id: str
-    update: int
+    config: Mapping[str, Any]  # as config.json holds it
+    id: str  # the same after a resumption: 21 digits and lower-case letters
+    update: int  # update that the run starts after; above 0 for a run that is resumed
 
 
 class Samples(NamedTuple):
-    """Images of an evaluation.
+    """Images of an evaluation."""
 
-    Args:
-        name: what they are, e.g. "before".
-        images: each image alone.
-        captions: prompt, and score if there is one, of each.
-        sheet: all of them side by side, with their captions.
-    """
-
-    name: str
-    images: list[Image.Image]
-    captions: list[str]
-    sheet: Image.Image
+    name: str  # e.g. "before"
+    images: list[Image.Image]  # each alone
+    captions: list[str]  # prompt, and score if there is one, of each
+    sheet: Image.Image  # all of them side by side, with their captions
 
 
 class Tracker(Protocol):

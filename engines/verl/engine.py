@@ -3,6 +3,7 @@
 Nothing here imports verl: `plugin` joins these classes with verl's.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import DTYPES
@@ -23,7 +25,6 @@ from fluvial.engines.fsdp.offload import HostOffload
 from fluvial.engines.fsdp.world import joined_world
 from fluvial.engines.verl.algorithms import Algorithm
 from fluvial.engines.verl.batch import Fields
-from fluvial.engines.verl.checkpoints import Checkpoints, check_remote
 from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.passes import LossFunction, Passes
 from fluvial.engines.verl.settings import Settings, lr_factor, read_settings
@@ -69,7 +70,7 @@ class VerlEngine:
         self.sharded: ShardedModule | None = None
         self.engine: Engine | None = None
         self.rounds = 0  # number of calls of `lr_scheduler_step`
-        self._checkpoints = Checkpoints(self.settings, self.world)
+        self._saved: list[Path] = []  # folders of the checkpoints that this engine wrote
         self._away: set[str] = set()  # what lies on the host
 
     def initialize(self) -> None:
@@ -331,10 +332,18 @@ class VerlEngine:
             max_ckpt_to_keep: number of this engine's checkpoints to keep; None keeps all.
             options: what other engines take.
         """
-        engine = self._trained("save_checkpoint")
-        check_remote(hdfs_path)
+        engine, settings, world, path = self._trained("save_checkpoint"), self.settings, self.world, Path(local_path)
+        _check_remote(hdfs_path)
+        meta, fingerprint = {**engine.counters(), "rounds": self.rounds}, settings.fingerprint()
         with self._onloaded(optimizer=True):
-            self._checkpoints.save(engine, Path(local_path), step=global_step, rounds=self.rounds, keep=max_ckpt_to_keep)
+            checkpoint.save(path, engine.state(), meta, update=global_step, fingerprint=fingerprint, world=world, keep=1)
+            if settings.export and settings.lora is not None:
+                export.write_lora(engine.module, path / "lora_adapter", world=world)
+            elif settings.export:
+                export.export(engine.module, path / "huggingface", dtype=DTYPES[settings.sent], world=world)
+        self._saved = [*(old for old in self._saved if old != path), path]
+        while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
+            self._remove(self._saved.pop(0))
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **options: Any
@@ -353,10 +362,24 @@ class VerlEngine:
         """
         if local_path is None:
             return
-        engine = self._trained("load_checkpoint")
-        check_remote(hdfs_path)
+        engine, world, path = self._trained("load_checkpoint"), self.world, Path(local_path)
+        _check_remote(hdfs_path)
         with self._onloaded(optimizer=True):
-            self.rounds = self._checkpoints.load(engine, Path(local_path), remove=del_local_after_load)
+            with world.agreed():
+                found = checkpoint.listed(path, recover=False)
+                if not found:
+                    raise UsageError(f"{path} holds no checkpoint of fluvial")
+            state = engine.state()
+            meta = checkpoint.load(found[-1], state, fingerprint=self.settings.fingerprint(), world=world)
+            engine.restore(state, meta)
+        self.rounds = int(meta["rounds"])
+        world.gather_items(None)  # every rank has read it
+        if del_local_after_load:
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if self.world.is_main:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _check_adapters(self, *names: str) -> None:
         for name in names:
@@ -376,6 +399,11 @@ class VerlEngine:
         if self.engine is None:
             raise UsageError(f"engine.forward_only is set, and {what} needs an optimizer")
         return self.engine
+
+
+def _check_remote(path: str | None) -> None:
+    if path is not None:
+        raise UsageError(f"hdfs_path is {path}, expected None: checkpoints are written to and read from local_path")
 
 
 def _shard(tensor: Tensor) -> Tensor:

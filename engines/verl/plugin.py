@@ -16,12 +16,6 @@ BACKEND = "fluvial"
 VERSIONS = ("0.9",)  # of verl that are supported; tests run against 0.9.1
 
 
-def check_version(found: str) -> None:
-    """Raise UsageError unless a version of verl is supported."""
-    if ".".join(found.split(".")[:2]) not in VERSIONS:
-        raise UsageError(f"verl is {found}, and this plug-in supports {', '.join(f'{known}.*' for known in VERSIONS)}")
-
-
 def register() -> dict[str, Any]:
     """Register an engine for each model type of diffusion models, and return the classes by model type."""
     from verl.utils.py_functional import append_to_dict
@@ -37,7 +31,9 @@ def register() -> dict[str, Any]:
             append = append_to_dict
 
             def __init__(self, *args: Any, **configs: Any) -> None:
-                check_version(version("verl"))
+                found = version("verl")
+                if ".".join(found.split(".")[:2]) not in VERSIONS:
+                    raise UsageError(f"verl is {found}, and this plug-in supports {', '.join(f'{v}.*' for v in VERSIONS)}")
                 super().__init__(*args, **configs)
 
         FluvialEngine.algorithm = algorithm

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,48 +31,43 @@ ABSENT = ("exclude_modules", "target_parameters", "config_path")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine of verl is built from.
+    """What an engine of verl is built from."""
 
-    Args:
-        folder: pipeline in diffusers' layout.
-        architecture: class of the pipeline.
-        size: height and width of the images in pixels.
-        steps: number of steps of a rollout.
-        scale: guidance scale by the name of its field; both names exist, and a model reads one.
-        sampler: sampler of the stochastic steps.
-        form: form of the log-probabilities.
-        eta: scale of the sampler's noise.
-        engine: sharding and precision.
-        optimizer: optimizer; None for an engine that only makes forward passes.
-        lora: adapter; None trains all weights.
-        adapters: names of the adapters, `default` first.
-        seed: seed of the adapter's first values.
-        merge: whether adapters are merged into the weights that rollouts get.
-        sent: dtype of the base weights that rollouts get.
-        offloads_parameters, offloads_optimizer: what lies on the host between the phases.
-        micro_batches: items per forward pass of a training pass and of an inference pass, where the batch does not say.
-        export: whether a checkpoint also holds the weights as diffusers reads them.
-    """
-
-    folder: Path
-    architecture: str
-    size: tuple[int, int]
-    steps: int
-    scale: Mapping[str, float]
-    sampler: SamplerName
-    form: Literal["density", "unscaled"]
-    eta: float
-    engine: EngineConfig
-    optimizer: OptimizerConfig | None
-    lora: LoraConfig | None
-    adapters: tuple[str, ...]
-    seed: int
-    merge: bool
-    sent: Literal["float32", "bfloat16"]
-    offloads_parameters: bool
+    folder: Path  # pipeline in diffusers' layout
+    architecture: str  # class of the pipeline
+    size: tuple[int, int]  # height and width of the images in pixels
+    steps: int  # number of steps of a rollout
+    scale: Mapping[str, float]  # guidance scale by the name of its field; both names exist, and a model reads one
+    sampler: SamplerName  # of the stochastic steps
+    form: Literal["density", "unscaled"]  # of the log-probabilities
+    eta: float  # scale of the sampler's noise
+    engine: EngineConfig  # sharding and precision
+    optimizer: OptimizerConfig | None  # None for an engine that only makes forward passes
+    lora: LoraConfig | None  # None trains all weights
+    adapters: tuple[str, ...]  # their names, `default` first
+    seed: int  # of the adapter's first values
+    merge: bool  # whether adapters are merged into the weights that rollouts get
+    sent: Literal["float32", "bfloat16"]  # dtype of the base weights that rollouts get
+    offloads_parameters: bool  # whether they lie on the host between the phases
     offloads_optimizer: bool
-    micro_batches: tuple[int | None, int | None]
-    export: bool
+    micro_batches: tuple[int | None, int | None]  # items per pass, training and inference, where the batch does not say
+    export: bool  # whether a checkpoint also holds the weights as diffusers reads them
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a checkpoint and the engine that loads it must share, as JSON holds it, which has no tuples."""
+        lora = self.lora
+        return {
+            "architecture": self.architecture,
+            "lora": None
+            if lora is None
+            else {
+                **asdict(lora),
+                "targets": lora.targets and [*lora.targets],
+                "weights": lora.weights and str(lora.weights),
+            },
+            "adapters": list(self.adapters),
+            "optimizer": None if self.optimizer is None else self.optimizer.name,
+        }
 
 
 def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, ranks: int) -> Settings:

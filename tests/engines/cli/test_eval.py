@@ -186,7 +186,7 @@ WRONG = [
     ),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --lora {tmp}/no", "no is neither a file nor a folder"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no: there is no such folder"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1,"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0,"),
     ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("eval handwriting --base start", "there is nothing to compare with it"),
     ("eval handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
