@@ -55,16 +55,13 @@ class Settings:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a checkpoint and the engine that loads it must share, as JSON holds it, which has no tuples."""
-        lora = self.lora
+        lora: dict[str, Any] | None = None
+        if self.lora is not None:
+            targets, weights = self.lora.targets, self.lora.weights
+            lora = {**asdict(self.lora), "targets": targets and [*targets], "weights": weights and str(weights)}
         return {
             "architecture": self.architecture,
-            "lora": None
-            if lora is None
-            else {
-                **asdict(lora),
-                "targets": lora.targets and [*lora.targets],
-                "weights": lora.weights and str(lora.weights),
-            },
+            "lora": lora,
             "adapters": list(self.adapters),
             "optimizer": None if self.optimizer is None else self.optimizer.name,
         }
