@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 
 Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send

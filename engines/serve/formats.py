@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.engines.wire.decode import convert
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert
 
 T = TypeVar("T")
 

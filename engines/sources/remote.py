@@ -22,8 +22,7 @@ from fluvial.engines.sources.protocol import Behaviour, Holder
 from fluvial.engines.sources.replies import Expected, Sample, read_samples
 from fluvial.engines.sources.requests import Asking, PromptOrder, check_served, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
-from fluvial.engines.wire.decode import convert
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.info import Kind, ServerInfo
 from fluvial.engines.wire.request import written
 from fluvial.engines.wire.threads import in_threads

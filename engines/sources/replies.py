@@ -10,7 +10,7 @@ from torch import Tensor
 from fluvial.engines.rollout.generate import Sampling
 from fluvial.engines.sources.requests import OUTPUTS, PromptOrder
 from fluvial.engines.wire.client import Reply
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.info import Kind
 from fluvial.engines.wire.response import MSGPACK, DitTrajectory, RolloutSample, read_response
 

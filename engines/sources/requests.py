@@ -16,7 +16,7 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Requests, Sampling
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.info import Kind
 from fluvial.engines.wire.names import no_const_of, sde_type_of
 from fluvial.engines.wire.request import NO_EXTRA, ExtraParams, FluvialOptions, RolloutRequest

@@ -8,7 +8,7 @@ from typing import TypeVar
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.rollout.servers import ServersConfig
 from fluvial.engines.wire.client import START, HttpClient, Reply, is_success, retry_after
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 
 T = TypeVar("T")
 

@@ -8,10 +8,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fluvial.engines.wire.errors import WireError
-
 T = TypeVar("T")
 SEEDS = 2**63 - 1  # largest seed, id and version
+
+
+class WireError(ValueError):
+    """A message breaks the schema, or is larger than its receiver takes. The text is one line for the other side."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(" ".join(problem.split()))
 
 
 def convert(

@@ -15,7 +15,7 @@ step, because it has no density.
 from typing import Literal, get_args
 
 from fluvial.core.gaussian import Form
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 
 SdeType = Literal["sde", "cps", "ode"]
 SDE_TYPES: tuple[SdeType, ...] = get_args(SdeType)

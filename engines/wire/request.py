@@ -12,8 +12,7 @@ from fluvial.core.transitions import MAX_ETA, SAMPLERS
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.wire.decode import SEEDS, convert
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import SEEDS, WireError, convert
 from fluvial.engines.wire.names import SdeType, form_of, sampler_of
 
 Debug = Literal["rollout_variance_noises", "rollout_prev_sample_means", "rollout_noise_std_devs", "rollout_model_outputs"]

@@ -9,8 +9,7 @@ import torch
 from msgspec import Meta, Raw, Struct
 from torch import Tensor
 
-from fluvial.engines.wire.decode import SEEDS, unpack
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import SEEDS, WireError, unpack
 from fluvial.engines.wire.tensors import Envelope, packed
 
 MSGPACK, JSON = "application/msgpack", "application/json"

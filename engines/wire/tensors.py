@@ -15,8 +15,7 @@ from msgspec import Meta, Struct
 from safetensors.torch import save
 from torch import Tensor
 
-from fluvial.engines.wire.decode import convert, unpack
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert, unpack
 
 DTYPES: dict[str, tuple[str, torch.dtype]] = {
     f"torch.{name}": (short, dtype)

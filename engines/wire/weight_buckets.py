@@ -8,8 +8,7 @@ import torch
 from msgspec import Meta, Struct, to_builtins
 from torch import Tensor
 
-from fluvial.engines.wire.decode import convert
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.tensors import DTYPES, Shape
 
 # What a server calls the dtype of its weights (`dit_precision` of GET /v1/models).

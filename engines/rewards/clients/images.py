@@ -2,12 +2,10 @@
 
 import base64
 import io
-from collections.abc import Sequence
 
 from PIL import Image
 from torch import Tensor
 
-from fluvial.engines.errors import RunError
 from fluvial.models.images import as_image
 
 QUALITY = 95  # of JPEG, as published clients send it
@@ -40,22 +38,6 @@ def jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
 def as_text(file: bytes) -> str:
     """Return a file as base64."""
     return base64.b64encode(file).decode("ascii")
-
-
-def data_url(file: bytes) -> str:
-    """Return a PNG file as a data URL, as chat servers take images."""
-    return f"data:image/png;base64,{as_text(file)}"
-
-
-def on_host(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the samples on the host, in one copy.
-
-    Raises:
-        RunError: the numbers of samples and prompts differ.
-    """
-    if len(images) != len(prompts):
-        raise RunError(f"{len(images)} images came with {len(prompts)} prompts, expected one prompt per image")
-    return images.detach().cpu().float()
 
 
 def _file(image: Tensor, size: int, **options: object) -> bytes:

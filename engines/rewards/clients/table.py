@@ -5,9 +5,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
-from fluvial.engines.rewards.clients.unirl import UniRL
+from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
 from fluvial.engines.wire.client import HttpClient
 

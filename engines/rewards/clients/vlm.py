@@ -1,25 +1,175 @@
-"""Rewards by a VLM judge behind a chat server: a yes-or-no question, a rating, UnifiedReward, and lists of questions."""
+"""Rewards by a VLM judge behind an OpenAI-compatible chat server (vLLM, sglang, or a hosted one).
 
-import json
+A yes-or-no question, a rating, UnifiedReward, and lists of questions.
+"""
+
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.chat import PLACE, Chat, probability
-from fluvial.engines.rewards.clients.chat import template as question_of
-from fluvial.engines.rewards.clients.parallel import in_batches
-from fluvial.engines.rewards.clients.replies import kind, score
-from fluvial.engines.wire.client import HttpClient
+from fluvial.engines.rewards.clients.batches import check_positive, field, in_batches, score
+from fluvial.engines.wire.client import HttpClient, shown
+from fluvial.engines.wire.decode import WireError, convert
 
+TEMPLATES = Path(__file__).parent / "templates"
+TOP = 20  # tokens whose log-probabilities are asked for, the most that servers give
+PLACE = "{prompt}"  # what a template holds in place of the prompt
 FRAMES = 8  # frames of a video that a model is shown
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
+
+
+class TopToken(Struct, frozen=True):
+    """A likely token."""
+
+    token: str
+    logprob: float
+
+
+class TokenLogprobs(Struct, frozen=True):
+    """The likely tokens at one place of a reply."""
+
+    top_logprobs: list[TopToken]
+
+
+class Logprobs(Struct, frozen=True):
+    """The likely tokens of a reply; servers without them send null."""
+
+    content: list[TokenLogprobs] | None = None
+
+
+class Message(Struct, frozen=True):
+    """A message of a model."""
+
+    content: str | None
+
+
+class Choice(Struct, frozen=True):
+    """A reply of a model."""
+
+    message: Message
+    logprobs: Logprobs | None = None
+
+
+class ListedModel(Struct, frozen=True):
+    """A model of a server."""
+
+    id: str
+
+
+class Rated(Struct, frozen=True):
+    """A rating, as a model is told to write it."""
+
+    score: float
+
+
+class Answer(NamedTuple):
+    """Reply of the model.
+
+    Args:
+        text: what it says.
+        first: log-probability of each likely first token; empty if the server gives none.
+    """
+
+    text: str
+    first: Mapping[str, float]
+
+
+class Chat:
+    """Requests to a model of a chat server.
+
+    Args:
+        server: the server; its address ends with /v1, which is added where it has no path.
+        model: name of the model. Empty takes the server's only one.
+    """
+
+    def __init__(self, server: HttpClient, *, model: str = "") -> None:
+        self.server, self.model = server, model
+        self.path = "" if server.url.path.strip("/") else "/v1"
+        self._lock = threading.Lock()
+
+    def ask(
+        self,
+        images: Sequence[bytes],
+        text: str,
+        *,
+        max_tokens: int,
+        logprobs: bool = False,
+        schema: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Return the model's reply to images and a text, drawn at temperature 0.
+
+        Args:
+            images: PNG files.
+            text: the question.
+            max_tokens: largest number of tokens of the reply.
+            logprobs: whether to ask for the log-probabilities of the first token.
+            schema: JSON schema of the reply.
+
+        Raises:
+            RunError: there is no reply, or it has another form.
+        """
+        urls = [f"data:image/png;base64,{wire.as_text(file)}" for file in images]
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        request: dict[str, Any] = {
+            "model": self._model(),
+            "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
+        if logprobs:
+            request |= {"logprobs": True, "top_logprobs": TOP}
+        if schema is not None:
+            shape = {"name": "reply", "strict": True, "schema": schema}
+            request["response_format"] = {"type": "json_schema", "json_schema": shape}
+        answer = self.server.post(f"{self.path}/chat/completions", request)
+        where = f"{self.server.address}{self.path}/chat/completions"
+        choices: list[Choice] = field(answer, "choices", Annotated[list[Choice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
+        first = choices[0].logprobs
+        tokens = first.content[0].top_logprobs if first is not None and first.content else []
+        # Rounding may lift a certain token above 0. A NaN counts as impossible.
+        known = {top.token: min(top.logprob, 0.0) if top.logprob == top.logprob else -math.inf for top in tokens}
+        return Answer(choices[0].message.content or "", known)
+
+    def probability(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
+        """Return the probability that the reply begins with one of the words of each answer, in any case and with blanks.
+
+        Raises:
+            RunError: the server gave no log-probabilities.
+        """
+        first = self.ask(images, text, max_tokens=1, logprobs=True).first
+        if not first:
+            raise RunError(
+                f"{self.server.address} gives no log-probabilities: use vlm_rating, which reads a number, or a server that "
+                "gives them (vLLM and sglang do)"
+            )
+        return [
+            math.fsum(math.exp(value) for token, value in first.items() if token.strip().lower() in words)
+            for words in answers
+        ]
+
+    def _model(self) -> str:
+        """Return the name of the model, which is asked for once."""
+        with self._lock:
+            if not self.model:
+                where = f"{self.server.address}{self.path}/models"
+                listed: list[ListedModel] = field(
+                    self.server.get(f"{self.path}/models"), "data", list[ListedModel], where=where
+                )
+                if len(listed) != 1:
+                    has = shown(", ".join(model.id for model in listed)) if listed else "none"
+                    raise RunError(f"{where} lists {len(listed)} models ({has}): set `model` to the name of one")
+                self.model = listed[0].id
+            return self.model
 
 
 class YesNo:
@@ -44,8 +194,7 @@ class YesNo:
         """
 
         def asked(files: list[bytes], number: int) -> float:
-            answer = self.chat.ask(files, self.question.replace(PLACE, str(prompts[number])), max_tokens=1, logprobs=True)
-            yes, no = (probability(answer, [word], where=self.chat.server.address) for word in ("yes", "no"))
+            yes, no = self.chat.probability(files, self.question.replace(PLACE, str(prompts[number])), ["yes"], ["no"])
             return yes / (yes + no) if yes + no > 0 else math.nan
 
         return _each_sample(images, prompts, self.chat, asked)
@@ -58,9 +207,7 @@ class Rating:
     prose, or a number out of the range, is no score.
 
     Args:
-        server: chat server.
-        model: name of the model. Empty takes the server's only one.
-        template: file of the question, in which {prompt} stands for the prompt.
+        server, model, template: as of `YesNo`.
         low: least rating.
         high: largest rating.
         max_tokens: largest number of tokens of the reply.
@@ -79,7 +226,8 @@ class Rating:
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise UsageError(f"low is {low:g} and high is {high:g}, expected numbers, the first below the second")
         self.chat, self.question = Chat(server, model=model), question_of(template, "rating")
-        self.low, self.high, self.max_tokens = low, high, _positive(max_tokens=max_tokens)
+        check_positive("max_tokens", max_tokens)
+        self.low, self.high, self.max_tokens = low, high, max_tokens
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the rating of each sample in [0, 1], `[B]`; NaN where the reply is no rating.
@@ -111,9 +259,7 @@ class UnifiedReward:
     where flow_grpo takes it for 0.
 
     Args:
-        server: chat server of a UnifiedReward model.
-        model: name of the model. Empty takes the server's only one.
-        template: file of the question, in which {prompt} stands for the prompt.
+        server, model, template: as of `YesNo`; the model is UnifiedReward.
         size: width and height that images are resized to; 0 leaves them as they are.
         max_tokens: largest number of tokens of the reply.
     """
@@ -122,9 +268,10 @@ class UnifiedReward:
         self, server: HttpClient, *, model: str = "", template: Path | None = None, size: int = 512, max_tokens: int = 1024
     ) -> None:
         if size < 0:
-            raise UsageError(f"size is {size}, expected pixels, or 0 for images as they are")
+            raise UsageError("size", size, "pixels, or 0 for images as they are")
         self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward")
-        self.size, self.max_tokens = size, _positive(max_tokens=max_tokens)
+        check_positive("max_tokens", max_tokens)
+        self.size, self.max_tokens = size, max_tokens
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each sample in [0.2, 1], `[B]`; NaN where the reply has none.
@@ -152,9 +299,7 @@ class Questions:
     answer that is not among them has probability 0.
 
     Args:
-        server: chat server.
-        model: name of the model. Empty takes the server's only one.
-        template: file of the text that a question is put into, in which {prompt} stands for the question.
+        server, model, template: as of `YesNo`; {prompt} stands for one of the questions.
         column: column of the prompts' file that holds the questions, as in GenEval 2's.
         mean: arithmetic mean, or geometric, which is 0 where one answer is.
     """
@@ -169,7 +314,7 @@ class Questions:
         mean: Literal["arithmetic", "geometric"] = "arithmetic",
     ) -> None:
         if mean not in ("arithmetic", "geometric"):
-            raise UsageError(f"mean is {mean!r}, expected arithmetic or geometric")
+            raise UsageError("mean", mean, "arithmetic or geometric")
         self.chat, self.question = Chat(server, model=model), question_of(template, "question")
         self.column, self.mean = column, mean
 
@@ -184,16 +329,15 @@ class Questions:
         ]
 
         def asked(files: list[bytes], number: int) -> float:
-            values = [self._probability(files, question, expected) for question, expected in lists[number]]
+            values = []
+            for question, expected in lists[number]:
+                (found,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
+                values.append(min(found, 1.0))
             if self.mean == "arithmetic":
                 return math.fsum(values) / len(values)
             return math.prod(value ** (1 / len(values)) for value in values)
 
         return _each_sample(images, prompts, self.chat, asked)
-
-    def _probability(self, files: list[bytes], question: str, expected: str) -> float:
-        answer = self.chat.ask(files, self.question.replace(PLACE, question), max_tokens=1, logprobs=True)
-        return min(probability(answer, spellings(expected), where=self.chat.server.address), 1.0)
 
 
 def spellings(answer: str) -> list[str]:
@@ -202,48 +346,48 @@ def spellings(answer: str) -> list[str]:
     return [word, str(NUMBERS.index(word))] if word in NUMBERS else [word]
 
 
+def question_of(path: Path | None, name: str) -> str:
+    """Return the text of a question: that of the user's file, or the built-in one of a name.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    path = path or TEMPLATES / f"{name}.txt"
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"template is {path}, which cannot be read as text: {error}") from error
+    if not text:
+        raise UsageError(f"template is {path}, which is empty: write the question, with {PLACE} in place of the prompt")
+    return text
+
+
 def _each_sample(
     images: Tensor, prompts: Sequence[str], chat: Chat, asked: Callable[[list[bytes], int], float], *, size: int = 0
 ) -> Tensor:
     """Return `asked(PNG files of a sample, its number)` for each sample, `[B]`."""
-    samples = wire.on_host(images, prompts)
 
-    def scored(part: slice) -> list[float]:
-        files = [wire.png(frame, size=size) for frame in wire.spread(samples[part.start], FRAMES)]
+    def scored(samples: Tensor, part: slice) -> list[float]:
+        files = [wire.png(frame, size=size) for frame in wire.spread(samples[0], FRAMES)]
         return [score(asked(files, part.start))]
 
-    return in_batches(scored, len(samples), batch=1, at_once=chat.server.in_flight)
-
-
-def _positive(*, max_tokens: int) -> int:
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}, expected at least 1")
-    return max_tokens
+    return in_batches(images, prompts, scored, server=chat.server, batch=1)
 
 
 def _rating(text: str) -> float:
     """Return the number in {"score": number}, NaN for any other text."""
     inner = re.sub(r"^```(?:json)?|```$", "", text.strip()).strip()
     try:
-        value = json.loads(inner)
-        return score(value["score"]) if isinstance(value, dict) and not isinstance(value.get("score"), bool) else math.nan
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return score(msgspec.json.decode(inner, type=Rated).score)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return math.nan
 
 
 def _pairs(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
-    """Return the questions of a prompt with their answers.
-
-    Raises:
-        RunError: there is none, or one is no pair of texts.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    """Return the questions of a prompt with their answers; RunError if there are none."""
+    try:
+        return convert(value, Annotated[list[tuple[str, str]], Meta(min_length=1)], name=column)  # type: ignore[arg-type]
+    except WireError as error:
         raise RunError(
-            f"prompt {prompt!r} has no questions: its metadata's {column} is {kind(value)}, expected pairs of a question "
-            "and an answer"
-        )
-    for pair in value:
-        texts = isinstance(pair, Sequence) and not isinstance(pair, str) and all(isinstance(text, str) for text in pair)
-        if not texts or len(pair) != 2:
-            raise RunError(f"prompt {prompt!r} has {kind(pair)} in {column}, expected a question and an answer")
-    return [(question, answer) for question, answer in value]
+            f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer: {error}"
+        ) from None

@@ -24,8 +24,7 @@ from starlette.routing import Route
 
 from fluvial.engines.serve.asgi import RequestError, json_of
 from fluvial.engines.serve.rollout.served_weights import ServedWeights, Staged
-from fluvial.engines.wire.decode import convert
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.weight_buckets import Text, shared_bucket
 from fluvial.models.lora_layer import Product
 

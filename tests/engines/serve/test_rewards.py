@@ -12,8 +12,7 @@ from fake_servers import FakeClock
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.unirl import UniRL
+from fluvial.engines.rewards.clients.formats import FlowFactory, UniRL
 from fluvial.engines.serve.asgi import KEY_ENV, key_of
 from fluvial.engines.serve.formats import Limits
 from fluvial.engines.serve.rewards import RewardService, application

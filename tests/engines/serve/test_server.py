@@ -20,7 +20,7 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.rewards.clients.flow_factory import FlowFactory
+from fluvial.engines.rewards.clients.formats import FlowFactory
 from fluvial.engines.serve.asgi import serve
 from fluvial.engines.wire.client import HttpClient
 

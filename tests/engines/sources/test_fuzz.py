@@ -17,7 +17,7 @@ from fluvial.engines.rollout.generate import Sampling, StochasticSteps
 from fluvial.engines.sources.replies import Expected, Sample, read_samples
 from fluvial.engines.sources.requests import Asking, PromptOrder
 from fluvial.engines.wire.client import Reply
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.response import write_response
 
 ORDER = PromptOrder("1", None, (0, 1), None, ((1, 2),) * 2, ((1, 2),) * 2)

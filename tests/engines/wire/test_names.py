@@ -4,7 +4,7 @@ import pytest
 
 from fluvial.core.gaussian import FORMS
 from fluvial.engines.rollout.samplers import SAMPLERS
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.names import SDE_TYPES, form_of, no_const_of, sampler_of, sde_type_of
 
 TABLE = {"sde": "flow_sde", "cps": "cps", "ode": "ode"}

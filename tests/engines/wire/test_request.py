@@ -10,7 +10,7 @@ from msgspec.structs import fields
 
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.request import (
     DEBUG,
     ExtraParams,

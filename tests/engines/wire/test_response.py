@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.response import (
     JSON,
     DitTrajectory,

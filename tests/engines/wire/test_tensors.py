@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.engines.wire.decode import convert, unpack
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError, convert, unpack
 from fluvial.engines.wire.tensors import DTYPES, MOST_HEADER, Envelope, envelope, packed, tree_of
 
 

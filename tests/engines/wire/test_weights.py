@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fluvial.engines.wire.errors import WireError
+from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.weight_buckets import SharedBucket, buckets, flattened, shared_bucket
 
 TENSORS = {

@@ -15,11 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
+from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.rewards.clients.images import spread
 from fluvial.engines.rewards.clients.table import CLIENTS, maker
-from fluvial.engines.rewards.clients.unirl import UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
 from fluvial.engines.rewards.options import from_factory
 from fluvial.engines.wire.client import HttpClient, Reply

@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.rewards.clients.flow_factory import FlowFactory
-from fluvial.engines.rewards.clients.flow_grpo import FlowGrpo
-from fluvial.engines.rewards.clients.replies import LARGEST
-from fluvial.engines.rewards.clients.unirl import UniRL
+from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.rewards.clients.unpickle import ForbiddenPickleError, loads
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
+from fluvial.engines.rewards.scores import LARGEST
 from fluvial.engines.wire.client import Reply
 
 B = 2
