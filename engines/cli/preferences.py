@@ -128,7 +128,8 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
     try:
         with torch.no_grad():
             latents = torch.zeros(1, *job.shape, device=device)
-            warm_up(runners, Samples(job.model.decode(latents), asked[:1], latents), count=config.micro_batch, group=group)
+            blank = Samples(job.model.decode(latents), asked[:1], latents)
+            warm_up(runners.runners, blank, count=config.micro_batch, group=group)
         for first in range(0, len(asked), together):
             prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
             requests = Requests(prompts, range(first * group, first * group + len(prompts)), root)

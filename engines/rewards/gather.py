@@ -42,20 +42,14 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
     scores = everyone[:: world.sequence, :-2].sum(0).view_as(own.scores)
     invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)
     kept = kept_samples(scores, group)
-    parts: dict[str, Any] = {}
+    numbers, parts = dict[str, list[float]](), dict[str, Any]()
     if everyone[:, -1].any():
         learnt = set(torch.nonzero(kept).flatten().tolist())
-        for name, values in _joined(world.gather_items(own.parts)[:: world.sequence]).items():
-            known = [value for place, value in values.items() if place in learnt and value == value]
-            reward, _, part = name.partition("/")
-            parts.setdefault(reward, {})[part] = fmean(known) if known else None
+        for rank in world.gather_items(own.parts)[:: world.sequence]:
+            for name, values in rank.items():
+                known = [value for place, value in values.items() if place in learnt and value == value]
+                numbers.setdefault(name, []).extend(known)
+    for name, known in numbers.items():
+        reward, _, part = name.partition("/")
+        parts.setdefault(reward, {})[part] = fmean(known) if known else None
     return Rewards(scores, kept, invalid, parts, own.computed, own.waited), bool(everyone[:, -2].any())
-
-
-def _joined(ranks: list[dict[str, dict[int, float]]]) -> dict[str, dict[int, float]]:
-    """Return the numbers of all ranks by name and sample, samples in order."""
-    found: dict[str, dict[int, float]] = {}
-    for parts in ranks:
-        for name, values in parts.items():
-            found.setdefault(name, {}).update(values)
-    return {name: dict(sorted(values.items())) for name, values in found.items()}

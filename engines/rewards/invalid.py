@@ -21,18 +21,6 @@ def kept_samples(rewards: Tensor, group: int) -> Tensor:
     return ~wrong.unflatten(0, (-1, group)).any(1).repeat_interleave(group)
 
 
-def spread(values: Tensor, kept: Tensor) -> Tensor:
-    """Return a value per kept sample as one per sample, `[B, ...]`, 0 for those that are left out.
-
-    Args:
-        values: `[sum(kept), ...]`.
-        kept: bool `[B]`.
-    """
-    found = values.new_zeros((len(kept), *values.shape[1:]))
-    found[kept] = values
-    return found
-
-
 def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most: float, world: World) -> dict[str, int]:
     """Return how many samples are invalid and how many groups are left out; every rank must take part.
 
@@ -48,14 +36,11 @@ def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most:
     Raises:
         RunError: it is more.
     """
-    samples, kept = int(torch.isnan(rewards).any(1).sum()), kept_samples(rewards, group)
-    groups = int((~kept).sum()) // group
+    samples, groups = int(torch.isnan(rewards).any(1).sum()), int((~kept_samples(rewards, group)).sum()) // group
     if samples:
         reason, total = _first(problems, "a reward gave no number", world), len(rewards) // group
-        left = f"{groups} of the {total} groups of the rollout have no valid reward"
-        with world.agreed():
-            if world.is_main:
-                _report(reason, left, "are left out of the update", enough=groups <= most * total, most=most)
+        left = f"{reason}; {groups} of the {total} groups of the rollout have no valid reward"
+        _report(left, "are left out of the update", share=groups / total, most=most, world=world)
     return {"samples": samples, "groups": groups}
 
 
@@ -74,14 +59,10 @@ def check_scores(scores: Tensor, problems: Sequence[str], *, most: float, world:
         RunError: it is more, or none is left.
     """
     valid = ~torch.isnan(scores).any(1)
-    count = len(valid) - int(valid.sum())
-    if count:
+    if count := int((~valid).sum()):
         reason = _first(problems, "an evaluator gave no number", world)
-        left = f"{count} of the {len(valid)} samples of the evaluation have no valid score"
-        with world.agreed():
-            if world.is_main:
-                enough = count <= most * len(valid) and count < len(valid)
-                _report(reason, left, "are left out of it", enough=enough, most=most)
+        left = f"{reason}; {count} of the {len(valid)} samples of the evaluation have no valid score"
+        _report(left, "are left out of it", share=count / len(valid), most=most, world=world)
     return valid
 
 
@@ -90,8 +71,10 @@ def _first(problems: Sequence[str], unknown: str, world: World) -> str:
     return next((line for lines in world.gather_items(list(problems)) for line in lines), unknown)
 
 
-def _report(reason: str, left: str, then: str, *, enough: bool, most: float) -> None:
-    """Warn of what is left out, or raise RunError unless what remains is enough."""
-    if not enough:
-        raise RunError(f"{reason}; {left}, above `max_invalid` {most:g}")
-    warnings.warn(f"{reason}; {left} and {then}", stacklevel=5)
+def _report(left: str, then: str, *, share: float, most: float, world: World) -> None:
+    """Warn of what is left out on the main rank, or raise RunError if it is too much, or all."""
+    with world.agreed():
+        if world.is_main:
+            if share > most or share == 1:
+                raise RunError(f"{left}, above `max_invalid` {most:g}")
+            warnings.warn(f"{left} and {then}", stacklevel=4)

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fluvial.engines.errors import FluvialError, RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.groups import GroupBuffer
 from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rewards.scores import Scored, as_scores, invalid, named, one_line, read_scores, together
+from fluvial.engines.rewards.scores import Scored, invalid, named, one_line, read_scores, together
 from fluvial.engines.rewards.signature import Samples, signature_of
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
@@ -269,17 +269,14 @@ class RewardRunners:
 
 
 def score(reward: Reward, images: Tensor, prompts: Sequence[str | Prompt], *, label: str = "the reward") -> Tensor:
-    """Return the scores of images `[B]`, float32 on the CPU, in one call and without a thread.
+    """Return the scores of images `[B]`, float32 on the CPU, in one call.
 
     Raises:
         RunError: the reward raised, or did not return one valid number per image.
     """
-    samples = Samples(images, as_prompts(prompts))
-    asked = texts(samples.prompts)
+    runner = RewardRunner(reward, label=label)
     try:
-        returned: Any = signature_of(reward).call(reward, samples)
-    except FluvialError as error:
-        raise RunError(f"{label}: {error}") from error
-    except Exception as error:
-        raise RunError(f"{label} raised {type(error).__name__} ({one_line(error)}) for {named(asked)}") from error
-    return as_scores(returned, asked, label=label)
+        runner.submit(images, as_prompts(prompts))
+        return runner.collect()
+    finally:
+        runner.close()

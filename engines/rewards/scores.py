@@ -69,18 +69,6 @@ def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
     return Scored(scores.masked_fill(wrong, math.nan), parts, tuple(problems))
 
 
-def as_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
-    """Return what a reward returned as float32 `[B]` on the CPU, without gradient; arguments as of `read_scores`.
-
-    Raises:
-        RunError: it is not one valid number per sample.
-    """
-    found = read_scores(returned, prompts, label=label)
-    if found.problems:
-        raise RunError(found.problems[0])
-    return found.scores
-
-
 def _problem(score: float, prompt: str, label: str) -> str:
     """Return why a score is invalid."""
     if math.isfinite(score):

@@ -102,11 +102,6 @@ def reward_problem(found: Any) -> str | None:
     return None
 
 
-def is_groupwise(reward: Any) -> bool:
-    """Return whether a reward compares the samples of a group, and is therefore called with whole groups."""
-    return signature_of(reward).takes("group")
-
-
 def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
     """Return what each parameter is passed, and what is wrong with them."""
     positional, named = list[str](), list[str]()

@@ -25,7 +25,7 @@ from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_records, check_rewards, select
 from fluvial.engines.rewards.runner import RewardRunners
-from fluvial.engines.rewards.signature import Samples, is_groupwise
+from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.schedules import Schedules
@@ -231,7 +231,7 @@ def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, 
     others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
     images, latents = _blank(config, job), torch.zeros(1, *job.shape)
     blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
-    warm_up(runners, blank, count=count, group=config.rollout.group)
+    warm_up(runners.runners, blank, count=count, group=config.rollout.group)
     warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
 
 
@@ -260,7 +260,7 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
-        alone = {name: reward for name, (reward, _) in rewards.items() if not is_groupwise(reward)}
+        alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
         job = replace(job, evaluators=alone)
     return rewards, job
 

@@ -12,7 +12,7 @@ from PIL import Image
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.registry import check_records
-from fluvial.engines.rewards.signature import Samples, is_groupwise, reward_problem, signature_of
+from fluvial.engines.rewards.signature import Samples, reward_problem, signature_of
 
 PROMPTS = [Prompt("a", metadata={"count": 3}), Prompt("b")]
 SAMPLES = Samples(torch.ones(2, 3, 4, 4), PROMPTS, torch.zeros(2, 5), 7)
@@ -136,5 +136,5 @@ def test_what_cannot_be_called_is_refused(reward: Any, says: str) -> None:
 def test_a_function_without_a_signature_gets_images_and_prompts() -> None:
     """As some functions written in C."""
     assert signature_of(max).positional == ("images", "prompts")
-    assert not is_groupwise(max)
-    assert is_groupwise(everything)
+    assert not signature_of(max).takes("group")
+    assert signature_of(everything).takes("group")
