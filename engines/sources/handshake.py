@@ -1,13 +1,12 @@
 """First contact with servers: are their numbers the trainer's own?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fluvial.core.transitions import Transition
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Chunk, Sampling, prediction_of
@@ -34,8 +33,8 @@ class Handshake:
     shape: tuple[int, ...]
     image: tuple[int, ...]
     differences: dict[int, float]
-    kind: str = ""
-    servers: tuple[str, ...] = ()
+    kind: str
+    servers: tuple[str, ...]
 
     @property
     def largest(self) -> float:
@@ -55,10 +54,6 @@ class Handshake:
             "log_prob_difference": {str(step): value for step, value in self.differences.items()},
         }
 
-    def with_servers(self, kind: str, servers: Sequence[str]) -> "Handshake":
-        """Return the same with the servers that it is of."""
-        return replace(self, kind=kind, servers=tuple(servers))
-
     def __str__(self) -> str:
         levels = " ".join(f"{level:.4g}" for level in self.levels)
         timesteps = " ".join(f"{timestep:.4g}" for timestep in self.timesteps)
@@ -70,7 +65,9 @@ class Handshake:
         )
 
 
-def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sampling) -> Handshake:
+def compare(
+    model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sampling, *, kind: str, servers: Sequence[str]
+) -> Handshake:
     """Return how far the log-probs of a chunk are from those that this network gives the same steps.
 
     Args:
@@ -78,30 +75,28 @@ def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sa
         module: the trainer's network.
         chunk: samples of servers, with the same steps for all.
         sampling: how they were made.
+        kind, servers: the servers.
     """
     levels, timesteps, trajectory = sampling.schedule.levels, sampling.schedule.timesteps, chunk.trajectory
     differences: dict[int, float] = {}
     stochastic = sampling.stochastic
     if stochastic is not None and trajectory.log_prob.shape[1]:
-        velocity, device = prediction_of(model, module, chunk.cond, sampling), timesteps.device
-        rows = trajectory.steps
-        for place in range(rows.shape[1]):
-            for step in rows[:, place].unique().tolist():
-                x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
-                level, after = (levels[number].to(device).expand(len(x)).contiguous() for number in (step, step + 1))
+        velocity, levels = prediction_of(model, module, chunk.cond, sampling), levels.to(timesteps.device)
+        for place, steps in enumerate(trajectory.steps.unbind(1)):
+            x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
+            for step in steps.unique().tolist():
+                level, after = (levels[number].expand(len(x)).contiguous() for number in (step, step + 1))
                 with torch.no_grad():
-                    v = velocity(x, level, step)
-                    transition: Transition = stochastic.transition(level, after)
                     own, _ = step_log_prob(
-                        transition,
+                        stochastic.transition(level, after),
                         x,
-                        v,
+                        velocity(x, level, step),
                         x_next,
                         form=stochastic.form,
                         reduction=stochastic.reduction,
                         implementation=stochastic.implementation,
                     )
-                far = (own - trajectory.log_prob[:, place]).abs()[rows[:, place] == step]
+                far = (own - trajectory.log_prob[:, place]).abs()[steps == step]
                 differences[step] = max(differences.get(step, 0.0), float(far.max()))
     return Handshake(
         tuple(levels.tolist()),
@@ -109,6 +104,8 @@ def compare(model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sa
         sampling.shape,
         tuple(chunk.images.shape[1:]),
         dict(sorted(differences.items())),
+        kind,
+        tuple(servers),
     )
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Generator
 
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, generate
-from fluvial.engines.sources.protocol import Behaviour, Holder
+from fluvial.engines.sources.protocol import Behaviour, Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
 
-class InProcess:
+class InProcess(RolloutSource):
     """Source of samples that shares the trainer's weights.
 
     Args:
@@ -28,9 +28,3 @@ class InProcess:
     def push(self, engine: Holder, version: int) -> None:
         """Note the version; the weights are shared."""
         self._version = version
-
-    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> None:
-        """Return None: the numbers are this process's own."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -17,7 +17,10 @@ Behaviour = Callable[[], AbstractContextManager[nn.Module]]
 
 
 class RolloutSource(Protocol):
-    """Makes the samples of rollouts, here or elsewhere, with the weights that it was given last."""
+    """Makes the samples of rollouts, here or elsewhere, with the weights that it was given last.
+
+    By default there are no weights to push, nothing to compare and nothing to end.
+    """
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples in their order, in chunks of `micro_batch`; every rank must take part.
@@ -32,7 +35,7 @@ class RolloutSource(Protocol):
         Raises:
             RunError: they cannot be had.
         """
-        ...
+        raise NotImplementedError
 
     def push(self, engine: Holder, version: int) -> None:
         """Make later samples with the current weights; every rank must take part.
@@ -44,7 +47,7 @@ class RolloutSource(Protocol):
         Raises:
             RunError: they cannot be given to whatever makes the samples.
         """
-        ...
+        return None
 
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         """Return how far the source's numbers are from this process's own, None where they are its own or not comparable.
@@ -55,8 +58,8 @@ class RolloutSource(Protocol):
             requests: samples of one prompt.
             sampling: how they are made.
         """
-        ...
+        return None
 
     def close(self) -> None:
         """End connections, threads and files."""
-        ...
+        return None

@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +16,14 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.handshake import Handshake, compare
-from fluvial.engines.sources.peers import Peer
-from fluvial.engines.sources.protocol import Behaviour, Holder
+from fluvial.engines.sources.protocol import Behaviour, Holder, RolloutSource
 from fluvial.engines.sources.replies import Expected, Sample, read_samples
 from fluvial.engines.sources.requests import Asking, PromptOrder, check_served, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
+from fluvial.engines.sources.weight_sync import WeightSync
 from fluvial.engines.wire.decode import WireError, convert
-from fluvial.engines.wire.info import Kind, ServerInfo
 from fluvial.engines.wire.request import written
+from fluvial.engines.wire.response import Kind, ServerInfo
 from fluvial.engines.wire.threads import in_threads
 from fluvial.models import DiffusionModel
 
@@ -32,23 +31,7 @@ GENERATE, INFO = "/rollout/generate", "/v1/model_info"
 REMEMBERED = 2  # rollouts whose samples are not taken a second time
 
 
-class Sync(Protocol):
-    """What gives servers the weights of an engine, e.g. `WeightSync`."""
-
-    def push(self, engine: Holder, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
-        """Give servers the current weights, and return why some did not take them."""
-        ...
-
-    def repeat(self, peer: Peer) -> str | None:
-        """Give a server that has come back the weights of the last push, and return why that is not possible."""
-        ...
-
-    def close(self) -> None:
-        """End."""
-        ...
-
-
-class Remote:
+class Remote(RolloutSource):
     """Source of samples that servers make.
 
     Args:
@@ -74,7 +57,7 @@ class Remote:
         adapter: Callable[[int], str],
         world: World,
         sizes: Mapping[tuple[int, ...], tuple[Size, int]],
-        sync: Sync,
+        sync: WeightSync,
     ) -> None:
         check_served(rollout)
         self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
@@ -148,8 +131,8 @@ class Remote:
         with self.world.agreed():
             (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
         with self.behaviour() as module:
-            own = compare(self.model, module, chunk, sampling)
-        return own.with_servers(self.kind, [server.address for server in self.pool.servers])
+            servers = [server.address for server in self.pool.servers]
+            return compare(self.model, module, chunk, sampling, kind=self.kind, servers=servers)
 
     def close(self) -> None:
         """End the threads, and remove the folder that weights travel in."""

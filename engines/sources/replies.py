@@ -11,8 +11,7 @@ from fluvial.engines.rollout.generate import Sampling
 from fluvial.engines.sources.requests import OUTPUTS, PromptOrder
 from fluvial.engines.wire.client import Reply
 from fluvial.engines.wire.decode import WireError
-from fluvial.engines.wire.info import Kind
-from fluvial.engines.wire.response import MSGPACK, DitTrajectory, RolloutSample, read_response
+from fluvial.engines.wire.response import MSGPACK, DitTrajectory, Kind, RolloutSample, read_response
 
 NEAR = 1e-5  # largest difference of noise levels
 TIMESTEPS = 1000.0  # training timesteps: a timestep of the wire is its sigma times this
@@ -92,11 +91,17 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
         raise WireError(f"{where} has no latents at boundary {missing[0]} of its steps")
     latents = _finite(trajectory.latents.float(), f"{where}'s latents")
     x, x_next = (latents[[places[step + more] for step in recorded]] for more in (0, 1))
+    log_prob, velocity = torch.zeros(0), None
+    if recorded:
+        log_prob = _of_steps(found.rollout_log_probs, recorded, (steps,), "log-probabilities", where)
+    if expected.keeps_velocity:
+        outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
+        velocity = _of_steps(outputs, recorded, (steps, *event), OUTPUTS, where)
     return Sample(
         x,
         x_next,
-        _log_probs(found, recorded, steps, where),
-        _velocity(found, recorded, steps, event, expected, where),
+        log_prob,
+        velocity,
         latents[places[steps]],
         _image(found.generated_output, where),
         expected.version if version is None else version,
@@ -109,9 +114,7 @@ def check_schedule(trajectory: DitTrajectory, expected: Expected, where: str) ->
     sigmas, timesteps = trajectory.sigmas.float(), trajectory.timesteps
     if len(sigmas) != len(levels):
         raise WireError(f"{where} has {len(sigmas)} sigmas, expected {len(levels)}")
-    far = (sigmas - levels.float()).abs()
-    if not bool((far <= NEAR).all()):  # NaN too
-        worst = int(far.nan_to_num(math.inf).argmax())
+    if (worst := _far(sigmas, levels.float(), NEAR)) is not None:
         raise WireError(
             f"{where} was made at sigma {float(sigmas[worst]):.6g} in step {worst}, where the trainer's schedule has "
             f"{float(levels[worst]):.6g}: serve with the trainer's scheduler and shift"
@@ -120,45 +123,34 @@ def check_schedule(trajectory: DitTrajectory, expected: Expected, where: str) ->
         return  # those of the returned boundaries alone, or none
     given = timesteps.float()[: len(ours)]
     meant = ours if expected.kind == "fluvial" else TIMESTEPS * sigmas[: len(ours)]
-    far = (given - meant).abs()
-    if not bool((far <= NEAR_TIMESTEP).all()):
-        worst = int(far.nan_to_num(math.inf).argmax())
+    if (worst := _far(given, meant, NEAR_TIMESTEP)) is not None:
         raise WireError(
             f"{where} has timestep {float(given[worst]):.6g} in step {worst}, expected {float(meant[worst]):.6g}"
         )
+
+
+def _far(values: Tensor, expected: Tensor, most: float) -> int | None:
+    """Return the place of the value that is farthest from what was expected; None if none is farther than `most`."""
+    far = (values - expected).abs().nan_to_num(math.inf)
+    return None if bool((far <= most).all()) else int(far.argmax())
 
 
 def _places(trajectory: DitTrajectory, order: PromptOrder, steps: int, where: str) -> dict[int, int]:
     """Return the place of each boundary's latents."""
     count, indices = len(trajectory.latents), trajectory.latent_step_indices
     if indices is None:
-        asked = sorted({step + more for row in order.recorded for step in row for more in (0, 1)} | {steps})
-        indices = tuple(range(steps + 1)) if count == steps + 1 else tuple(asked)
+        indices = tuple(range(steps + 1)) if count == steps + 1 else order.boundaries(steps)
     if len(indices) != count:
         raise WireError(f"{where} has {count} latents, expected {steps + 1}, or {len(indices)} at the boundaries asked for")
     return {boundary: place for place, boundary in enumerate(indices)}
 
 
-def _log_probs(found: RolloutSample, recorded: tuple[int, ...], steps: int, where: str) -> Tensor:
-    log_probs = found.rollout_log_probs
-    if not recorded:
-        return torch.zeros(0)
-    if log_probs is None or tuple(log_probs.shape) != (steps,):
-        shape = "none" if log_probs is None else list(log_probs.shape)
-        raise WireError(f"{where} has log-probabilities of shape {shape}, expected [{steps}]")
-    return _finite(log_probs.float()[list(recorded)], f"{where}'s log-probabilities")
-
-
-def _velocity(
-    found: RolloutSample, recorded: tuple[int, ...], steps: int, event: tuple[int, ...], expected: Expected, where: str
-) -> Tensor | None:
-    if not expected.keeps_velocity:
-        return None
-    outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
-    if outputs is None or tuple(outputs.shape) != (steps, *event):
-        shape = "none" if outputs is None else list(outputs.shape)
-        raise WireError(f"{where} has {OUTPUTS} of shape {shape}, expected {[steps, *event]}")
-    return _finite(outputs.float()[list(recorded)], f"{where}'s {OUTPUTS}")
+def _of_steps(tensor: Tensor | None, recorded: tuple[int, ...], shape: tuple[int, ...], what: str, where: str) -> Tensor:
+    """Return the rows of the recorded steps of a tensor with a row per step."""
+    if tensor is None or tuple(tensor.shape) != shape:
+        given = "none" if tensor is None else list(tensor.shape)
+        raise WireError(f"{where} has {what} of shape {given}, expected {list(shape)}")
+    return _finite(tensor.float()[list(recorded)], f"{where}'s {what}")
 
 
 def _image(image: Tensor, where: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,10 +17,8 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Requests, Sampling
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.wire.decode import WireError
-from fluvial.engines.wire.info import Kind
-from fluvial.engines.wire.names import no_const_of, sde_type_of
-from fluvial.engines.wire.request import NO_EXTRA, ExtraParams, FluvialOptions, RolloutRequest
+from fluvial.engines.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
+from fluvial.engines.wire.response import Kind
 from fluvial.models import Prediction
 
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
@@ -34,6 +33,10 @@ class PromptOrder(NamedTuple):
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
+
+    def boundaries(self, steps: int) -> tuple[int, ...]:
+        """Return the boundaries of the recorded steps of all samples, and the last of `steps`."""
+        return tuple(sorted({boundary for row in self.recorded for step in row for boundary in (step, step + 1)} | {steps}))
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,15 @@ class Asking:
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
             opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
-            first = ids if requests.initial_ids is None else requests.initial_ids[part]
+            texts = [(prompt.text, negative) for prompt, negative in zip(prompts, opposed, strict=True)]
             windows, recorded = self.steps(sampling, ids)
-            open_order: PromptOrder | None = None
-            for row, own in enumerate(ids):
-                if own in known:
-                    continue
-                known.add(own)
-                initial = None if requests.initial_ids is None else (first[row],)
-                order = PromptOrder(prompts[row].text, opposed[row], (own,), initial, (windows[row],), (recorded[row],))
-                if open_order is not None and order[:2] == open_order[:2]:
-                    found.pop()
-                    order = _joined(open_order, order)
-                found.append(order)
-                open_order = order
+            new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]
+            known.update(ids)
+            for (text, negative), same in groupby(new, key=lambda row, texts=texts: texts[row]):  # type: ignore[misc]
+                rows = list(same)
+                first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
+                steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
+                found.append(PromptOrder(text, negative, tuple(ids[row] for row in rows), first, *steps))
         return found
 
     def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -135,9 +133,6 @@ class Asking:
                 version=version,
             )
             extra = ExtraParams(own)
-        boundaries = sorted(
-            {step for row in order.recorded for own_step in row for step in (own_step, own_step + 1)} | {steps}
-        )
         return RolloutRequest(
             prompt=order.prompt,
             negative_prompt=order.negative,
@@ -149,21 +144,17 @@ class Asking:
             guidance_scale=guidance.scale,
             true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
             num_frames=frames if frames is not None and frames > 1 else None,
-            rollout_sde_type="ode" if stochastic is None else self._sde_type,
+            # fluvial's server takes the sampler's own name
+            rollout_sde_type=SDE_TYPES.get("ode" if stochastic is None else self.sampler, "sde"),
             rollout_noise_level=sampling.eta if stochastic is None else self.eta,
             rollout_log_prob_no_const=form == "unscaled",
             rollout_debug_mode=keeps,
             rollout_return_dit_trajectory=True,
             rollout_sde_step_indices=windows if stochastic is not None and windows else None,
-            rollout_return_step_indices=None if self.kind == "fluvial" else tuple(boundaries),
+            rollout_return_step_indices=None if self.kind == "fluvial" else order.boundaries(steps),
             suppress_logs=True,
             extra_sampling_params=extra,
         )
-
-    @property
-    def _sde_type(self) -> Literal["sde", "cps", "ode"]:
-        """Name of the sampler on the wire; fluvial's server takes the other name."""
-        return "sde" if self.kind == "fluvial" and self.sampler not in ("cps", "ode") else sde_type_of(self.sampler)
 
 
 def seed_of(key: Key, order: PromptOrder) -> int:
@@ -198,23 +189,11 @@ def check_sglang(rollout: RolloutConfig, prediction: Prediction) -> None:
     problem = next((f"rollout.{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
     if window.kind == "branches":
         problem = "rollout.window is branches"
+    if rollout.sampler.kind not in SDE_TYPES:
+        problem = f"rollout.sampler is {rollout.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
+    if rollout.form == "no_const":
+        problem = "rollout.form is no_const, the density without constants, which rollout_log_prob_no_const is not"
     if prediction != "velocity":
         problem = f"the model predicts {prediction}"
-    try:
-        sde_type_of(rollout.sampler.kind)
-        no_const_of(rollout.form)
-    except WireError as error:
-        problem = f"rollout.{error}"
     if problem is not None:
         raise UsageError(f"{problem}; sglang cannot do this: leave it, or let fluvial serve make the samples")
-
-
-def _joined(order: PromptOrder, other: PromptOrder) -> PromptOrder:
-    """Return two orders of one prompt as one."""
-    initial = None if order.initial_ids is None or other.initial_ids is None else order.initial_ids + other.initial_ids
-    return order._replace(
-        ids=order.ids + other.ids,
-        initial_ids=initial,
-        windows=order.windows + other.windows,
-        recorded=order.recorded + other.recorded,
-    )

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import optree
 import torch
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,11 +33,11 @@ from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.sources.protocol import Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final", "images")  # tensors of a chunk; velocity where recorded
 
 
-class Storing:
+class Storing(RolloutSource):
     """Source that keeps the rollouts of another in a folder, whole ones alone.
 
     Args:
@@ -67,19 +69,16 @@ class Storing:
             write(self.folder, requests, sampling, chunks, part=self.world.data_rank)
 
     def push(self, engine: Holder, version: int) -> None:
-        """Push the weights to the source."""
         self.source.push(engine, version)
 
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
-        """Compare the source with this process."""
         return self.source.compare_with_servers(requests, sampling)
 
     def close(self) -> None:
-        """Close the source."""
         self.source.close()
 
 
-class Replayed:
+class Replayed(RolloutSource):
     """Source that takes its samples from a folder of stored rollouts.
 
     A rollout is found by its key, and so by the seed of the run and its number of updates. The weights that made it may be
@@ -108,43 +107,34 @@ class Replayed:
             RunError: they are not there, are damaged, or were made in another way than the run asks for.
         """
         device = sampling.schedule.timesteps.device
-        rows, open_files = self._rows(requests, sampling), _Files(self.folder)
+        rows, opened = self._rows(requests, sampling), lru_cache(maxsize=4)(_open)
         for start in range(0, len(requests.ids), micro_batch):
             part = slice(start, start + micro_batch)
             found = [rows[number] for number in requests.ids[part]]
-            if [row.listed["windows"][row.row] for row in found] != _windows(requests, sampling, part):
+            if [row.chunk.windows[row.row] for row in found] != _windows(requests, sampling, part):
                 raise RunError(
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
                     "window of the run that stored them, and its `micro_batch` where the window is drawn per call"
                 )
-            tensors = {name: open_files.rows(name, found) for name in FIELDS}
+            tensors = {name: _stacked(name, found, opened) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(found))
             cond = sampling.encode(self.model, requests.prompts[part])
             placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
             images = placed.pop("images")
             assert images is not None
             trajectory = Trajectory(**placed, debug=None)  # type: ignore[arg-type]  # only velocity may be None
-            yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.listed["version"] for row in found))
-
-    def push(self, engine: Holder, version: int) -> None:
-        """Do nothing: stored samples do not change."""
-
-    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> None:
-        """Return None: weights that are gone made the samples."""
-
-    def close(self) -> None:
-        """Do nothing: files are open while they are read alone."""
+            yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.chunk.version for row in found))
 
     def _rows(self, requests: Requests, sampling: Sampling) -> dict[int, "_StoredSample"]:
         """Return where the requested samples are, by id."""
         name, found = name_of(requests.key), dict[int, _StoredSample]()
         for path in sorted(self.folder.glob(f"{name}-*.json")):
             index = _index(path)
-            if wrong := _difference(index["sampling"], _described(sampling)):
+            if wrong := _difference(index.sampling, _described(sampling)):
                 raise RunError(f"{path} was sampled in another way than this run asks for: its {wrong}")
-            for number, chunk in enumerate(index["chunks"]):
-                for row, own in enumerate(chunk["ids"]):
-                    found.setdefault(own, _StoredSample(path.stem, index["bytes"], index["sha256"], number, row, chunk))
+            for number, chunk in enumerate(index.chunks):
+                for row, own in enumerate(chunk.ids):
+                    found.setdefault(own, _StoredSample(path.with_suffix(".safetensors"), index, number, row))
         if not found:
             raise RunError(
                 f"`rollout.source` is replayed:{self.folder}, which has no rollout of key {name}: use the seed, the "
@@ -153,9 +143,9 @@ class Replayed:
         for number, prompt in zip(requests.ids, requests.prompts, strict=True):
             if number not in found:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            if found[number].prompt != prompt.text:
+            if (stored := found[number].chunk.prompts[found[number].row]) != prompt.text:
                 raise RunError(
-                    f"{self.folder}: sample {number} of rollout {name} is of the prompt {found[number].prompt!r}, expected "
+                    f"{self.folder}: sample {number} of rollout {name} is of the prompt {stored!r}, expected "
                     f"{prompt.text!r}: use the prompts of the run that stored it"
                 )
         return found
@@ -179,21 +169,21 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
     Raises:
         RunError: it cannot be written.
     """
-    tensors, listed, start = dict[str, Tensor](), list[dict[str, Any]](), 0
+    tensors, listed, start = dict[str, Tensor](), list[StoredChunk](), 0
     for number, chunk in enumerate(chunks):
         given = {**chunk.trajectory._asdict(), "images": chunk.images}
         tensors |= {f"{number}.{name}": given[name].contiguous() for name in FIELDS if given[name] is not None}
         own = slice(start, start + len(chunk.prompts))
         prompts, windows = texts(chunk.prompts), _windows(requests, sampling, own)
-        listed.append({"version": chunk.version, "ids": list(requests.ids[own]), "prompts": prompts, "windows": windows})
+        listed.append(StoredChunk(chunk.version, list(requests.ids[own]), prompts, windows))
         start += len(prompts)
     stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
     file, index = folder / f"{stem}.safetensors", folder / f"{stem}.json"
     try:
         save_file(tensors, f"{file}{partial}")
-        known = {"bytes": os.path.getsize(f"{file}{partial}"), "sha256": _digest(Path(f"{file}{partial}"))}
-        text = json.dumps({"format": FORMAT, **known, "sampling": _described(sampling), "chunks": listed}, indent=1)
-        Path(f"{index}{partial}").write_text(text)
+        size, digest = os.path.getsize(f"{file}{partial}"), _digest(Path(f"{file}{partial}"))
+        text = msgspec.json.encode(StoredRollout(size, digest, _described(sampling), listed))
+        Path(f"{index}{partial}").write_bytes(msgspec.json.format(text, indent=1))
         for path in (file, index):
             sync(Path(f"{path}{partial}"))
         index.unlink(missing_ok=True)  # of the same rollout, made before the run was resumed
@@ -206,61 +196,71 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-class _StoredSample(NamedTuple):
-    """Where a stored sample is."""
+class StoredChunk(Struct, frozen=True):
+    """A chunk of a stored rollout: for each sample its id, prompt and stochastic steps."""
 
-    stem: str
+    version: int
+    ids: list[int]
+    prompts: list[str]
+    windows: list[list[int]]
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.prompts) == len(self.windows):
+            raise ValueError("ids, prompts and windows are not as many")
+
+
+class StoredRollout(Struct, frozen=True):
+    """Index of the tensors of a rollout, with their size and SHA-256."""
+
     bytes: int
     sha256: str
-    chunk: int
+    sampling: dict[str, Any]
+    chunks: list[StoredChunk]
+    format: Literal[1] = FORMAT
+
+
+class _StoredSample(NamedTuple):
+    """Place of a stored sample."""
+
+    path: Path  # of the tensors
+    rollout: StoredRollout
+    number: int  # of the chunk
     row: int
-    listed: dict[str, Any]  # its chunk in the index
 
     @property
-    def prompt(self) -> str:
-        """Prompt of the sample."""
-        return str(self.listed["prompts"][self.row])
+    def chunk(self) -> StoredChunk:
+        return self.rollout.chunks[self.number]
 
 
-class _Files:
-    """Reads rows of the files of a rollout, each of which is checked once."""
+def _stacked(name: str, samples: Sequence[_StoredSample], opened: Callable[[Path, int, str], Any]) -> Tensor | None:
+    """Return a tensor of some samples; None where it was not recorded."""
+    parts = []
+    for path, rollout, chunk, row in samples:
+        file = opened(path, rollout.bytes, rollout.sha256)
+        if f"{chunk}.{name}" not in file.keys():  # noqa: SIM118
+            if name == "velocity":
+                return None
+            raise RunError(f"{path} has no tensor {chunk}.{name}")
+        whole = file.get_slice(f"{chunk}.{name}")
+        shape = whole.get_shape()
+        if not shape or row >= shape[0]:
+            raise RunError(f"{path}: {chunk}.{name} has shape {shape}, and no row {row}")
+        parts.append(whole[row])
+    if len({(part.shape, part.dtype) for part in parts}) > 1:
+        raise RunError(f"{path.parent}: {name} of samples of one rollout have different shapes")
+    return torch.stack(parts)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._opened = lru_cache(maxsize=4)(self._open)
 
-    def rows(self, name: str, rows: Sequence[_StoredSample]) -> Tensor | None:
-        """Return a tensor of the samples in these rows; None where it was not recorded."""
-        parts = []
-        for stem, size, digest, chunk, row, _ in rows:
-            file, known = self._opened(stem, size, digest)
-            if f"{chunk}.{name}" not in known:
-                if name == "velocity":
-                    return None
-                raise RunError(f"{self.folder / stem}.safetensors has no tensor {chunk}.{name}")
-            whole = file.get_slice(f"{chunk}.{name}")
-            shape = whole.get_shape()
-            if name == "steps" and len(shape) == 1:  # the same of all samples, as earlier versions stored them
-                parts.append(whole[:])
-                continue
-            if not shape or row >= shape[0]:
-                raise RunError(f"{self.folder / stem}.safetensors: {chunk}.{name} has shape {shape}, and no row {row}")
-            parts.append(whole[row])
-        if len({(part.shape, part.dtype) for part in parts}) > 1:
-            raise RunError(f"{self.folder}: {name} of samples of one rollout have different shapes")
-        return torch.stack(parts)
-
-    def _open(self, stem: str, size: int, digest: str) -> tuple[Any, frozenset[str]]:
-        path = self.folder / f"{stem}.safetensors"
-        try:
-            if path.stat().st_size != size:
-                raise RunError(f"{path} has {path.stat().st_size} bytes, expected {size}: it is damaged, copy it again")
-            if _digest(path) != digest:
-                raise RunError(f"{path} is damaged: its SHA-256 is not that of its index; copy it again")
-            file = safe_open(path, framework="pt")
-            return file, frozenset(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+def _open(path: Path, size: int, digest: str) -> Any:
+    """Return a file of safetensors that is as its index says."""
+    try:
+        if path.stat().st_size != size:
+            raise RunError(f"{path} has {path.stat().st_size} bytes, expected {size}: it is damaged, copy it again")
+        if _digest(path) != digest:
+            raise RunError(f"{path} is damaged: its SHA-256 is not that of its index; copy it again")
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _on_host(chunk: Chunk) -> Chunk:
@@ -299,10 +299,8 @@ def _windows(requests: Requests, sampling: Sampling, part: slice) -> list[list[i
     return found.tolist() if isinstance(found, Tensor) else [sorted(found)] * len(ids)
 
 
-def _difference(stored: Any, asked: dict[str, Any]) -> str | None:
+def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str | None:
     """Return what of the sampling differs, in words; None if nothing does."""
-    if not isinstance(stored, dict):
-        return "description is no object"
     for name in {**asked, **stored}:
         if stored.get(name) != asked.get(name):
             return f"{name} is {_shown(stored.get(name))}, expected {_shown(asked.get(name))}"
@@ -315,25 +313,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _index(path: Path) -> dict[str, Any]:
-    """Return the index of a file of a rollout, whose parts have their types."""
+def _index(path: Path) -> StoredRollout:
+    """Return the index of a file of a rollout."""
     try:
-        index = json.loads(path.read_text())
-        chunks = index["chunks"]
-        known = index["format"] == FORMAT and isinstance(index["bytes"], int) and isinstance(index["sha256"], str)
-        for chunk in chunks:
-            counts = [*chunk["ids"], chunk["version"]]
-            known &= all(type(number) is int for number in counts)
-            known &= len(chunk["ids"]) == len(chunk["prompts"]) == len(chunk["windows"])
-            known &= all(isinstance(prompt, str) for prompt in chunk["prompts"])
-        assert isinstance(index["sampling"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=StoredRollout)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RunError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no index of a rollout'}"
+            f"{path} is no index of format {FORMAT}, it is damaged or of another version of fluvial: {error}"
         ) from error
-    if not known:
-        raise RunError(f"{path} is no index of format {FORMAT}: it is damaged, or of another version of fluvial")
-    return dict(index)
 
 
 def _check_shapes(folder: Path, tensors: dict[str, Tensor | None], sampling: Sampling, batch: int) -> None:

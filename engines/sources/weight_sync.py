@@ -15,12 +15,12 @@ reports the checksum of the adapter beside that of the base.
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -30,11 +30,12 @@ from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.fsdp.loading import stored
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.sources.peers import Dtype, Peer, Sums, accepted, checksums, precision
 from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
+from fluvial.engines.wire.client import HttpClient
 from fluvial.engines.wire.weight_buckets import (
     FACTORS,
+    PRECISIONS,
     UNKNOWN,
     Checksum,
     Place,
@@ -48,9 +49,21 @@ from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
+Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
+Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MERGE_MODES: dict[Product, str] = {"factors": "dynamic", "merged": "merge"}  # on the wire
+
+
+class _Push(NamedTuple):
+    """A push to servers."""
+
+    module: nn.Module
+    version: int
+    peers: list[HttpClient]  # on the main rank
+    failed: dict[str, str]  # why a server did not take it, by its address
+    adapter: str | None  # adapter that makes the rollouts; None where the module has none
 
 
 class WeightSync:
@@ -97,7 +110,7 @@ class WeightSync:
         self._lock = threading.Lock()  # of what servers are known to have
         self._turn = threading.Lock()  # a push, or a server that comes back
 
-    def push(self, engine: Holder, version: int, peers: Sequence[Peer], *, adapter: str = "default") -> dict[str, str]:
+    def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
         """Give servers the current weights; every rank must take part.
 
         Args:
@@ -113,32 +126,33 @@ class WeightSync:
         Raises:
             RunError: no server took them, or they cannot be written.
         """
-        peers, failed = [*peers] if self.world.is_main else [], dict[str, str]()
+        module, failed = engine.module, dict[str, str]()
+        trained = adapter if lora_layers(module) else None
+        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
         with self._turn:
-            self._push(engine.module, version, peers, failed, adapter)
-        count, failed = self._shared((len(peers), failed))
+            self._push(push)
+        count, failed = self._shared((len(push.peers), failed))
         for address in failed:
             self.forget(address)
         if len(failed) >= count:
             raise RunError(f"no server took the weights of update {version}: {next(iter(failed.values()), 'there is none')}")
         return failed
 
-    def _push(self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str) -> None:
-        lora = bool(lora_layers(module))
+    def _push(self, push: _Push) -> None:
         self.sent_bytes = 0
         self._parameters = {
-            name: set(export.base_tensors(net, parameters=True)) for name, net in export.components(module).items()
+            name: set(export.base_tensors(net, parameters=True)) for name, net in export.components(push.module).items()
         }
-        self._each(peers, failed, self._learn)
-        if lora and self.method == "auto":
-            self._push_base(module, version, peers, failed)
-            self._push_adapter(module, version, peers, failed, adapter)
+        self._each(push.peers, push.failed, self._learn)
+        if push.adapter is not None and self.method == "auto":
+            self._push_base(push)
+            self._push_adapter(push, push.adapter)
         elif self.method in ("auto", "disk"):
-            self._push_folder(module, version, peers, failed, adapter if lora else None)
+            self._push_folder(push)
         else:
-            self._push_buckets(module, version, peers, failed, adapter if lora else None)
+            self._push_buckets(push)
 
-    def repeat(self, peer: Peer) -> str | None:
+    def repeat(self, peer: HttpClient) -> str | None:
         """Give a server that has come back the weights of the last push; on the main rank alone.
 
         Returns:
@@ -150,7 +164,7 @@ class WeightSync:
                 return "the last push was in buckets, which are not kept"
             self.forget(peer.address)
 
-            def send(peer: Peer) -> None:
+            def send(peer: HttpClient) -> None:
                 self._learn(peer)
                 if last.scaling is not None:
                     self._check_base(peer)
@@ -172,13 +186,14 @@ class WeightSync:
 
     # Adapters
 
-    def _push_base(self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str]) -> None:
+    def _push_base(self, push: _Push) -> None:
         """Give the base weights to the servers that have others."""
-        new = [peer for peer in peers if peer.address not in {*self._based, *failed}]
+        networks = export.components(push.module)
+        new = [peer for peer in push.peers if peer.address not in {*self._based, *push.failed}]
         dtypes = self._shared({self._dtypes[peer.address] for peer in new} if self.verify else set())
         for dtype in sorted(dtypes - set(self._base), key=str):
             self._base[dtype] = {}
-            for name, network in export.components(module).items():
+            for name, network in networks.items():
                 tensors = export.base_tensors(network, parameters=True)
                 named = ((key, export.gathered(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = checksum(named, dtype=dtype)
@@ -186,44 +201,43 @@ class WeightSync:
         self._each(new, others, self._check_base)
         if not self._shared(len(others)):
             return
-        with self._writing(f"base-{version}") as out:
-            for name, network in export.components(module).items():
+        folder = f"base-{push.version}"
+        with self._writing(folder) as out:
+            for name, network in networks.items():
                 tensors = export.base_tensors(network)
                 like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
                 named = ((key, export.gathered(tensor).cpu()) for key, tensor in tensors.items())
                 export.write_model(named, out / name, like=like, config=None, world=self.world)
         if not self.world.is_main:
             return
-        pushed = Pushed(version, self.path / f"base-{version}", tuple(self._parameters), None)
+        pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), None)
 
-        def send(peer: Peer) -> None:
+        def send(peer: HttpClient) -> None:
             with suppress(RunError):  # there may be no adapter of another run
                 peer.post("/v1/unmerge_lora_weights", {"target": "all"})
-            self._send_folder(peer, pushed, verify=False)
+            self._send_folder(peer, pushed)
             self._check_base(peer)
 
-        self._each([peer for peer in new if peer.address in others], failed, send)
+        self._each([peer for peer in new if peer.address in others], push.failed, send)
         self.sent_bytes += bytes_in(pushed.folder)
 
-    def _check_base(self, peer: Peer) -> None:
+    def _check_base(self, peer: HttpClient) -> None:
         """Raise RunError unless a server has the trainer's base weights."""
         expected = self._base.get(self._dtypes[peer.address], {})
-        found = checksums(peer, expected) if self.verify else expected
+        found = _checksums(peer, expected) if self.verify else expected
         if (self.verify and not expected) or found != expected:
             raise RunError(f"{peer.address} has other base weights than the trainer")
         with self._lock:
             self._based.add(peer.address)
 
-    def _push_adapter(
-        self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str
-    ) -> None:
-        name = f"lora-{version}"
+    def _push_adapter(self, push: _Push, adapter: str) -> None:
+        name = f"lora-{push.version}"
         with self._writing(name) as out:
-            export.write_lora(module, out, adapter=adapter, world=self.world)
-        scaling = float(next(iter(lora_layers(module).values())).scaling[adapter])
-        self._deliver(Pushed(version, self.path / name, tuple(self._parameters), scaling), peers, failed)
+            export.write_lora(push.module, out, adapter=adapter, world=self.world)
+        scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), scaling))
 
-    def _send_adapter(self, peer: Peer, pushed: Pushed, scaling: float) -> None:
+    def _send_adapter(self, peer: HttpClient, pushed: Pushed, scaling: float) -> None:
         """Send an adapter to a server, and compare what it has then."""
         for name in pushed.networks:
             folder = pushed.folder if (pushed.folder / LORA).is_file() else pushed.folder / name
@@ -236,10 +250,10 @@ class WeightSync:
                 "merge_mode": MERGE_MODES[self.product],
                 "weight_version": str(pushed.version),
             }
-            accepted(peer, "/v1/set_lora", value)
+            _accepted(peer, "/v1/set_lora", value)
             if not self.verify:
                 continue
-            reported = checksums(peer, [name + FACTORS])[name + FACTORS]
+            reported = _checksums(peer, [name + FACTORS])[name + FACTORS]
             if reported == UNKNOWN:
                 if nickname not in json.dumps(peer.get("/v1/list_loras")):
                     raise RunError(f"{peer.address} accepted the adapter of update {pushed.version}, and does not list it")
@@ -248,18 +262,16 @@ class WeightSync:
 
     # All weights
 
-    def _push_folder(
-        self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str | None
-    ) -> None:
-        name, options = f"weights-{version}", _options(adapter, self._common_dtype(module))
+    def _push_folder(self, push: _Push) -> None:
+        name, options = f"weights-{push.version}", self._options(push)
         with self._writing(name) as out:
-            for part, network in export.components(module).items():
+            for part, network in export.components(push.module).items():
                 like, tensors = export.layout(network, **options), export.weights(network, **options)
                 export.write_model(tensors, out / part, like=like, config=None, world=self.world)
-        self._deliver(Pushed(version, self.path / name, tuple(self._parameters), None), peers, failed)
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), None))
 
-    def _send_folder(self, peer: Peer, pushed: Pushed, *, verify: bool = True) -> None:
-        """Send all weights of a folder to a server, and compare what it has then."""
+    def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
+        """Send all weights of a folder to a server."""
         value = {
             "model_path": str(pushed.folder),
             "flush_cache": True,
@@ -267,16 +279,10 @@ class WeightSync:
             "weight_version": str(pushed.version),
             "sha256": {name: checksum(stored(pushed.folder / name)) for name in pushed.networks},
         }
-        accepted(peer, "/update_weights_from_disk", value)
-        if verify and self.verify:
-            sums = {}
-            for name, own in self._parameters.items():
-                named = (pair for pair in stored(pushed.folder / name) if pair[0] in own)
-                sums[name] = checksum(named, dtype=self._dtypes[peer.address])
-            self._check_sums(peer, pushed.version, sums)
+        _accepted(peer, "/update_weights_from_disk", value)
 
-    def _check_sums(self, peer: Peer, version: int, expected: Sums) -> None:
-        if checksums(peer, expected) != expected:
+    def _check_sums(self, peer: HttpClient, version: int, expected: Sums) -> None:
+        if _checksums(peer, expected) != expected:
             raise RunError(
                 f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that "
                 "fuses or renames layers needs `rollout.servers.weights_verify` false"
@@ -284,13 +290,11 @@ class WeightSync:
 
     # Buckets
 
-    def _push_buckets(
-        self, module: nn.Module, version: int, peers: list[Peer], failed: dict[str, str], adapter: str | None
-    ) -> None:
+    def _push_buckets(self, push: _Push) -> None:
         self.last = None
-        options = _options(adapter, self._common_dtype(module))
+        options, peers, failed = self._options(push), push.peers, push.failed
         plans = list[tuple[str, nn.Module, list[Place]]]()
-        for part, network in export.components(module).items():
+        for part, network in export.components(push.module).items():
             like = export.layout(network, **options)
             laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)
             plans += [(part, network, places) for places in laid]
@@ -310,54 +314,63 @@ class WeightSync:
                 if self.world.is_main:
                     file = self.path / f"bucket-{index}"
                     bucket = SharedBucket(name, index, len(plans), part, str(file), places)
-                    request = bucket_request(bucket, flat, version=version)
+                    request = bucket_request(bucket, flat, version=push.version)
                     self.sent_bytes += flat.numel()
-                    self._each(peers, failed, partial(accepted, path="/update_weights_from_tensor", value=request))
+                    self._each(peers, failed, partial(_accepted, path="/update_weights_from_tensor", value=request))
                     file.unlink(missing_ok=True)
             if self._shared(len(failed) == len(peers)):
                 break
         if self.verify:
             found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
-            self._each(peers, failed, lambda peer: self._check_sums(peer, version, found[self._dtypes[peer.address]]))
+            self._each(peers, failed, lambda peer: self._check_sums(peer, push.version, found[self._dtypes[peer.address]]))
 
     # What all of them share
 
-    def _deliver(self, pushed: Pushed, peers: list[Peer], failed: dict[str, str]) -> None:
+    def _deliver(self, push: _Push, pushed: Pushed) -> None:
         """Send a folder to the servers, on the main rank, and keep it for those that come back."""
         if self._folder is None:
             return
-        self._each(peers, failed, lambda peer: self._send(peer, pushed))
+        self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
         self.sent_bytes += bytes_in(pushed.folder)
         self._folder.keep(pushed.folder.name)
         self.last = pushed
 
-    def _send(self, peer: Peer, pushed: Pushed) -> None:
-        if pushed.scaling is None:
-            self._send_folder(peer, pushed)
-        else:
+    def _send(self, peer: HttpClient, pushed: Pushed) -> None:
+        """Send a folder to a server, and compare what it has then."""
+        if pushed.scaling is not None:
             self._send_adapter(peer, pushed, pushed.scaling)
+            return
+        self._send_folder(peer, pushed)
+        if self.verify:
+            sums = {}
+            for name, own in self._parameters.items():
+                named = (pair for pair in stored(pushed.folder / name) if pair[0] in own)
+                sums[name] = checksum(named, dtype=self._dtypes[peer.address])
+            self._check_sums(peer, pushed.version, sums)
 
-    def _learn(self, peer: Peer) -> None:
+    def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, once."""
         if peer.address not in self._dtypes:
-            dtype = precision(peer)
+            dtype = _precision(peer)
             with self._lock:
                 self._dtypes[peer.address] = dtype
 
-    def _common_dtype(self, module: nn.Module) -> Dtype:
-        """Return the dtype in which all weights are sent, the same on all ranks: that of all servers, or None for their own.
+    def _options(self, push: _Push) -> dict[str, Any]:
+        """Return which weights are exported, those that the adapter is merged into, and their dtype, on all ranks alike.
 
-        Buffers keep their dtype on a server, so a module with floating-point buffers is not rounded on the way.
+        It is the dtype of all servers. Buffers keep theirs on a server, so a module with floating-point buffers is not
+        rounded on the way.
         """
-        dtypes, names = set(self._dtypes.values()), set(dict(module.named_parameters()))
-        exact = any(tensor.is_floating_point() for name, tensor in module.state_dict().items() if name not in names)
-        return self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
+        dtypes, names = set(self._dtypes.values()), set(dict(push.module.named_parameters()))
+        exact = any(t.is_floating_point() for name, t in push.module.state_dict().items() if name not in names)
+        dtype = self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
+        return {"adapter": push.adapter, "merge": push.adapter is not None, "dtype": dtype}
 
-    def _each(self, peers: Sequence[Peer], failed: dict[str, str], action: Callable[[Peer], None]) -> None:
+    def _each(self, peers: Sequence[HttpClient], failed: dict[str, str], action: Callable[[HttpClient], None]) -> None:
         """Act on each server that has not failed, all at the same time, and note why one fails."""
         left = [peer for peer in peers if peer.address not in failed]
 
-        def guarded(peer: Peer) -> tuple[str, str] | None:
+        def guarded(peer: HttpClient) -> tuple[str, str] | None:
             try:
                 action(peer)
             except FluvialError as error:
@@ -381,6 +394,35 @@ class WeightSync:
                 self._folder.finish(name)
 
 
-def _options(adapter: str | None, dtype: Dtype) -> dict[str, Any]:
-    """Return which weights of a network are exported: its own, or those that an adapter is merged into."""
-    return {"adapter": adapter, "merge": adapter is not None, "dtype": dtype}
+def _accepted(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
+    """Post a change of the weights.
+
+    Raises:
+        RunError: the server does not say that it was made.
+    """
+    answer = peer.post(path, value)
+    if isinstance(answer, Mapping) and answer.get("success") is False:
+        raise RunError(f"{peer.address}{path} refused: {str(answer.get('message'))[:160]}")
+
+
+def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
+    """Return the checksums that a server reports; "not_found" for what it does not know."""
+    answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
+    found = {name: _found(answer, name) for name in names}
+    return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
+
+
+def _precision(peer: HttpClient) -> Dtype:
+    """Return the dtype of a server's weights."""
+    return PRECISIONS.get(str(_found(peer.get("/v1/models"), "dit_precision")))
+
+
+def _found(value: Any, key: str) -> Any:
+    """Return the value of a key anywhere in JSON, because servers nest their answers differently; None if it is nowhere."""
+    if isinstance(value, Mapping):
+        if key in value:
+            return value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        return next((found for each in value if (found := _found(each, key)) is not None), None)
+    return None

@@ -13,11 +13,13 @@ from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.solvers import Solver
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.wire.decode import SEEDS, WireError, convert
-from fluvial.engines.wire.names import SdeType, form_of, sampler_of
 
 Debug = Literal["rollout_variance_noises", "rollout_prev_sample_means", "rollout_noise_std_devs", "rollout_model_outputs"]
 DEBUG: tuple[Debug, ...] = get_args(Debug)
 MOST_STEPS = 4096
+SdeType = Literal["sde", "cps", "ode"]
+SDE_TYPES: dict[str, SdeType] = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}  # fluvial's samplers on the wire
+SAMPLER_NAMES = {sde_type: name for name, sde_type in SDE_TYPES.items()}
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 Scale = Annotated[float, Meta(ge=0, le=1e6)]
 Id = Annotated[int, Meta(ge=0, le=SEEDS)]
@@ -160,12 +162,16 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
     @property
     def sampler(self) -> str:
         """Fluvial's name of the sampler."""
-        return self.fluvial.sampler or sampler_of(self.rollout_sde_type)
+        return self.fluvial.sampler or SAMPLER_NAMES[self.rollout_sde_type]
 
     @property
     def form(self) -> Form:
-        """Fluvial's form of the log-probability."""
-        return self.fluvial.form or form_of(self.rollout_log_prob_no_const)
+        """Fluvial's form of the log-probability.
+
+        Its form named "no_const", the density without its constants, is not the negative squared residual of the wire's
+        `rollout_log_prob_no_const`, which is "unscaled".
+        """
+        return self.fluvial.form or ("unscaled" if self.rollout_log_prob_no_const else "density")
 
     @property
     def debug(self) -> tuple[Debug, ...]:

@@ -1,9 +1,9 @@
-"""The response of `POST /rollout/generate`: a list with one map per sample."""
+"""Responses of a rollout server: to GET /v1/model_info, and to POST /rollout/generate, a list with one map per sample."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta, Raw, Struct
@@ -17,6 +17,26 @@ MOST_SAMPLES = 4096  # per response
 FLOATING = ("torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 Quantity = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=SEEDS)]
+Kind = Literal["fluvial", "sglang"]  # server of `fluvial serve`, or any other with sglang's endpoints
+
+
+class ServerInfo(Struct, frozen=True):
+    """Answer to GET /v1/model_info.
+
+    Args:
+        takes_options: whether the server reads fluvial's own fields of a request, `FluvialOptions`.
+        prediction: prediction of its model; None where it does not say.
+        weight_version: number of updates that made its weights, or another server's name of them.
+    """
+
+    takes_options: bool = False
+    prediction: str | None = None
+    weight_version: int | str | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of server, for messages and records."""
+        return "fluvial" if self.takes_options else "sglang"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.serve.batching import Batcher
 from fluvial.engines.serve.rollout.orders import SampleOrder, ServeLimits
 from fluvial.engines.serve.rollout.policy import Policy
-from fluvial.engines.serve.rollout.sampling import Made
 from fluvial.engines.serve.rollout.sampling import batcher as batches_of
 from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.serve.rollout.service import RolloutService, application
@@ -29,7 +28,7 @@ class Server(NamedTuple):
     """A server: its policy, what makes its samples, and its application."""
 
     policy: Policy
-    batcher: Batcher[SampleOrder, Made]
+    batcher: Batcher[SampleOrder, RolloutSample]
     app: Any
 
     def ask(self, **body: Any) -> asgi.Answer:

@@ -57,7 +57,7 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
         if method in ("lora", "disk"):
             move(engine, seed=0)
         server = served(Path(folder))
-        peer = Noting(server.client)
+        peer: Any = Noting(server.client)
         ways: dict[str, Method] = {"disk": "disk", "shared_memory": "shared_memory"}
         sync = WeightSync(world, folder=Path(folder), method=ways.get(method, "auto"), bucket_bytes=3000)
         failed = sync.push(engine, 3, [peer])

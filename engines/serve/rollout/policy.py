@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.models import DiffusionModel, Schedule, is_recorded
 
 Result = TypeVar("Result")
-MOST_KNOWN = 64  # schedules that are kept
 
 
 class Policy:
@@ -48,7 +48,7 @@ class Policy:
         self.name, self.model, self.weights, self.device = name, model, weights, device
         self.shape, self.steps, self.guidance = shape, steps, guidance
         self._turn, self._busy, self._changes = threading.Condition(), False, 0
-        self._schedules: dict[tuple[int, tuple[int, ...]], Schedule] = {}
+        self._schedule = lru_cache(maxsize=64)(model.schedule)
 
     @property
     def version(self) -> int:
@@ -61,13 +61,7 @@ class Policy:
         Raises:
             ValueError: the model has no such schedule.
         """
-        known = steps, shape
-        if known not in self._schedules:
-            made = on_device(self.model.schedule(steps, shape), self.device)
-            if len(self._schedules) >= MOST_KNOWN:
-                self._schedules.clear()
-            self._schedules[known] = made
-        return self._schedules[known]
+        return on_device(self._schedule(steps, shape), self.device)
 
     def sampler(self, name: str, eta: float, schedule: Schedule) -> Sampler:
         """Return a built-in sampler bound to a schedule.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +31,9 @@ from fluvial.engines.serve.batching import Batcher
 from fluvial.engines.serve.rollout.orders import Recipe, SampleOrder, words
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.streams import Stream
-from fluvial.engines.wire.response import DitTrajectory
+from fluvial.engines.wire.response import DitTrajectory, RolloutSample
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import Guided
-
-
-class Made(NamedTuple):
-    """A sample as it was ordered, on the host."""
-
-    image: Tensor  # [C, H, W] or [C, F, H, W] in [0, 1]
-    log_probs: Tensor | None  # [T] float32
-    debug: dict[str, Tensor] | None
-    conditioning: dict[str, Any] | None
-    trajectory: DitTrajectory | None
-    version: int
-    seconds: float
 
 
 class _Steps:
@@ -59,13 +47,13 @@ class _Steps:
         self.x[step.t], self.v[step.t] = step.x, step.v
 
 
-def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, Made]:
+def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, RolloutSample]:
     """Return what makes the samples of a policy; see `made` and `Batcher`."""
     make = partial(made, policy, micro_batch=micro_batch)
     return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
 
 
-def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[Made]:
+def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
     """Return the samples of at most `micro_batch` orders with one recipe.
 
     The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is
@@ -94,7 +82,9 @@ def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> 
         raise RunError(f"the samples cannot be made: {said}") from None
 
 
-def _made(policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]) -> list[Made]:
+def _made(
+    policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
+) -> list[RolloutSample]:
     start, recipe = time.perf_counter(), filled[0].recipe
     schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
     sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
@@ -128,20 +118,30 @@ def _made(policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], fill
     latents = _latents(steps, chunk, recipe)
     seconds = time.perf_counter() - start
     return [
-        Made(
-            images[row].clone(),
-            log_probs[row].clone() if request.rollout else None,
-            {name: debug[name][row].clone() for name in request.debug} or None,
-            _conditioning(chunk.cond, row) if request.rollout and request.rollout_return_denoising_env else None,
-            _trajectory(order, row, latents, schedule)
+        RolloutSample(
+            request_id="",
+            prompt=request.prompt,
+            seed=request.seed,
+            generated_output=_output(images[row], request.rollout_video_dtype),
+            rollout_log_probs=log_probs[row].clone() if request.rollout else None,
+            rollout_debug_tensors={name: debug[name][row].clone() for name in request.debug} or None,
+            denoising_env=_conditioning(chunk.cond, row)
+            if request.rollout and request.rollout_return_denoising_env
+            else None,
+            dit_trajectory=_trajectory(order, row, latents, schedule)
             if request.rollout and request.rollout_return_dit_trajectory
             else None,
-            policy.version,
-            seconds,
+            inference_time_s=seconds,
+            weight_version=policy.version,
         )
         for row, order in enumerate(orders)
         for request in [order.request]
     ]
+
+
+def _output(image: Tensor, video_dtype: str | None) -> Tensor:
+    """Return an image or a video as it is sent; videos are quantised where that is asked for."""
+    return (image * 255).round().to(torch.uint8) if video_dtype == "uint8" and image.ndim == 4 else image.clone()
 
 
 def _sampling(

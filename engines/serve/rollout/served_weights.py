@@ -12,7 +12,7 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
@@ -133,22 +133,15 @@ class ServedWeights:
 
     def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
         own = self.tensors(name)
-        most = 16 * sum(tensor.numel() for tensor in own.values()) + 100_000_000  # bytes of numbers, and of a header
-        files, held = [self._regular(file, most) for file in weight_files(folder)], dict[str, str]()
-        for file in files:  # shapes first: a wrong file takes no memory
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118
-                    shape = list(opened.get_slice(key).get_shape())
-                    if key in held:
-                        raise RequestError(400, f"{str(folder)!r} holds {key} twice")
-                    _check_shape(key, shape, own, where=str(folder))
-                    held[key] = file.name
-        _check_complete(held, own, where=str(folder))
+        most = 8 * sum(tensor.numel() for tensor in own.values()) + 100_000_000  # bytes of numbers, and of a header
         # Read, rather than mapped: a file that shrinks under a mapping would end the process.
-        tensors = {key: tensor for file in files for key, tensor in load(file.read_bytes()).items()}
-        for key, tensor in tensors.items():
-            _check_shape(key, list(tensor.shape), own, where=str(folder))
-            _check_kind(key, tensor.dtype, own, where=str(folder))
+        tensors = dict[str, Tensor]()
+        for file in [self._regular(file, most) for file in weight_files(folder)]:
+            for key, tensor in load(file.read_bytes()).items():
+                if key in tensors:
+                    raise RequestError(400, f"{str(folder)!r} holds {key} twice")
+                _check_tensor(key, tensor.shape, tensor.dtype, own, where=str(folder))
+                tensors[key] = tensor
         _check_complete(tensors, own, where=str(folder))
         return tensors
 
@@ -171,8 +164,7 @@ class ServedWeights:
         for place in bucket.places:
             if place.name in held:
                 raise RequestError(400, f"{place.name} comes twice")
-            _check_shape(place.name, list(place.shape), own, where="the bucket")
-            _check_kind(place.name, place.dtype, own, where="the bucket")
+            _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
         path, size = self.inside(bucket.file), bucket.places[-1].end_idx
         try:
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
@@ -326,15 +318,14 @@ def _alike(left: Adapter, right: Adapter) -> bool:
     return (left.product, left.file.rank, left.file.layers) == (right.product, right.file.rank, right.file.layers)
 
 
-def _check_shape(name: str, shape: list[int], own: Mapping[str, Tensor], *, where: str) -> None:
+def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
+    """Raise RequestError unless a tensor can be copied to the network's own."""
     if name not in own:
         raise RequestError(400, f"{where!r} holds {name}, which the network does not have")
-    if shape != list(own[name].shape):
-        raise RequestError(400, f"{where!r} holds {name} of shape {shape}, and the network has {list(own[name].shape)}")
-
-
-def _check_kind(name: str, dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
-    """Raise RequestError unless the values of one dtype can be copied to the network's own."""
+    if list(shape) != list(own[name].shape):
+        raise RequestError(
+            400, f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}"
+        )
     if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
         raise RequestError(400, f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
 

@@ -9,6 +9,7 @@ and the endpoints of `weight_routes`, which change the weights
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from torch import Tensor
 
 from fluvial.engines.serve import asgi
 from fluvial.engines.serve.asgi import RequestError, json_of, until_gone
 from fluvial.engines.serve.batching import Batcher
-from fluvial.engines.serve.rollout.orders import Ordered, SampleOrder, ServeLimits, orders_of
+from fluvial.engines.serve.rollout.orders import SampleOrder, ServeLimits, orders_of
 from fluvial.engines.serve.rollout.policy import Policy
-from fluvial.engines.serve.rollout.sampling import Made
 from fluvial.engines.wire.request import RolloutRequest, read_request
 from fluvial.engines.wire.response import MSGPACK, RolloutSample, write_response
 from fluvial.models.device import is_accelerator
@@ -42,7 +41,9 @@ class RolloutService:
         deadline: seconds that a request may take.
     """
 
-    def __init__(self, policy: Policy, batcher: Batcher[SampleOrder, Made], *, limits: ServeLimits, deadline: float) -> None:
+    def __init__(
+        self, policy: Policy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
+    ) -> None:
         self.policy, self.batcher, self.limits, self.deadline = policy, batcher, limits, deadline
 
     async def generate(self, request: Request) -> Response:
@@ -65,7 +66,7 @@ class RolloutService:
             raise RequestError(
                 504, f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline"
             ) from None
-        body = await asyncio.to_thread(_body, asked, ordered, samples, self.policy)
+        body = await asyncio.to_thread(_body, asked, ordered.seed, samples, self.policy.device)
         return Response(body, media_type=MSGPACK)
 
     async def health(self, request: Request) -> JSONResponse:
@@ -146,31 +147,9 @@ def application(service: RolloutService, *, key: str = "", admin: str = "", cont
     return asgi.application(routes, close=service.batcher.close, key=key, admin=admin, control=paths)
 
 
-def _body(asked: RolloutRequest, ordered: Ordered, samples: Sequence[Made], policy: Policy) -> bytes:
+def _body(asked: RolloutRequest, seed: int | None, samples: Sequence[RolloutSample], device: torch.device) -> bytes:
     """Return the body of a response."""
-    name = secrets.token_hex(16)
-    device = policy.device
-    peak = torch.get_device_module(device).max_memory_allocated(device) / 2**20 if is_accelerator(device) else None
-    return write_response(
-        [
-            RolloutSample(
-                request_id=name,
-                prompt=asked.prompt,
-                seed=ordered.seed,
-                generated_output=_output(sample.image, asked.rollout_video_dtype),
-                rollout_log_probs=sample.log_probs,
-                rollout_debug_tensors=sample.debug,
-                denoising_env=sample.conditioning,
-                dit_trajectory=sample.trajectory,
-                inference_time_s=sample.seconds,
-                peak_memory_mb=None if asked.suppress_logs else peak,
-                weight_version=sample.version,
-            )
-            for sample in samples
-        ]
-    )
-
-
-def _output(image: Tensor, video_dtype: str | None) -> Tensor:
-    """Return an image or a video as it is sent; videos are quantised where that is asked for."""
-    return (image * 255).round().to(torch.uint8) if video_dtype == "uint8" and image.ndim == 4 else image
+    name, peak = secrets.token_hex(16), None
+    if is_accelerator(device) and not asked.suppress_logs:
+        peak = torch.get_device_module(device).max_memory_allocated(device) / 2**20
+    return write_response([replace(sample, request_id=name, seed=seed, peak_memory_mb=peak) for sample in samples])

@@ -14,7 +14,7 @@ sample is made by two versions of the weights.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fluvial.engines.serve.asgi import RequestError, json_of
-from fluvial.engines.serve.rollout.served_weights import ServedWeights, Staged
+from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.weight_buckets import Text, shared_bucket
 from fluvial.models.lora_layer import Product
@@ -43,11 +43,6 @@ class Change(Struct, frozen=True):
     """A change of the weights, with the version that they will have."""
 
     weight_version: Version | Digits | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The version as a number."""
-        return None if self.weight_version is None else int(self.weight_version)
 
 
 class FromDisk(Change, frozen=True, kw_only=True):
@@ -87,12 +82,11 @@ class Checksums(Struct, frozen=True):
     module_names: Names | None = None
 
 
-class Between(Protocol):
-    """Runs a function while no batch is sampled, and returns its result."""
+class NoFields(Struct, frozen=True):
+    """A request whose fields are not read."""
 
-    def __call__(self, function: Callable[[], Result], /) -> Awaitable[Result]:
-        """Wait for the batch that is sampled, and run the function before the next."""
-        ...
+
+Between = Callable[[Callable[[], None]], Awaitable[None]]  # runs a function while no batch is sampled
 
 
 class WeightRoutes:
@@ -105,67 +99,53 @@ class WeightRoutes:
 
     def __init__(self, weights: ServedWeights, between: Between) -> None:
         self.weights, self.between = weights, between
-        self._one = asyncio.Lock()  # changes are read one after the other, so that two do not take twice the memory
+        self.turn = asyncio.Lock()  # changes are read one after the other, so that two do not take twice the memory
 
-    async def from_disk(self, request: Request) -> dict[str, Any]:
+    async def from_disk(self, asked: FromDisk) -> dict[str, Any]:
         """Take the weights of a folder over: all of them, or none."""
-        asked = await _body(request, FromDisk)
-        async with self._one:
-            self._check_resumed()
-            read = self.weights.read_folder
-            staged = await asyncio.to_thread(read, asked.model_path, asked.target_modules, asked.sha256)
-            return await self._exchanged(staged, asked.version, f"the weights of {asked.model_path}")
+        read = self.weights.read_folder
+        staged = await asyncio.to_thread(read, asked.model_path, asked.target_modules, asked.sha256)
+        return await self._changed(lambda: self.weights.exchange(staged), asked, f"the weights of {asked.model_path}")
 
-    async def from_tensors(self, request: Request) -> dict[str, Any]:
+    async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights."""
-        asked = await _body(request, FromTensors)
         try:
             bucket = shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
             raise RequestError(400, "serialized_named_tensors holds a text that is not JSON") from None
-        async with self._one:
-            self._check_resumed()
-            staged = await asyncio.to_thread(self.weights.stage, bucket)
-            if staged is None:
-                return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
-            return await self._exchanged(staged, asked.version, f"{bucket.count} buckets")
+        staged = await asyncio.to_thread(self.weights.stage, bucket)
+        if staged is None:
+            return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
+        return await self._changed(lambda: self.weights.exchange(staged), asked, f"{bucket.count} buckets")
 
-    async def set_lora(self, request: Request) -> dict[str, Any]:
+    async def set_lora(self, asked: SetLora) -> dict[str, Any]:
         """Take an adapter over, in the place of the one before."""
-        asked = await _body(request, SetLora)
         nickname, path = (each if isinstance(each, str) else each[0] for each in (asked.lora_nickname, asked.lora_path))
-        async with self._one:
-            self._check_resumed()
-            targets = self._targets(asked)
-            several = len(self.weights.networks) > 1 and len(targets) > 1
+        targets = self._targets(asked)
+        several = len(self.weights.networks) > 1 and len(targets) > 1
 
-            def read() -> dict[str, Any]:
-                return {
-                    name: self.weights.read_adapter(
-                        f"{path}/{name}" if several else path,
-                        name,
-                        nickname=nickname,
-                        strength=asked.strength,
-                        alpha=asked.lora_alpha,
-                        product=PRODUCTS[asked.merge_mode],
-                    )
-                    for name in targets
-                }
+        def read() -> dict[str, Any]:
+            return {
+                name: self.weights.read_adapter(
+                    f"{path}/{name}" if several else path,
+                    name,
+                    nickname=nickname,
+                    strength=asked.strength,
+                    alpha=asked.lora_alpha,
+                    product=PRODUCTS[asked.merge_mode],
+                )
+                for name in targets
+            }
 
-            adapters = await asyncio.to_thread(read)
-            await self._changed(lambda: self.weights.adapt(adapters), asked.version)
-        return self._done(f"adapter {nickname} of {path}")
+        adapters = await asyncio.to_thread(read)
+        return await self._changed(lambda: self.weights.adapt(adapters), asked, f"adapter {nickname} of {path}")
 
-    async def unmerge_lora(self, request: Request) -> dict[str, Any]:
+    async def unmerge_lora(self, asked: ForAdapters) -> dict[str, Any]:
         """Take adapters off, so that the base weights remain."""
-        asked = await _body(request, ForAdapters)
-        async with self._one:
-            self._check_resumed()
-            targets = self._targets(asked)
-            await self._changed(lambda: self.weights.adapt(dict.fromkeys(targets)), asked.version)
-        return self._done("the base weights, without adapters")
+        bare = dict.fromkeys(self._targets(asked))
+        return await self._changed(lambda: self.weights.adapt(bare), asked, "the base weights, without adapters")
 
-    async def list_loras(self, request: Request) -> dict[str, Any]:
+    async def list_loras(self, asked: NoFields) -> dict[str, Any]:
         """Return the adapters, one per network at most."""
         active = {
             name: [{"nickname": each.nickname, "path": each.path, "merged": False, "strength": each.strength}]
@@ -177,41 +157,30 @@ class WeightRoutes:
             "active": active,
         }
 
-    async def checksums(self, request: Request) -> dict[str, Any]:
+    async def checksums(self, asked: Checksums) -> dict[str, Any]:
         """Return the checksums of networks and adapters."""
-        names = (await _body(request, Checksums)).module_names
-        async with self._one:
-            self._check_resumed()
-            return await asyncio.to_thread(self.weights.checksums, names)
+        return await asyncio.to_thread(self.weights.checksums, asked.module_names)
 
-    async def release(self, request: Request) -> dict[str, Any]:
+    async def release(self, asked: NoFields) -> dict[str, Any]:
         """Free the device's memory until `resume`."""
-        async with self._one:
-            await self.between(self.weights.release)
+        await self.between(self.weights.release)
         return {"success": True, "message": "the weights are on the host"}
 
-    async def resume(self, request: Request) -> dict[str, Any]:
+    async def resume(self, asked: NoFields) -> dict[str, Any]:
         """Move the weights back to the device."""
-        async with self._one:
-            await self.between(self.weights.resume)
+        await self.between(self.weights.resume)
         return {"success": True, "message": "the weights are on the device"}
 
-    async def _exchanged(self, staged: Staged, version: int | None, what: str) -> dict[str, Any]:
-        await self._changed(lambda: self.weights.exchange(staged), version)
-        return self._done(what)
-
-    async def _changed(self, change: Callable[[], None], version: int | None) -> None:
-        """Make a change while no batch is sampled, and note the version of the weights."""
+    async def _changed(self, change: Callable[[], None], asked: Change, what: str) -> dict[str, Any]:
+        """Make a change while no batch is sampled, note the version of the weights, and return the answer."""
+        weights, version = self.weights, asked.weight_version
 
         def make() -> None:
             change()
-            self.weights.version = self.weights.version + 1 if version is None else version
+            weights.version = weights.version + 1 if version is None else int(version)
 
         await self.between(make)
-
-    def _done(self, what: str) -> dict[str, Any]:
-        version = self.weights.version
-        return {"success": True, "status": "ok", "message": f"serving {what}", "weight_version": version}
+        return {"success": True, "status": "ok", "message": f"serving {what}", "weight_version": weights.version}
 
     def _targets(self, asked: ForAdapters) -> list[str]:
         """Return the networks whose adapters change."""
@@ -220,42 +189,44 @@ class WeightRoutes:
             raise RequestError(400, f"target is {asked.target[:60]!r}, expected one of all, {', '.join(names)}")
         return names if asked.target == "all" else [asked.target]
 
-    def _check_resumed(self) -> None:
-        if self.weights.released:
-            raise RequestError(400, "the weights are released: POST /resume_memory_occupation first")
-
 
 def control_routes(routes: WeightRoutes) -> list[Route]:
     """Return the endpoints. Each wants the admin key, which their caller checks."""
-    handlers: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
-        "/update_weights_from_disk": routes.from_disk,
-        "/update_weights_from_tensor": routes.from_tensors,
-        "/v1/set_lora": routes.set_lora,
-        "/v1/unmerge_lora_weights": routes.unmerge_lora,
-        "/v1/list_loras": routes.list_loras,
-        "/get_weights_checksum": routes.checksums,
-        "/release_memory_occupation": routes.release,
-        "/resume_memory_occupation": routes.resume,
+    handlers: dict[str, tuple[Callable[[Any], Awaitable[dict[str, Any]]], type[Struct]]] = {
+        "/update_weights_from_disk": (routes.from_disk, FromDisk),
+        "/update_weights_from_tensor": (routes.from_tensors, FromTensors),
+        "/v1/set_lora": (routes.set_lora, SetLora),
+        "/v1/unmerge_lora_weights": (routes.unmerge_lora, ForAdapters),
+        "/get_weights_checksum": (routes.checksums, Checksums),
     }
-    return [
-        Route(path, _answered(handler), methods=["GET" if path == "/v1/list_loras" else "POST"])
-        for path, handler in handlers.items()
-    ]
+    # These also answer while the weights are released.
+    always: dict[str, tuple[Callable[[Any], Awaitable[dict[str, Any]]], type[Struct]]] = {
+        "/v1/list_loras": (routes.list_loras, NoFields),
+        "/release_memory_occupation": (routes.release, NoFields),
+        "/resume_memory_occupation": (routes.resume, NoFields),
+    }
 
+    def endpoint(path: str) -> Callable[[Request], Awaitable[JSONResponse]]:
+        handler, kind = (handlers | always)[path]
 
-def _answered(handler: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """Return a handler's dict as JSON, and what it raises as sglang's {"success": false, "message": one line}."""
+        async def answered(request: Request) -> JSONResponse:
+            try:
+                asked = await _body(request, kind)
+                async with routes.turn:
+                    if path in handlers and routes.weights.released:
+                        raise RequestError(400, "the weights are released: POST /resume_memory_occupation first")
+                    return JSONResponse(await handler(asked))
+            except (RequestError, WireError) as error:
+                status, problem = (error.status, error.problem) if isinstance(error, RequestError) else (400, str(error))
+            except Exception as error:  # e.g. no memory; the weights are as they were
+                status, problem = 500, " ".join(f"{type(error).__name__}: {error}".split())
+            # In the form of sglang.
+            return JSONResponse({"success": False, "message": problem, "detail": problem}, status)
 
-    async def endpoint(request: Request) -> JSONResponse:
-        try:
-            return JSONResponse(await handler(request))
-        except (RequestError, WireError) as error:
-            status, problem = (error.status, error.problem) if isinstance(error, RequestError) else (400, str(error))
-        except Exception as error:  # e.g. no memory; the weights are as they were
-            status, problem = 500, " ".join(f"{type(error).__name__}: {error}".split())
-        return JSONResponse({"success": False, "message": problem, "detail": problem}, status)
+        return answered
 
-    return endpoint
+    methods = {"/v1/list_loras": ["GET"]}
+    return [Route(path, endpoint(path), methods=methods.get(path, ["POST"])) for path in handlers | always]
 
 
 async def _body(request: Request, kind: type[Result]) -> Result:

@@ -93,7 +93,7 @@ def served(
             adapter=lambda version: "default",
             world=world,
             sizes={},
-            sync=FakeSync(fakes),
+            sync=cast(Any, FakeSync(fakes)),
         )
         stack.callback(source.close)
         source.push(cast(Engine, SimpleNamespace(world=world)), 3)
@@ -398,7 +398,7 @@ def test_nothing_hangs_without_servers(one: World) -> None:
             adapter=lambda version: "default",
             world=one,
             sizes={},
-            sync=FakeSync([]),
+            sync=cast(Any, FakeSync([])),
         )
     fake, plan = FakeRollouts(net()), planned(one)
     with served(fake, world=one) as source:

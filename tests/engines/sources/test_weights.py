@@ -241,7 +241,8 @@ def test_a_server_that_fails_is_named_and_the_others_go_on(
     tmp_path: Path, one: World, lora: Engine, path: str, answer: Any, says: str
 ) -> None:
     good, bad = served(tmp_path), served(tmp_path)
-    sync, broken = WeightSync(one, folder=tmp_path), Broken(bad.client, path, answer)
+    sync = WeightSync(one, folder=tmp_path)
+    broken: Any = Broken(bad.client, path, answer)
     failed = sync.push(lora, 1, [good.client, broken])
     assert list(failed) == ["http://broken"]
     assert says in failed["http://broken"]
@@ -273,7 +274,8 @@ def test_an_adapter_without_a_checksum_has_to_be_listed(tmp_path: Path, one: Wor
             """Return the answer, with no adapters unless they are listed."""
             return self.inner.get(path) if self.listed or "list" not in path else {"loaded_adapters": []}
 
-    peer, sync = Sglang(server.client, "", None), WeightSync(one, folder=tmp_path)
+    sync = WeightSync(one, folder=tmp_path)
+    peer: Any = Sglang(server.client, "", None)
     assert sync.push(lora, 1, [peer]) == {}
     peer.listed = False
     with pytest.raises(RunError, match="accepted the adapter of update 2, and does not list it"):

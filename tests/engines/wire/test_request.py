@@ -13,6 +13,7 @@ from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.request import (
     DEBUG,
+    SDE_TYPES,
     ExtraParams,
     FluvialOptions,
     RequestLimits,
@@ -263,3 +264,12 @@ def test_any_json_is_a_request_or_one_line(body: Any) -> None:
         return
     assert "\n" not in problem
     assert len(problem) < 400
+
+
+def test_samplers_have_the_same_names_both_ways() -> None:
+    """The form named no_const here has no name on the wire."""
+    assert SDE_TYPES == {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
+    for name, sde_type in SDE_TYPES.items():
+        request = RolloutRequest("a", rollout_sde_type=sde_type)
+        assert (request.sampler, request.form) == (name, "density")
+    assert RolloutRequest("a", rollout_log_prob_no_const=True).form == "unscaled"

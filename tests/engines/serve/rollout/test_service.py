@@ -19,9 +19,8 @@ from torch import nn
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.serve.rollout.orders import ServeLimits
 from fluvial.engines.wire.decode import convert
-from fluvial.engines.wire.info import ServerInfo
 from fluvial.engines.wire.request import RequestLimits
-from fluvial.engines.wire.response import read_response
+from fluvial.engines.wire.response import ServerInfo, read_response
 
 GENERATE = "/rollout/generate"
 
