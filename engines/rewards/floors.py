@@ -48,10 +48,7 @@ def updated(
 
     Args:
         multipliers: those before, by name of the reward.
-        means: mean of each reward over the rollout.
-        floors: floor of each reward that has one.
         lr: step size, per unit of the reward.
-        most: largest multiplier.
     """
     return {
         name: min(max(multipliers.get(name, 0.0) + lr * (floor - means[name]), 0.0), most) for name, floor in floors.items()

@@ -26,12 +26,10 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
     """Return the rewards of a rollout, and whether any rank was asked to stop; every rank must take part.
 
     Args:
-        own: what the rewards of this rank say.
         stop: whether this rank was asked to stop. The request travels with the rewards, so that all ranks stop after the
             same update.
         group: number of consecutive samples that belong together.
         max_invalid: largest share of the groups that may be left out.
-        world: process group.
 
     Raises:
         RunError: more groups have no valid reward.

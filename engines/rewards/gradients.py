@@ -15,8 +15,6 @@ def weighted_sum(rewards: Mapping[str, tuple[Reward, float]], samples: Samples, 
     """Return the weighted sum of rewards of samples, `[B]`, with gradient.
 
     Args:
-        rewards: rewards with their weights, by name.
-        samples: the samples.
         objective: name of what follows the gradient, for messages.
 
     Raises:

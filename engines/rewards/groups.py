@@ -13,11 +13,7 @@ Row = tuple[Tensor, Prompt, Tensor | None]  # image, prompt and latent of a samp
 
 
 class GroupBuffer:
-    """Keeps samples until their group is complete. The samples of a group have consecutive ids.
-
-    Args:
-        size: samples per group.
-    """
+    """Keeps samples until their group is complete. The samples of a group have consecutive ids."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,7 +24,6 @@ class GroupBuffer:
         """Take samples in, and return the groups that are complete with them.
 
         Args:
-            samples: the samples.
             ids: index of each in the rollout, -1 for a repeat, which is left out.
         """
         self._like = samples

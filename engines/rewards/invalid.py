@@ -31,7 +31,6 @@ def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most:
         problems: reasons of this rank, a line each.
         group: number of consecutive samples that belong together.
         most: largest share of the groups of a rollout that may be left out.
-        world: process group.
 
     Raises:
         RunError: it is more.
@@ -53,7 +52,6 @@ def check_scores(scores: Tensor, problems: Sequence[str], *, most: float, world:
         scores: `[N, K]` of all ranks, NaN where invalid.
         problems: reasons of this rank, a line each.
         most: largest share of the samples that may be left out.
-        world: process group.
 
     Raises:
         RunError: it is more, or none is left.

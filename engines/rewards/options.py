@@ -44,7 +44,6 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
     """Return the parts of a reward's text, see the head of this file.
 
     Args:
-        text: the text.
         known: names that are no modules.
         field: setting that it is a value of, for messages.
 
@@ -78,8 +77,6 @@ def made(label: str, found: Any, options: Mapping[str, str]) -> Any:
 
     Args:
         label: start of messages, e.g. "rewards 'mine:Score'".
-        found: class or function.
-        options: options as text.
 
     Raises:
         UsageError: an option is unknown, missing or of another type, or the class raises.
@@ -116,11 +113,7 @@ def _split(word: str) -> tuple[str, str | None]:
 
 
 def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *, factory: bool) -> dict[str, Any]:
-    """Return options as values of the types that a class or a function declares.
-
-    Raises:
-        UsageError: one is unknown, missing or of another type.
-    """
+    """Return options as values of the types that a class or a function declares."""
     is_factory = inspect.isclass(make) or factory
     parameters = dict(inspect.signature(make).parameters)
     hints: dict[str, Any] = {}
@@ -140,11 +133,7 @@ def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *,
 
 
 def _value(label: str, text: str, hint: Any) -> Any:
-    """Return an option's text as a value of a type.
-
-    Raises:
-        UsageError: it is not one.
-    """
+    """Return an option's text as a value of a type."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
     plain = [str(choice) for choice in choices]

@@ -40,8 +40,6 @@ class RewardRunner:
     A call that raises gives its samples no score. If the error may come from one of them, they are scored one by one.
 
     Args:
-        reward: reward to call.
-        label: name of the reward in messages.
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
         tolerated: number of invalid samples between two calls of `results` above which the reward is not called any more,
             because the run stops anyway; None calls it always.
@@ -162,7 +160,6 @@ class RewardRunners:
     """Several rewards of the same samples, each on its own thread.
 
     Args:
-        weighted: rewards with their weights, by name.
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
         group: samples per group, of which a reward that compares them gets all in one call; 0 has no groups.
         tolerated: number of invalid samples of a reward above which it is not called any more, see `RewardRunner`.

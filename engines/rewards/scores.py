@@ -48,7 +48,6 @@ def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
     A score that is not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in `problems`.
 
     Args:
-        returned: anything.
         prompts: prompts of the samples that it was called with.
         label: start of a message, e.g. "reward 'bright'".
 
@@ -77,11 +76,7 @@ def _problem(score: float, prompt: str, label: str) -> str:
 
 
 def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
-    """Return one real number per sample, finite or not.
-
-    Raises:
-        RunError: that is not what was returned.
-    """
+    """Return one real number per sample, finite or not; raise RunError for anything else."""
     count = len(prompts)
     try:
         scores = _tensor(returned)

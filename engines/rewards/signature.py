@@ -38,7 +38,6 @@ class Signature:
 
     Args:
         positional: what is passed by position, in this order; names of `KNOWN`.
-        named: what is passed by name.
     """
 
     positional: tuple[str, ...] = FIRST
@@ -63,9 +62,6 @@ def signature_of(reward: Any) -> Signature:
 
     Its first two parameters are the images and the prompts, or what their names say. A further parameter is passed what its
     name says. One of another name keeps its default.
-
-    Args:
-        reward: anything.
 
     Raises:
         ValueError: it cannot be called as a reward; the message continues after the name of the reward.
@@ -122,11 +118,7 @@ def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
 
 
 def _value(name: str, samples: Samples) -> Any:
-    """Return what is passed for a parameter.
-
-    Raises:
-        UsageError: the samples have none.
-    """
+    """Return what is passed for a parameter; raise UsageError if the samples lack it."""
     if name == "videos" and samples.images.ndim != 5:
         raise UsageError(
             f"it takes videos, and these are images {list(samples.images.shape[1:])}: name its parameter images"

@@ -14,9 +14,7 @@ def warm_up(runners: Sequence[RewardRunner], blank: Samples, *, count: int, grou
     """Score a blank batch with every reward; a NaN for a blank image is no failure.
 
     Args:
-        runners: the rewards.
         blank: one blank sample, and prompts that are taken in turn.
-        count: number of samples of the batch.
         group: number of samples of a group, for rewards that compare its samples.
 
     Raises:

@@ -40,10 +40,8 @@ class KeyCheck:
     """Application that lets requests with the API key through.
 
     Args:
-        app: application.
         key: key that must be sent as a bearer token; empty lets every request through.
         admin: key of the control endpoints, which also opens the others; empty leaves them to the API key.
-        control: paths of the control endpoints.
     """
 
     def __init__(self, app: ASGIApp, key: str, *, admin: str = "", control: Collection[str] = ()) -> None:
@@ -132,8 +130,6 @@ def application(
     """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
     Args:
-        routes: its endpoints.
-        close: function that is called at the end.
         key, admin, control: see `KeyCheck`.
     """
 
@@ -180,8 +176,6 @@ def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], c
     """Serve an application until SIGINT or SIGTERM, which let the requests at work finish for five seconds.
 
     Args:
-        app: application.
-        host: address to listen on.
         port: port; 0 takes a free one.
         ready: function that is called with the server's address as soon as it takes connections.
         connections: largest number of requests at the same time; more are answered with 503.
@@ -227,11 +221,7 @@ def _stopped_by_signals(server: Any) -> Iterator[None]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address.
-
-    Raises:
-        UsageError: that is not possible.
-    """
+    """Return a socket that listens on an address."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)

@@ -137,11 +137,7 @@ def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, list[Prompt]]:
 
 
 class _Decoder:
-    """Decodes the images of one request, as long as they have few enough pixels.
-
-    Args:
-        most_pixels: pixels of all images together.
-    """
+    """Decodes the images of one request, as long as they have few enough pixels."""
 
     def __init__(self, most_pixels: int) -> None:
         self.most = self.left = most_pixels

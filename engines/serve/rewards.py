@@ -30,7 +30,7 @@ from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory
 
 
 class Outcome(NamedTuple):
-    """What became of a sample: a score with further numbers, or NaN and a line that says why."""
+    """Result of scoring a sample: a score with further numbers, or NaN and a line that says why."""
 
     score: float
     parts: dict[str, float]
@@ -42,8 +42,6 @@ class RewardService:
     """The handlers of the reward server.
 
     Args:
-        rewards: rewards by name.
-        limits: largest request.
         batch: largest number of samples per call of a reward.
         linger: seconds that a request waits for others to fill a batch.
         most_waiting: largest number of samples that wait for one reward.
@@ -143,7 +141,6 @@ def application(service: RewardService, *, key: str = "") -> ASGIApp:
     """Return the ASGI application of a service.
 
     Args:
-        service: the handlers.
         key: API key that requests must send; empty asks for none.
     """
     routes = [

@@ -30,10 +30,7 @@ def build_source(
     """Return what makes the samples of a run.
 
     Args:
-        rollout: how samples are made, and where.
-        model: adapter of the architecture.
         behaviour: opens the network that makes the rollouts.
-        world: process group.
         resume: whether the run goes on, so that `rollout.store` may hold its rollouts.
         adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
         product: how adapted layers multiply their input.

@@ -20,12 +20,8 @@ class Handshake:
 
     Args:
         levels: noise levels of the schedule; the servers' are the same, else their samples are not taken.
-        timesteps: timesteps of the network.
-        shape: shape of a sample.
-        image: shape of an image.
         differences: largest |log-prob by a server - log-prob by the trainer| of each recorded step.
         kind: what the servers are.
-        servers: their addresses.
     """
 
     levels: tuple[float, ...]
@@ -71,11 +67,7 @@ def compare(
     """Return how far the log-probs of a chunk are from those that this network gives the same steps.
 
     Args:
-        model: adapter of the architecture.
-        module: the trainer's network.
         chunk: samples of servers, with the same steps for all.
-        sampling: how they were made.
-        kind, servers: the servers.
     """
     levels, timesteps, trajectory = sampling.schedule.levels, sampling.schedule.timesteps, chunk.trajectory
     differences: dict[int, float] = {}
@@ -113,10 +105,7 @@ def check(found: Handshake, *, tolerance: float, corrected: bool, world: World) 
     """Raise RunError if the numbers are too far apart on any rank; every rank must take part.
 
     Args:
-        found: the comparison.
-        tolerance: largest difference.
         corrected: whether the run corrects for the difference.
-        world: process group.
     """
     with world.agreed():
         if not found.largest <= tolerance and not corrected:  # NaN too

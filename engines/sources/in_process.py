@@ -11,7 +11,6 @@ class InProcess(RolloutSource):
     """Source of samples that shares the trainer's weights.
 
     Args:
-        model: adapter of the architecture.
         behaviour: opens the network that makes the rollouts.
     """
 

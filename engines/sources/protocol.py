@@ -29,8 +29,6 @@ class RolloutSource(Protocol):
 
         Args:
             requests: prompts and ids of this rank's samples, in whole chunks.
-            sampling: how they are made.
-            micro_batch: number of samples per chunk.
 
         Raises:
             RunError: they cannot be had.
@@ -42,7 +40,6 @@ class RolloutSource(Protocol):
 
         Args:
             engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
-            version: number of updates that made them.
 
         Raises:
             RunError: they cannot be given to whatever makes the samples.
@@ -56,7 +53,6 @@ class RolloutSource(Protocol):
 
         Args:
             requests: samples of one prompt.
-            sampling: how they are made.
         """
         return None
 

@@ -35,13 +35,11 @@ class Remote(RolloutSource):
     """Source of samples that servers make.
 
     Args:
-        rollout: how samples are made, and the servers.
         model: adapter of the architecture, which encodes the prompts.
         behaviour: opens the trainer's own copy of the network that makes the rollouts.
         adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
         world: process group; each rank asks for its own samples.
         sizes: size in pixels and number of frames by the shape of a sample, where the servers know several.
-        sync: what gives the servers the weights.
 
     Raises:
         UsageError: the servers cannot make such samples, or one is no rollout server.
@@ -176,12 +174,7 @@ class Remote(RolloutSource):
             self._seen[key].add(name)
 
     def _kind(self) -> Kind:
-        """Return what the servers are.
-
-        Raises:
-            UsageError: they differ, or make samples of another shape or for another prediction.
-            RunError: none answers.
-        """
+        """Return what the servers are; raise UsageError if they differ, or predict something else than the model."""
         found: dict[str, ServerInfo] = {}
         for server in self.pool.servers:
             try:

@@ -36,7 +36,6 @@ class Expected:
 
     Args:
         kind: what the servers are.
-        sampling: how samples are made.
         version: version of the weights that must make them.
         most_mb: largest reply, in megabytes.
     """

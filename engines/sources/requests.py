@@ -45,9 +45,7 @@ class Asking:
 
     Args:
         kind: what the servers are.
-        sampler: name of the sampler.
         eta: scale of its noise.
-        prediction: what the model predicts.
         sizes: size in pixels, and number of frames, by the shape of a sample; none where the server knows one shape alone.
     """
 
@@ -61,9 +59,6 @@ class Asking:
         """Return the orders of a rollout: consecutive samples of one prompt and one chunk; a repeated sample is left out.
 
         Args:
-            requests: the samples.
-            sampling: how they are made.
-            micro_batch: samples per chunk.
             guided: whether they are given a negative prompt.
         """
         found, known = list[PromptOrder](), set[int]()
@@ -101,9 +96,6 @@ class Asking:
         """Return the request of an order.
 
         Args:
-            order: the samples.
-            key: key of the rollout.
-            sampling: how they are made.
             version: version of the weights that must make them.
         """
         stochastic, guidance, steps = sampling.stochastic, sampling.guidance, len(sampling.schedule.timesteps)

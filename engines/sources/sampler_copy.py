@@ -36,7 +36,6 @@ class Copy:
 
     Args:
         module: network with adapters, built as the engine's was.
-        blocks: its repeated blocks.
         world: process group of the engine. Every rank must take part.
         config: sharding of the engine, of which precision and attention are kept.
         adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
@@ -65,12 +64,7 @@ class Copy:
         self._shards = self.sharded.shards()
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over weights as `held` returned them; no other rank takes part.
-
-        Args:
-            weights: the weights.
-            version: number of updates that made them.
-        """
+        """Take over weights as `held` returned them; no other rank takes part."""
         self.version = version
         with torch.no_grad():
             for name, tensor in weights.items():

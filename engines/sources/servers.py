@@ -21,12 +21,7 @@ ELSEWHERE = (408, 409, 429)  # statuses below 500 of a server that others may do
 
 
 class Server:
-    """A server, and what is known of it.
-
-    Args:
-        url: its address.
-        config: how it is asked.
-    """
+    """A server, and what is known of it."""
 
     def __init__(self, url: str, config: ServersConfig) -> None:
         admin = config.admin_env or config.key_env
@@ -56,8 +51,6 @@ class ServerPool:
     A server that does not answer leaves, and comes back when it says that it is ready and `revive` has nothing against it.
 
     Args:
-        urls: addresses of the servers.
-        config: how they are asked.
         revive: function that makes a server which has come back as the others are; it returns why that is not possible.
 
     Raises:
@@ -86,8 +79,6 @@ class ServerPool:
         """Return what `read` makes of the first reply that can be used; from any number of threads.
 
         Args:
-            path: path of the request.
-            body: its JSON.
             read: function that raises WireError for a reply that cannot be used.
 
         Raises:
@@ -105,21 +96,28 @@ class ServerPool:
                 reply, problem = server.client.attempt(path, body)
                 if reply is not None and is_success(reply):
                     found = read(reply)
-                    self._succeeded(server)
+                    with self._news:
+                        self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
                     return found
             except WireError as error:
                 problem = f"{server.address}{path} sent a reply that cannot be used: {error}"
             except RunError as error:  # too large
                 problem = str(error)
             finally:
-                self._release(server)
+                with self._news:
+                    server.in_flight -= 1
+                    self._news.notify_all()
             status = 0 if reply is None else reply.status
             if 300 <= status < 500 and status not in ELSEWHERE:
                 raise RunError(problem)
             failures += status != 429
             if failures >= TRIES:
                 raise RunError(f"{problem}; {failures} tries failed")
-            self._failed(server, status, problem, retry_after(reply))
+            with self._news:  # it is left alone for a while, or until it is back
+                if status == 429:
+                    server.busy_until = time.monotonic() + max(retry_after(reply), BUSY)
+                else:
+                    self._leave(server, problem)
             since, avoid = time.monotonic() if since is None else since, server
             self._check_patience(since)
 
@@ -170,23 +168,6 @@ class ServerPool:
             server = min(free, key=lambda each: (each is avoid, each.in_flight))
             server.in_flight += 1
             return server
-
-    def _release(self, server: Server) -> None:
-        with self._news:
-            server.in_flight -= 1
-            self._news.notify_all()
-
-    def _succeeded(self, server: Server) -> None:
-        with self._news:
-            self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
-
-    def _failed(self, server: Server, status: int, problem: str, asked: float) -> None:
-        """Note that a server has failed at a request: it is left alone for a while, or until it is back."""
-        with self._news:
-            if status == 429:
-                server.busy_until = time.monotonic() + max(asked, BUSY)
-            else:
-                self._leave(server, problem)
 
     def _leave(self, server: Server, problem: str) -> None:
         """Send no requests to a server until a probe succeeds; with the lock."""

@@ -41,8 +41,6 @@ class Storing(RolloutSource):
     """Source that keeps the rollouts of another in a folder, whole ones alone.
 
     Args:
-        source: maker of the samples.
-        folder: where they are written.
         world: process group; one rank of those with the same samples writes.
         resume: whether the run goes on, so that its rollouts may be there already.
 
@@ -85,7 +83,6 @@ class Replayed(RolloutSource):
     others than the trainer's: its log-probabilities are those of the policy that made it.
 
     Args:
-        folder: folder of rollouts.
         model: adapter of the architecture, which encodes the prompts.
 
     Raises:
@@ -160,9 +157,6 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
     """Write this rank's part of a rollout.
 
     Args:
-        folder: where to.
-        requests: what was asked for.
-        sampling: how it was made.
         chunks: all chunks of this rank, on the host.
         part: number of this rank among those with other samples.
 

@@ -114,8 +114,6 @@ class WeightSync:
         """Give servers the current weights; every rank must take part.
 
         Args:
-            engine: engine that holds them.
-            version: number of updates that made them.
             peers: the servers; those of the main rank count.
             adapter: adapter that makes the rollouts.
 
@@ -395,11 +393,7 @@ class WeightSync:
 
 
 def _accepted(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
-    """Post a change of the weights.
-
-    Raises:
-        RunError: the server does not say that it was made.
-    """
+    """Post a change of the weights; raise RunError if the server refuses."""
     answer = peer.post(path, value)
     if isinstance(answer, Mapping) and answer.get("success") is False:
         raise RunError(f"{peer.address}{path} refused: {str(answer.get('message'))[:160]}")

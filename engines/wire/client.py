@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx2
 
@@ -34,14 +34,6 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Clock(Protocol):
-    """The module `time`, or what tests put in its place."""
-
-    def monotonic(self) -> float: ...
-
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 class HttpClient:
     """Requests to one server, from any number of threads.
 
@@ -55,7 +47,6 @@ class HttpClient:
         key_env: environment variable that holds an API key, sent as a bearer token. Empty sends none.
         most_mb: largest reply, in megabytes.
         transport: transport of httpx, by default one connection per request and no proxy of the environment.
-        clock: time.
 
     Raises:
         UsageError: an argument is wrong, or the environment variable is not set.
@@ -71,7 +62,7 @@ class HttpClient:
         key_env: str = "",
         most_mb: int = 64,
         transport: httpx2.BaseTransport | None = None,
-        clock: Clock = time,
+        clock: Any = time,  # tests put another in its place
     ) -> None:
         self.address, self.url = url.rstrip("/"), _checked_url(url)
         for name, value in {"timeout": timeout, "in_flight": in_flight, "most_mb": most_mb}.items():
@@ -115,9 +106,7 @@ class HttpClient:
         """Send a request once; return the reply, None if there was none, and what is wrong where it is no success.
 
         Args:
-            path: path, with its first slash.
             body: body; None sends a GET request.
-            content_type: media type of the body.
 
         Raises:
             RunError: the reply is too large.
@@ -125,10 +114,6 @@ class HttpClient:
         try:
             with self._slots:
                 reply = self._sent(path, body, content_type)
-        except _TooLargeError:
-            raise RunError(
-                f"{self.address} sent a reply of more than {self.most_mb} MB, which was cut off: set most_mb if it is right"
-            ) from None
         except (TimeoutError, httpx2.TimeoutException):
             return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -162,14 +147,11 @@ class HttpClient:
             delay = min(2 * delay, LAST_DELAY)
 
     def _sent(self, path: str, body: bytes | None, content_type: str) -> Reply:
-        """Return the reply to a request, read piece by piece so that one that is too large is cut off.
-
-        Raises:
-            TimeoutError: the whole takes longer than the timeout.
-            httpx2.HTTPError: there is no connection, or it broke before the reply was complete.
-            _TooLargeError: the reply is larger than `most_mb`.
-        """
+        """Return the reply to a request, read piece by piece so that one that is too large is cut off."""
         most, read = int(self.most_mb * 1_000_000), bytearray()
+        too_large = RunError(
+            f"{self.address} sent a reply of more than {self.most_mb} MB, which was cut off: set most_mb if it is right"
+        )
         with (
             _Deadline(self.timeout) as deadline,
             self._client.stream(
@@ -182,11 +164,11 @@ class HttpClient:
         ):
             announced = response.headers.get("content-length", "")
             if announced.isdecimal() and int(announced[:18]) > most:
-                raise _TooLargeError
+                raise too_large
             for piece in response.iter_raw():
                 read += piece
                 if len(read) > most:
-                    raise _TooLargeError
+                    raise too_large
             return Reply(response.status_code, dict(response.headers), bytes(read))
 
     def _problem(self, reply: Reply) -> str:
@@ -198,10 +180,6 @@ class HttpClient:
             advice = "the key was not accepted" if self._key else "set key_env to the environment variable of an API key"
             return f"answered {reply.status}: {advice}"
         return f"answered {reply.status}: {shown(reply.body)}"
-
-
-class _TooLargeError(Exception):
-    """The reply has more bytes than the caller takes."""
 
 
 class _Deadline:
@@ -277,11 +255,7 @@ def _direct(url: httpx2.URL) -> httpx2.HTTPTransport:
 
 
 def _checked_url(url: str) -> httpx2.URL:
-    """Return a server's address.
-
-    Raises:
-        UsageError: it is not one.
-    """
+    """Return a server's address."""
     try:
         parts: httpx2.URL | None = httpx2.URL(url)
     except httpx2.InvalidURL:

@@ -30,10 +30,7 @@ def convert(
     """Return a JSON value as an object of a type.
 
     Args:
-        value: the value.
-        kind: the type, e.g. a `msgspec.Struct`.
         lenient: null stands for the default of any field, and 4.0 is an integer.
-        name: name of the value in messages; empty for the whole body.
         hook: function that makes values of types that msgspec does not know.
 
     Raises:

@@ -35,7 +35,6 @@ class RequestLimits:
 
     Args:
         pixels: width times height times frames of one sample.
-        steps: steps of the schedule.
         outputs: samples per request.
         characters: characters of a prompt.
     """
@@ -110,7 +109,6 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
         guidance_scale, true_cfg_scale: scale of classifier-free guidance, whichever the model has.
         image_path: conditioning images on the server's disk.
         rollout: whether to return log-probabilities, and what else is asked for, beside the samples.
-        rollout_sde_type: sampler.
         rollout_noise_level: eta.
         rollout_log_prob_no_const: return negative squared residuals instead of log-probabilities.
         rollout_debug_mode: return what each step was computed from.
@@ -214,7 +212,6 @@ def check_steps(request: RolloutRequest, steps: int) -> None:
     """Raise WireError unless the indices of a request are steps of its schedule.
 
     Args:
-        request: the request.
         steps: steps of the schedule, which the server may have chosen.
     """
     for name, indices, most in (
@@ -280,7 +277,6 @@ def guidance_of(request: RolloutRequest, default: Guidance) -> Guidance:
     """Return the guidance of a request.
 
     Args:
-        request: the request.
         default: guidance of the server, for what the request leaves open.
     """
     scale, negative = request.scale, request.negative_prompt

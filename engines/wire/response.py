@@ -61,15 +61,12 @@ class RolloutSample:
     """One sample of a response. A field that was not asked for is None.
 
     Args:
-        request_id: name of the request.
-        prompt: its prompt.
         seed: seed of the request, which for sample i is not seed + i.
         generated_output: image `[C, H, W]` or video `[C, F, H, W]`, floating-point in [0, 1] or uint8.
         rollout_log_probs: log-probability of each step, `[T]` float32, 0 at steps without noise.
         rollout_debug_tensors: what each step was computed from, each `[T, ...]`.
         denoising_env: conditioning of the network, maps and lists with tensors in them; as it was received, msgpack for
             `tensors.tree_of`, because no trainer reads it.
-        dit_trajectory: latents and schedule.
         inference_time_s: seconds that the sample took.
         peak_memory_mb: largest memory of the device so far.
         weight_version: version of the weights that made the sample; None from servers that do not say.
@@ -97,8 +94,6 @@ def read_response(data: bytes, *, most_bytes: int = 4_000_000_000, media_type: s
     """Return the samples of a response.
 
     Args:
-        data: body of the response.
-        most_bytes: largest body.
         media_type: media type of the body; JSON is what servers sent before July 2026.
 
     Raises:

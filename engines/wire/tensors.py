@@ -41,8 +41,6 @@ class Envelope(Struct, frozen=True):
 
     Args:
         data: safetensors file of one tensor named t.
-        shape: shape of the tensor.
-        dtype: its dtype, as torch writes it.
         marked: field by which an envelope is known.
 
     Raises:

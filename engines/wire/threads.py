@@ -17,11 +17,6 @@ def in_threads(
     """Yield the place of each item with its result, or with what the function raised; drop work that is no longer needed.
 
     The threads are daemons: one that waits for a server keeps no process from ending.
-
-    Args:
-        function: function to call.
-        items: its arguments.
-        at_once: largest number of threads.
     """
     left, over = list(reversed(list(enumerate(items)))), threading.Event()
     done: SimpleQueue[tuple[int, Result | BaseException]] = SimpleQueue()

@@ -66,7 +66,6 @@ def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: to
     Args:
         factors: tensors by `layer.lora_A.weight` and `layer.lora_B.weight`.
         scaling: alpha / rank, times the strength.
-        dtype: see `Checksum`.
     """
     scale = torch.tensor(scaling, dtype=torch.float64).view(torch.int64)  # as an integer, no dtype changes it
     return checksum([*((name, factors[name]) for name in sorted(factors)), (SCALING, scale)], dtype=dtype)
@@ -97,7 +96,6 @@ def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place
 
     Args:
         layout: tensors by name, in the order in which they will be sent. Their values are not read.
-        most_bytes: bytes per bucket.
     """
     found: list[list[Place]] = []
     for name, tensor in layout.items():
@@ -121,8 +119,6 @@ class SharedBucket(Struct, frozen=True):
     Args:
         push: name of the push; its buckets are staged together.
         index, count: number of the bucket, and of all buckets of the push.
-        module: name of the network.
-        file: path of the file.
         places: where each tensor lies in it.
 
     Raises:

@@ -29,8 +29,6 @@ def in_batches(
     """Return the scores `[B, ...]` of samples that are sent in batches, NaN for those of a batch that failed.
 
     Args:
-        images: the samples, `[B, ...]`.
-        prompts: prompt of each.
         scored: function of some samples on the host, and their slice, that returns a number, or a list of as many numbers,
             for each.
         server: server that is asked; its `in_flight` is the largest number of calls at the same time.

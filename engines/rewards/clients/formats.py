@@ -28,7 +28,6 @@ class FlowFactory:
     Source of the format: Flow-Factory, `reward_server/example_server.py`.
 
     Args:
-        server: the server.
         batch: largest number of samples per request.
     """
 
@@ -70,7 +69,6 @@ class UniRL:
     Source of the format: UniRL, `unirl-reward-service/reward_service/schemas.py`.
 
     Args:
-        server: the server.
         rewards: names of rewards that the server has; their scores are added.
         metric: how the numbers of one reward become one: the first, their mean or the largest.
         batch: largest number of samples per request.
@@ -157,7 +155,6 @@ class FlowGrpo:
     Source of the formats: verl-omni's HTTP scorer, and flow_grpo's `rewards.py`.
 
     Args:
-        server: the server.
         trust_pickle: must be True, as a sign that the format is known to be one of pickles.
         form: fields of a request: verl (images, prompts, metadata), unified (images, prompts), deqa (images), or geneval
             (images, meta_datas, only_strict).

@@ -76,7 +76,6 @@ class Answer(NamedTuple):
     """Reply of the model.
 
     Args:
-        text: what it says.
         first: log-probability of each likely first token; empty if the server gives none.
     """
 
@@ -110,10 +109,7 @@ class Chat:
 
         Args:
             images: PNG files.
-            text: the question.
-            max_tokens: largest number of tokens of the reply.
             logprobs: whether to ask for the log-probabilities of the first token.
-            schema: JSON schema of the reply.
 
         Raises:
             RunError: there is no reply, or it has another form.
@@ -178,7 +174,6 @@ class YesNo:
     Source: VQAScore, arXiv 2404.01291, whose question is the built-in template.
 
     Args:
-        server: chat server.
         model: name of the model. Empty takes the server's only one.
         template: file of the question, in which {prompt} stands for the prompt.
     """
@@ -208,9 +203,6 @@ class Rating:
 
     Args:
         server, model, template: as of `YesNo`.
-        low: least rating.
-        high: largest rating.
-        max_tokens: largest number of tokens of the reply.
     """
 
     def __init__(
@@ -261,7 +253,6 @@ class UnifiedReward:
     Args:
         server, model, template: as of `YesNo`; the model is UnifiedReward.
         size: width and height that images are resized to; 0 leaves them as they are.
-        max_tokens: largest number of tokens of the reply.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class ServeLimits:
     """Largest requests and responses.
 
     Args:
-        request: limits of a request.
         body: bytes of a request's body.
         response: bytes of the tensors of a response, counted before they are made.
     """
@@ -39,16 +38,11 @@ class Recipe:
     """How the samples of one batch are made; samples with different recipes are made in different batches.
 
     Args:
-        shape: shape of a sample.
-        steps: steps of the schedule.
-        guidance: guidance of every step.
-        form: form of the log-probabilities.
         options: fluvial's own fields of the request that are the same for all samples.
         sampler: name of the sampler of the stochastic steps; None takes none.
         eta: scale of the noise.
         window: the stochastic steps; None where each sample has a window of its own.
         window_size: number of steps of such a window.
-        record: whether log-probabilities are recorded.
         shared: prompt and key of the samples that share the first steps.
     """
 
@@ -77,15 +71,8 @@ class SampleOrder(NamedTuple):
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
 
 
-class Ordered(NamedTuple):
-    """A request as orders."""
-
-    seed: int | None  # None where the noise comes from a key
-    orders: list[SampleOrder]
-
-
-def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> Ordered:
-    """Return the orders of a request.
+def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
+    """Return the seed of a request, None where its noise comes from a key, and its orders.
 
     Raises:
         RequestError: the model cannot make these samples, or they are too large.
@@ -147,7 +134,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> O
         for row in range(request.outputs)
     ]
     _check_size(orders, limits)
-    return Ordered(seed, orders)
+    return seed, orders
 
 
 def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) -> None:
@@ -197,11 +184,7 @@ def _observed(recipe: Recipe) -> list[int]:
 
 
 def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the boundaries whose latents are returned.
-
-    Raises:
-        RequestError: one of them is not known.
-    """
+    """Return the boundaries whose latents are returned; raise RequestError if one of them is not known."""
     if request.fluvial.recorded_only:
         return tuple(sorted({*window, *(step + 1 for step in window), recipe.steps}))
     asked = request.rollout_return_step_indices

@@ -26,12 +26,9 @@ class Policy:
 
     Args:
         name: what the user calls the model.
-        model: adapter of the architecture.
-        weights: weights of its network, with their version.
         shape: shape of a sample where a request names no size.
         steps: steps of the schedule where a request names none.
         guidance: guidance where a request names none.
-        device: device of the network.
     """
 
     def __init__(

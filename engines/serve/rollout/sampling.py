@@ -60,8 +60,6 @@ def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> 
     to make, and the bits of a sample do not depend on what else is asked for.
 
     Args:
-        policy: the model.
-        orders: the orders.
         micro_batch: rows of a batch.
 
     Raises:

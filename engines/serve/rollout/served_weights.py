@@ -48,7 +48,6 @@ class ServedWeights:
     Args:
         module: network, or an nn.ModuleDict of networks, with its base weights and no adapters.
         roots: folders that clients may name files in.
-        device: device of the network.
         version: number of updates that made the weights.
 
     Raises:
@@ -110,7 +109,6 @@ class ServedWeights:
         Memory: the tensors of the networks on the host, and the bytes of one file.
 
         Args:
-            path: folder.
             targets: names of the networks, by default all.
             sha256: checksum of each network's files, of all their tensors; compared where it is there.
 
@@ -215,9 +213,6 @@ class ServedWeights:
         """Return the adapter of a file, or of a folder with one, for a network.
 
         Args:
-            path: file or folder.
-            target: name of the network.
-            nickname: name of the adapter.
             strength: factor of the adapter's output.
             alpha: replaces the file's alpha.
             product: how an adapted layer multiplies its input.

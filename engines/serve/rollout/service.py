@@ -32,14 +32,7 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 class RolloutService:
-    """The handlers of the rollout server.
-
-    Args:
-        policy: the model.
-        batcher: makes the samples.
-        limits: largest requests and responses.
-        deadline: seconds that a request may take.
-    """
+    """The handlers of the rollout server."""
 
     def __init__(
         self, policy: Policy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
@@ -55,10 +48,10 @@ class RolloutService:
         """
         value = await json_of(request, most_bytes=self.limits.body)
         asked = read_request(value, self.limits.request)
-        ordered = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
+        seed, orders = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
         self.policy.check_version(asked.fluvial.version)
         self.policy.check_resumed()
-        future = self.batcher.submit(ordered.orders)
+        future = self.batcher.submit(orders)
         work = asyncio.wait_for(asyncio.wrap_future(future), self.deadline)
         try:
             samples = await until_gone(request, work)
@@ -66,7 +59,7 @@ class RolloutService:
             raise RequestError(
                 504, f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline"
             ) from None
-        body = await asyncio.to_thread(_body, asked, ordered.seed, samples, self.policy.device)
+        body = await asyncio.to_thread(_body, asked, seed, samples, self.policy.device)
         return Response(body, media_type=MSGPACK)
 
     async def health(self, request: Request) -> JSONResponse:
@@ -130,7 +123,6 @@ def application(service: RolloutService, *, key: str = "", admin: str = "", cont
     """Return the ASGI application of a service.
 
     Args:
-        service: the handlers.
         key: API key that requests must send; empty asks for none.
         admin: key that requests to the control endpoints must send; empty asks for the API key.
         control: endpoints that change what is served.

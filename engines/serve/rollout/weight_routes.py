@@ -93,7 +93,6 @@ class WeightRoutes:
     """The handlers.
 
     Args:
-        weights: weights of the served network.
         between: runs a change while no batch is sampled.
     """
 

@@ -18,7 +18,7 @@ REFUSED = httpx2.ConnectError("[Errno 111] refused")
 
 def asked(server: HttpClient) -> list[float]:
     """Return the seconds that a client slept."""
-    slept: list[float] = server.clock.slept  # type: ignore[attr-defined]
+    slept: list[float] = server.clock.slept
     return slept
 
 
