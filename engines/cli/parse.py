@@ -273,8 +273,8 @@ def console() -> "Console":
 
 def check_server_packages(command: str) -> None:
     """Raise UsageError if a package of the HTTP servers is missing."""
-    if any(importlib.util.find_spec(name) is None for name in ("msgspec", "starlette", "uvicorn")):
-        raise UsageError(f"{command} needs starlette, uvicorn and msgspec: pip install 'fluvial[serve]'")
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise UsageError(f"{command} needs starlette and uvicorn: pip install 'fluvial[serve]'")
 
 
 def one_size(pipeline: Any) -> None:

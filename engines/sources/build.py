@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.config import REPLAYED, RolloutConfig
 from fluvial.engines.sources.in_process import InProcess
@@ -45,11 +44,10 @@ def build_source(
         return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
     source: RolloutSource = InProcess(model, behaviour)
     if rollout.is_served:
-        try:  # the packages of the extra `serve` are needed by runs with servers alone
-            from fluvial.engines.sources.remote import Remote
-            from fluvial.engines.sources.weight_sync import WeightSync
-        except ModuleNotFoundError as error:
-            raise UsageError(f"rollouts by servers need {error.name}: pip install 'fluvial[serve]'") from error
+        # Imported by runs with servers alone, because HTTP's packages take a while.
+        from fluvial.engines.sources.remote import Remote
+        from fluvial.engines.sources.weight_sync import WeightSync
+
         asked = rollout.servers
         sync = WeightSync(
             world if copy is None else copy.world,
