@@ -48,6 +48,7 @@ def updated(
 
     Args:
         multipliers: those before, by name of the reward.
+        means: mean of each reward over the rollout.
         lr: step size, per unit of the reward.
     """
     return {

@@ -16,7 +16,7 @@ from fluvial.models import DiffusionModel
 
 @dataclass(frozen=True)
 class Handshake:
-    """What servers and trainer compute of the same samples.
+    """Comparison of the servers' and the trainer's numbers for the same samples.
 
     Args:
         levels: noise levels of the schedule; the servers' are the same, else their samples are not taken.

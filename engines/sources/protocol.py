@@ -40,6 +40,7 @@ class RolloutSource(Protocol):
 
         Args:
             engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
+            version: number of updates that made them.
 
         Raises:
             RunError: they cannot be given to whatever makes the samples.

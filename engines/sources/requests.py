@@ -45,7 +45,7 @@ class Asking:
 
     Args:
         kind: what the servers are.
-        eta: scale of its noise.
+        eta: scale of the sampler's noise.
         sizes: size in pixels, and number of frames, by the shape of a sample; none where the server knows one shape alone.
     """
 

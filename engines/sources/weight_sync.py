@@ -114,6 +114,7 @@ class WeightSync:
         """Give servers the current weights; every rank must take part.
 
         Args:
+            version: number of updates that made them.
             peers: the servers; those of the main rank count.
             adapter: adapter that makes the rollouts.
 
