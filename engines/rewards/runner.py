@@ -27,7 +27,7 @@ BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest
 
 @dataclass
 class Tally:
-    """What a reward's thread counts of the chunks of a rollout."""
+    """Counts of a reward's thread over the chunks of a rollout."""
 
     seconds: float = 0.0  # that the reward computed
     failed: int = 0  # invalid samples
@@ -147,7 +147,7 @@ class RewardRunner:
 
 
 class Collected(NamedTuple):
-    """What several rewards say of N samples, on one rank."""
+    """Scores of N samples by several rewards, on one rank."""
 
     scores: Tensor  # [N, K], NaN where invalid; 0 for samples of which another rank has the score
     parts: dict[str, dict[int, float]]  # further numbers of rewards by "reward/name" and sample

@@ -29,7 +29,7 @@ GONE = 499  # status of a request whose client has hung up; nobody receives it
 
 
 class RequestError(Exception):
-    """What is wrong with a request, for the client: a status and one line."""
+    """Error of a request, for the client: a status and one line."""
 
     def __init__(self, status: int, problem: str, *, retry_after: int | None = None) -> None:
         super().__init__(problem)

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """What replies have to fit.
+    """Properties that replies must have.
 
     Args:
         kind: what the servers are.
