@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ def save(
     world: World,
     keep: int,
     spare: int | None = None,
+    copy_ahead: bool = True,
 ) -> Folder:
     """Write a checkpoint, then remove later ones and all but the newest `keep`. Every rank must take part.
 
@@ -58,6 +60,7 @@ def save(
         world: process group that saves.
         keep: number of checkpoints to keep, at least 1.
         spare: update of a checkpoint that is kept as well.
+        copy_ahead: whether tensors are copied to the host on streams of the current device; a thread has another one.
 
     Raises:
         UsageError: the URL's protocol is not known, or a package for it is missing.
@@ -65,8 +68,45 @@ def save(
     """
     with world.agreed():
         store = open_store(folder)
-    manifest = _unsealed(update, fingerprint, meta)
-    return type(folder)(_save(store, state, manifest, world, keep=keep, spare=spare, copy_ahead=True))
+    name = f"{update:06d}"
+    failed = _failed(store, name)
+    draft: Draft | None = None
+    with _agreed(world, failed):
+        if world.is_main:
+            draft = store.draft(name)
+    draft = world.gather_items(draft)[0]
+    assert draft is not None
+    try:
+        with _agreed(world, failed):
+            files = DraftFiles(store, draft)
+            writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
+            writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
+            if not copy_ahead:
+                writer.per_thread_copy_ahead = 0
+            dense = {key: tensor.contiguous() for key, tensor in state.items()}  # as safetensors demands
+            dcp.save(dense, storage_writer=writer, process_group=world.group)
+        written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
+        with _agreed(world, failed):
+            if world.is_main:
+                present = store.sizes(draft.folder)
+                for file, entry in written.items():
+                    if present.get(file.removeprefix(draft.prefix)) != entry["bytes"]:
+                        raise OSError(f"{file} is not there: all ranks must write to the same disk")
+                manifest = {"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta, "files": written}
+                manifest = json.loads(json.dumps(manifest))  # with the types that a reading will find
+                store.publish(draft, name, _text({**manifest, "seal": _digest(manifest)}))
+    except RunError:
+        if world.is_main:
+            store.discard(draft)
+        raise
+    if world.is_main:
+        with suppress(OSError):  # what cannot be removed stays longer
+            # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
+            names = store.names()
+            mine = [other for other in names if int(other) <= update]
+            for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
+                store.remove(old)
+    return type(folder)(store.spelled(name))
 
 
 def save_async(
@@ -101,11 +141,9 @@ def save_async(
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # not a future: it is asked to wait
         stager.close()
-    manifest = _unsealed(update, fingerprint, meta)
+    told = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
     writer = ThreadPoolExecutor(1, "checkpoint")
-    future = writer.submit(
-        lambda: type(folder)(_save(store, copied, manifest, world, keep=keep, spare=spare, copy_ahead=False))
-    )
+    future = writer.submit(save, folder, copied, deepcopy(meta), copy_ahead=False, **told)
     writer.shutdown(wait=False)
     return future
 
@@ -113,7 +151,7 @@ def save_async(
 def setting(path: Path | str, name: str, *, world: World) -> Any:
     """Return a setting of the run that a checkpoint is of; every rank must take part, and the errors are those of `load`."""
     with world.agreed():
-        found = _verified(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
+        found = verify(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
     return found
 
 
@@ -133,7 +171,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         RunError: the checkpoint is damaged or of another run. The message says what is wrong and names the newest whole one.
     """
     with world.agreed():
-        manifest = _verified(path, share=slice(world.rank, None, world.size))
+        manifest = verify(path, share=slice(world.rank, None, world.size))
         saved = manifest["fingerprint"]
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
@@ -185,13 +223,9 @@ def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tu
         UsageError: there is no such checkpoint.
         RunError: the checkpoint is damaged, or was removed meanwhile.
     """
-    store, name = locate(path)
     with world.agreed():
-        if store.kind(name) is None:
-            raise UsageError(f"{path} is not a checkpoint: there is no such folder")
-        if (problem := _problem(store, name, slice(world.rank, None, world.size))) is not None:
-            raise RunError(f"checkpoint {path} is damaged ({problem}): name another one")
-        manifest = _manifest(store, name)
+        manifest = verify(path, share=slice(world.rank, None, world.size), resumes=False)
+    store, name = locate(path)
     with (
         TemporaryDirectory(prefix="fluvial-") as scratch,
         _agreed(world, f"checkpoint {path} could not be read: {{reason}}; the run may have removed it"),
@@ -220,16 +254,6 @@ def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
     return [type(folder)(store.spelled(name)) for name in store.names(recover=recover)]
 
 
-def verify(path: Path | str) -> dict[str, Any]:
-    """Return a checkpoint's manifest, after comparing every file with it.
-
-    Raises:
-        UsageError: there is no such folder.
-        RunError: a file is missing, truncated or changed.
-    """
-    return _verified(path, share=slice(None))
-
-
 def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
     """Return what is wrong with a checkpoint, or None.
 
@@ -241,16 +265,23 @@ def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
     return _problem(store, name, share)
 
 
-def _verified(path: Path | str, *, share: slice) -> dict[str, Any]:
+def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True) -> dict[str, Any]:
+    """Return a checkpoint's manifest, after comparing a share of its files with it; `resumes` if its run asks.
+
+    Raises:
+        UsageError: there is no such folder.
+        RunError: a file is missing, truncated or changed; the message names the newest whole checkpoint.
+    """
     store, name = locate(path)
     if store.kind(name) is None:
         raise UsageError(f"{path} is not a checkpoint: there is no such folder")
     problem = _problem(store, name, share)
     if problem is None:
         return _manifest(store, name)
-    others = (other for other in reversed(store.names()) if other != name)
+    others = (other for other in reversed(store.names(recover=resumes)) if other != name)
     whole = next((store.spelled(other) for other in others if _problem(store, other) is None), None)
-    offer = f"the newest whole one is {whole}: set resume_from to {whole}" if whole else "there is no other whole one"
+    advice = f"set resume_from to {whole}" if resumes else "name that one"
+    offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
 
 
@@ -296,69 +327,12 @@ def _manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
         return json.loads(stream.read())
 
 
-def _unsealed(update: int, fingerprint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest without its files, with the types that a reading will find."""
-    return json.loads(json.dumps({"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta}))
-
-
 def _text(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _save(
-    store: CheckpointStore,
-    state: dict[str, Tensor],
-    manifest: dict[str, Any],
-    world: World,
-    *,
-    keep: int,
-    spare: int | None,
-    copy_ahead: bool,
-) -> str:
-    """Write a checkpoint, and return its path or URL."""
-    name = f"{manifest['update']:06d}"
-    failed = _failed(store, name)
-    draft: Draft | None = None
-    with _agreed(world, failed):
-        if world.is_main:
-            draft = store.draft(name)
-    draft = world.gather_items(draft)[0]
-    assert draft is not None
-    try:
-        with _agreed(world, failed):
-            files = DraftFiles(store, draft)
-            writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
-            writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
-            if not copy_ahead:  # its streams would be those of the thread's device, the first GPU on every rank
-                writer.per_thread_copy_ahead = 0
-            dense = {key: tensor.contiguous() for key, tensor in state.items()}  # as safetensors demands
-            dcp.save(dense, storage_writer=writer, process_group=world.group)
-        written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
-        with _agreed(world, failed):
-            if world.is_main:
-                present = store.sizes(draft.folder)
-                for file, entry in written.items():
-                    if present.get(file.removeprefix(draft.prefix)) != entry["bytes"]:
-                        raise OSError(f"{file} is not there: all ranks must write to the same disk")
-                manifest = {**manifest, "files": written}
-                sealed = {**manifest, "seal": _digest(manifest)}
-                store.publish(draft, name, _text(sealed))
-    except RunError:
-        if world.is_main:
-            store.discard(draft)
-        raise
-    if world.is_main:
-        with suppress(OSError):  # what cannot be removed stays longer
-            # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
-            names = store.names()
-            mine = [other for other in names if int(other) <= manifest["update"]]
-            for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
-                store.remove(old)
-    return store.spelled(name)
 
 
 def _failed(store: CheckpointStore, name: str) -> str:
@@ -368,12 +342,7 @@ def _failed(store: CheckpointStore, name: str) -> str:
 
 @contextmanager
 def _agreed(world: World, message: str) -> Iterator[None]:
-    """Turn errors of files and services into a RunError, on every rank if on one.
-
-    Args:
-        world: process group that must agree.
-        message: text of the error, with a place `{reason}`.
-    """
+    """Turn errors of files and services into a RunError, on every rank if on one."""
     with world.agreed():
         try:
             yield

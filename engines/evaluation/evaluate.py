@@ -83,7 +83,6 @@ def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
     the end, leave the other samples as they are.
 
     Args:
-        prompts: number of prompts.
         seeds: number of samples per prompt.
         most: largest number of samples; evenly spaced prompts are left out to stay within it, down to one prompt.
     """
@@ -119,11 +118,9 @@ def evaluate(
 
     Args:
         task: model, prompts and evaluators; a job is one.
-        module: network.
         schedule: schedule with its timesteps on the device.
         samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
         micro_batch: samples per chunk.
-        world: process group.
         seeds: number of samples per prompt, see `every`; None draws `samples` prompts at random.
         guidance: guidance of every step.
         solver: solver of the ODE.
@@ -188,16 +185,10 @@ def evaluate(
 
 
 def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
-    """Return the images of all ranks in the order of their samples; every rank must take part.
-
-    Between ranks they travel as a sheet shows them: in 8 bits, and of a video only some frames.
-
-    Args:
-        images: batches of images of this rank, in [0, 1]; none where other ranks have the first samples.
-        world: process group.
-    """
+    """Return the images of all ranks in the order of their samples; every rank must take part."""
     if world.size == 1:
         return torch.cat([*images])
+    # As a sheet shows them: in 8 bits, and of a video only some frames.
     shown = [batch[:, :, shown_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
     own = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
     by_rank = world.gather_items(own)[:: world.sequence]

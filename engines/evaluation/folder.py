@@ -29,7 +29,6 @@ class EvaluationFolder:
 
     Args:
         out: folder, which must not hold an evaluation.
-        world: process group.
 
     Raises:
         UsageError: it holds one, or cannot be made.
@@ -83,7 +82,6 @@ def write_image(path: Path, image: Tensor) -> None:
 
     Args:
         path: path without the ending.
-        image: image or video.
     """
     if image.ndim == 3:
         as_image(image, width=1, colour=False).save(f"{path}.png")

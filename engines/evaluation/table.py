@@ -23,32 +23,21 @@ MEANS: dict[Part, str] = {"tags": "mean over tags", "prompts": "any sample of a 
 class Row:
     """What an evaluator says of a part of the samples.
 
-    Args:
-        evaluator: name of the evaluator.
-        part: what the samples have in common: nothing (all), a source or a tag; of an evaluator that passes or fails
-            samples also tags (the mean over tags, GenEval's overall score) and prompts (fraction with a passed sample).
-        name: the source or the tag.
-        samples: number of samples.
-        mean: mean score.
-        std: standard deviation of the scores of the samples.
-        exact: fraction of samples with the score 1.
-        base_mean: mean score of the base model.
-        win_rate: fraction of samples that score above the base model's from the same noise; a tie counts one half.
-        difference: mean of score - base's score.
-        low, high: 95 % bootstrap interval of the difference, over prompts.
+    The part is what they have in common: nothing (all), a source or a tag. An evaluator that passes or fails samples also
+    has the parts tags (mean over the tags, GenEval's overall score) and prompts (fraction with a passed sample).
     """
 
     evaluator: str
     part: Part
-    name: str
+    name: str  # of the source or the tag
     samples: int
     mean: float
-    std: float | None = None
-    exact: float | None = None
-    base_mean: float | None = None
-    win_rate: float | None = None
-    difference: float | None = None
-    low: float | None = None
+    std: float | None = None  # of the scores of the samples
+    exact: float | None = None  # fraction of samples with the score 1
+    base_mean: float | None = None  # mean score of the base model
+    win_rate: float | None = None  # fraction of samples above the base model's from the same noise; a tie counts one half
+    difference: float | None = None  # mean of score - base's score
+    low: float | None = None  # 95 % bootstrap interval of the difference, over prompts
     high: float | None = None
 
 

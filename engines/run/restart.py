@@ -42,9 +42,7 @@ def restarted(out: Path, checkpoints: Path | str, world: World, *, console: Cons
     """Return the restart of a run, or None if torchrun has not started it before; every rank must take part.
 
     Args:
-        out: run folder.
         checkpoints: folder or URL of its checkpoints.
-        world: process group.
         console: where damaged checkpoints, which are skipped, are reported.
 
     Raises:

@@ -15,7 +15,6 @@ def train(config: "TrainConfig", job: "Job | None" = None, *, console: "Console 
     The run folder `config.out` receives metrics, images, checkpoints, the trained weights and the summary.
 
     Args:
-        config: the run.
         job: what is trained; by default what `config.model` names.
         console: where progress is shown; None is silent.
 

@@ -94,9 +94,6 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
     """Return the parts of a run; every rank must take part.
 
     Args:
-        config: the run.
-        job: what is trained.
-        world: process group.
         resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes.
 
     Raises:
@@ -182,13 +179,7 @@ def _built(
 def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, Choice | None]:
-    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part.
-
-    A run that is resumed takes the number of its checkpoint.
-
-    Raises:
-        UsageError: the passes of a single sample do not fit into the memory.
-    """
+    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
     if config.micro_batch != "auto":
         return config, None
     if resume_from is not None:
@@ -221,11 +212,7 @@ def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, 
 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
-    """Score a blank batch with every reward and evaluator, before anything expensive.
-
-    Raises:
-        RunError: one of them failed.
-    """
+    """Score a blank batch with every reward and evaluator, before anything expensive."""
     count = 2 if isinstance(config.micro_batch, str) else config.micro_batch
     known = {id(runner.reward) for runner in runners.runners}
     others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
@@ -246,11 +233,7 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
 
 
 def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
-    """Return the rewards of the run with their weights, and the job with its evaluators.
-
-    Raises:
-        UsageError: there is no reward to learn from, or one of the rewards or evaluators is not a reward.
-    """
+    """Return the rewards of the run with their weights, and the job with its evaluators."""
     rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
@@ -297,11 +280,7 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
 
 
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
-    """Return the given preferences of the run, if it learns from a folder of them.
-
-    Raises:
-        UsageError: they cannot be read, or the run learns from data and the job has none.
-    """
+    """Return the given preferences of the run, if it learns from a folder of them."""
     folder = config.objective.traits.preferences
     if folder is not None:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.

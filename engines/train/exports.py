@@ -60,7 +60,6 @@ def export_run(
         dtype: name of the dtype of the files; by default `export_dtype` of the run.
         merge: whether comfyui gets the weights with the adapter merged into them.
         job: job of the run, if it was built in Python; by default what the run's configuration describes.
-        world: process group.
 
     Raises:
         UsageError: there is no such run or checkpoint, it cannot be exported so, or something else is in `out`.
@@ -112,7 +111,6 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     Args:
         path: folder or URL of the checkpoint.
         average: whether the moving average of the weights is taken, if there is one.
-        world: process group.
 
     Raises:
         UsageError: there is no such checkpoint, or its model cannot be opened.
@@ -174,11 +172,7 @@ def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> N
 
 
 def _located(path: Path | str) -> tuple[Path | str, Path | None]:
-    """Return the checkpoint that a path stands for, and the folder of its run, if it lies in one.
-
-    Raises:
-        UsageError: the path is neither a run nor a checkpoint, or the run has no checkpoint.
-    """
+    """Return the checkpoint that a path stands for, and the folder of its run, if it lies in one."""
     if "://" in str(path):
         return str(path), None
     folder = Path(path)
@@ -203,11 +197,7 @@ def _is_trained(key: str) -> bool:
 
 
 def _settings(manifest: dict[str, Any], place: Path | str) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter.
-
-    Raises:
-        RunError: the checkpoint does not say so.
-    """
+    """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
     try:
         return recorded(manifest["meta"]["run"]), manifest["meta"]["lora"]
     except (KeyError, ValueError) as error:
@@ -217,11 +207,7 @@ def _settings(manifest: dict[str, Any], place: Path | str) -> tuple[TrainConfig,
 
 
 def _job(config: TrainConfig) -> jobs.Job:
-    """Return the job of a run, without its prompts and rewards.
-
-    Raises:
-        UsageError: its model cannot be opened.
-    """
+    """Return the job of a run, without its prompts and rewards."""
     rollout = config.rollout
     return jobs.to_sample(
         config.model, config.pipeline, steps=rollout.steps, guidance=rollout.guidance, weights=config.weights
@@ -231,19 +217,7 @@ def _job(config: TrainConfig) -> jobs.Job:
 def _network(
     config: TrainConfig, job: jobs.Job, adapter: dict[str, Any] | None, *, alone: bool, manifest: dict[str, Any]
 ) -> nn.Module:
-    """Return the network with its base weights and, where one was trained, an adapter.
-
-    Args:
-        config: the run.
-        job: its job.
-        adapter: rank, alpha and layers of the adapter.
-        alone: whether only the adapter is exported, so that the base weights are not read.
-        manifest: manifest of the checkpoint.
-
-    Raises:
-        UsageError: the base weights cannot be loaded.
-        RunError: they are not those that the run started from.
-    """
+    """Return the network with its base weights and, where one was trained, an adapter."""
     folder = job.model.weights
     alone = alone and adapter is not None and folder is not None
     if not alone and config.init == "sharded" and folder is not None:
@@ -261,11 +235,7 @@ def _network(
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], place: Path | str) -> None:
-    """Copy trained tensors into a network, in place.
-
-    Raises:
-        RunError: the network has no such tensor, or one of another shape.
-    """
+    """Copy trained tensors into a network, in place."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:

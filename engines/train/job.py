@@ -93,7 +93,6 @@ def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (
     """Return the job of a built-in model.
 
     Args:
-        model: name of the model.
         weights: folder of its weights; the shipped base by default.
         prompts: files of prompts to train on.
         data: images with captions.
@@ -176,12 +175,7 @@ def _check_unset(name: str, settings: PipelineConfig) -> None:
 
 
 def fresh(model: str, seed: int) -> DiffusionModel:
-    """Return a built-in model with random weights.
-
-    Args:
-        model: name of the model.
-        seed: seed of the weights.
-    """
+    """Return a built-in model with random weights."""
     made: DiffusionModel = resolve_name(MODELS[model].model)(None, seed=seed)
     return made
 

@@ -82,8 +82,6 @@ class Learner:
     """Makes the updates of a run out of its rollouts.
 
     Args:
-        config: the run.
-        job: what is trained.
         engine: engine of the policy, on the ranks that samples are spread over.
         policies: the policies that the objective compares with.
         texts: lengths that prompts are padded to.
@@ -131,7 +129,6 @@ class Learner:
             rollout: samples of this rank.
             rewards: rewards of all samples, on the host.
             weights: weight of each reward, `[K]`.
-            key: key of the rollout.
             history: last rewards of each prompt, to which those of this rollout are added if advantages read them.
         """
         config, samples, kept = self.config, rollout.samples, rewards.kept
@@ -193,7 +190,6 @@ class Learner:
 
         Args:
             given: the preferences, the same on every rank; none makes updates without a gradient.
-            key: key of the rollout.
         """
         chosen, numbers, real = given.preferences, given.numbers, len(given.preferences)
         if not real:
@@ -219,14 +215,7 @@ class Learner:
         return Work(items, cond, computed, computed.numel(), share, prompts, given.schedule, padding=padding)
 
     def _best_and_worst(self, rollout: Rollout, reward: Tensor, places: Tensor, key: Key) -> Work:
-        """Return the items of the best and the worst sample of each group; groups with equal rewards have none.
-
-        Args:
-            rollout: samples of this rank.
-            reward: reward of each sample that is learnt from.
-            places: index of each of them in the rollout.
-            key: key of the rollout.
-        """
+        """Return the items of the best and the worst sample of each group; groups with equal rewards have none."""
         batch, final = self.config.rollout.batch, rollout.samples.trajectory.final
         chosen = best_and_worst(reward, places // self.compared)
         # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
@@ -267,12 +256,7 @@ class Learner:
         return _with(items, old=v_old) if "old" in items.predictions else items, info
 
     def update(self, work: Work, key: Key) -> Learnt:
-        """Make the optimizer updates of a rollout, `epochs` passes in `minibatches` each; every rank must take part.
-
-        Args:
-            work: items of this rank.
-            key: key of the rollout.
-        """
+        """Make the optimizer updates of a rollout, `epochs` passes in `minibatches` each; every rank must take part."""
         epochs, minibatches, batch = self.config.epochs, self.config.minibatches, work.share.batch
         if self.policies.old_is_the_policy and epochs * minibatches > 1:
             # Its predictions must be known before the first update; with a single update they are the policy's own.
@@ -292,13 +276,7 @@ class Learner:
         return Learnt(infos, work.correction, work.advantage, work.padding)
 
     def _update(self, work: Work, computed: Tensor, count: float) -> UpdateInfo:
-        """Take one optimizer step on the items that add something to the loss.
-
-        Args:
-            work: the rollout's items.
-            computed: `[B, M]`, 0 for items that this update leaves out.
-            count: what the sum of the losses is divided by.
-        """
+        """Take one optimizer step on the items that add something to the loss."""
         if self.traits.gathers:
             work = work._replace(items=self._gathered(work, computed))
         items, cond, longest = self._balanced(work, computed)
@@ -332,10 +310,7 @@ class Learner:
         return items._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))
 
     def _balanced(self, work: Work, computed: Tensor) -> tuple[Items, Cond, int]:
-        """Return this rank's items of an update, their conditioning, and the largest number of items of any rank.
-
-        Items are moved between ranks where that saves a forward pass.
-        """
+        """Return this rank's items of an update, their conditioning, and the largest number of items of any rank."""
         share = work.share
         repeats = computed.new_zeros((self.ranks * share.slots - len(computed), computed.shape[1]))
         by_rank = torch.cat([computed, repeats]).unflatten(0, (self.ranks, share.slots))
@@ -370,11 +345,7 @@ class Learner:
         return add_ema_kl(loss, v, batch, config), info
 
     def _rewarded(self, v: Tensor, items: LastSteps, cond: Cond, work: Work) -> Tensor:
-        """Return the weighted sum of the rewards of each item's clean sample, `[P]`, with gradient.
-
-        Raises:
-            UsageError: a reward gives no gradient.
-        """
+        """Return the weighted sum of the rewards of each item's clean sample, `[P]`, with gradient."""
         assert work.sampler is not None
         final = final_samples(
             v, items, work.sampler, work.schedule, lambda items: self._predict(self.engine.module, items, cond)
@@ -401,16 +372,7 @@ class Learner:
         return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
 
     def _predictions(self, module: nn.Module, items: Items, cond: Cond, pad_to: int) -> Tensor:
-        """Return a network's prediction at each item, `[P, ...]`, computed in the update's own micro-batches.
-
-        So its bits are those of the update.
-
-        Args:
-            module: the network.
-            items: P items.
-            cond: their conditioning.
-            pad_to: largest P over the ranks, so that all make as many forward passes.
-        """
+        """Return a network's prediction at each item, `[P, ...]`, computed in the update's own micro-batches."""
         device = self.world.device
         parts = micro_batches(items, micro_batch=self._pass_size(pad_to), pad_to=pad_to, device=device)
         return torch.cat([self._predict(module, part, cond) for part in parts])[: len(items.level)]

@@ -74,9 +74,7 @@ class Loop:
     """The loop of a run: updates, with evaluations, records and checkpoints between them.
 
     Args:
-        trainer: trainer of the run.
         folder: run folder, on the main rank.
-        progress: progress bar.
     """
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress) -> None:
@@ -124,10 +122,7 @@ class Loop:
         return summary
 
     def _watched(self, evaluation: Evaluation) -> str:
-        """Note an evaluation, and return why the run stops if the reward is gamed, else nothing; every rank must take part.
-
-        The checkpoint of the best evaluation is kept.
-        """
+        """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
         trainer, count = self.trainer, self.config.stop_when_gamed
         if not evaluation.score:
             return ""
@@ -146,11 +141,7 @@ class Loop:
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:
-        """Try whether the job's model can be trained at all, if the job says how, and exported as asked.
-
-        Raises:
-            UsageError: it cannot.
-        """
+        """Try whether the job's model can be trained at all, if the job says how, and exported as asked."""
         exports.check_exports(self.config, self.trainer.job.model)
         check = self.trainer.job.check
         if check is None:

@@ -54,7 +54,6 @@ def update_record(
     """Return the record of a rollout and its updates.
 
     Args:
-        config: the run.
         result: what they gave.
         seconds: seconds of each phase.
         engine: engine that made the updates.
@@ -108,7 +107,6 @@ def learnt_record(learnt: Learnt, size: Size | None = None) -> dict[str, Any]:
     """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
 
     Args:
-        learnt: what the updates did.
         size: size of the samples, where there are several.
     """
     first, last = learnt.updates[0], learnt.updates[-1]
@@ -141,7 +139,6 @@ def speed(result: RolloutResult, seconds: Mapping[str, float], device: torch.dev
     Args:
         result: what the rollout and its updates gave.
         seconds: seconds of each phase.
-        device: device of this rank.
         dtype: dtype of the computation.
     """
     work, rewards = sum(update.flops for update in result.learnt.updates), result.rewards

@@ -36,8 +36,6 @@ class Policies:
     modules without an optimizer.
 
     Args:
-        config: the run.
-        job: what is trained.
         world: process group that modules are sharded over.
         build: function that returns the network of a job before sharding.
         weights: folder that its parameters are read from, if `build` leaves them out.
@@ -95,7 +93,6 @@ class Policies:
         """Move each follower to d it + (1 - d) policy; every rank moves its own shards.
 
         Args:
-            engine: engine of the policy.
             rollouts: number of rollouts made so far.
         """
         for name, follower in self.followers.items():

@@ -181,7 +181,6 @@ def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[st
 
     Args:
         key: key of the draws; a prompt's depend on its number alone.
-        prompts: prompts.
         rate: probability that a character is replaced, in [0, 1], possibly by itself.
         letters: letters to draw from, each equally likely.
     """

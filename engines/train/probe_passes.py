@@ -26,9 +26,6 @@ class RunPasses:
     """Forward passes like those of a run, on noise and the run's first prompt; no stream of randomness is drawn from.
 
     Args:
-        config: the run.
-        job: what is trained.
-        engine: engine of the network.
         schedule: schedule with its timesteps on the device.
     """
 

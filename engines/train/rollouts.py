@@ -77,7 +77,6 @@ class Rollouts:
     """Asks for this rank's samples of each rollout.
 
     Args:
-        config: the run.
         job: model and prompts.
         engine: engine whose module is the policy, on the ranks that samples are spread over.
         policies: the other policies, which are offloaded while samples are made.
@@ -121,7 +120,6 @@ class Rollouts:
         Where the samples of a group are different images, it is the prompt of each sample.
 
         Args:
-            root: key of the rollout.
             updates: number of updates before those on this rollout.
         """
         known, rollout = self.job.prompts, self.config.rollout
@@ -137,7 +135,6 @@ class Rollouts:
         """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
 
         Args:
-            root: key of the rollout.
             rewards: scorers of the images; scoring starts while the next chunk is generated.
         """
         plan = self.plan(root, self.prompts(root, self.engine.updates), self.engine.updates)
@@ -156,9 +153,7 @@ class Rollouts:
         """Return a rollout whose samples are made, with a draw of the recorded steps that are trained on.
 
         Args:
-            root: key of the rollout.
             plan: how its samples were made.
-            samples: samples of this rank.
         """
         batch, recorded = self.config.rollout.batch, samples.trajectory.log_prob.shape[1]
         if plan.transitions is None:
@@ -199,7 +194,6 @@ class Rollouts:
         """Return what to ask of the source for a rollout; every rank must take part.
 
         Args:
-            root: key of the rollout.
             asked: prompt of each group, or of each sample.
             updates: number of updates before those on this rollout.
         """
@@ -224,8 +218,6 @@ class Rollouts:
         """Return the samples of a rollout as the source makes them with the weights that it has.
 
         Args:
-            plan: the rollout.
-            rewards: scorers of the images.
             seen: function of each chunk, called before it is scored.
         """
         size, parts = self.config.samples_per_pass, list[SampleBatch]()
@@ -287,12 +279,10 @@ class Rollouts:
         )
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
-        """Return which layers that see the prompt alone are computed once.
-
-        A compiled block is one program, and a block that is left out calls no layers.
-        """
+        """Return which layers that see the prompt alone are computed once."""
         if not self.config.rollout.reuse_prompt:
             return "none"
+        # A compiled block is one program, and a block that is left out calls no layers.
         return "outside_blocks" if self.engine.compiles or self.config.rollout.step_cache else "all"
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix | None:

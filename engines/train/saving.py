@@ -50,7 +50,6 @@ class Saver:
     """Writes and reads the checkpoints of a run.
 
     Args:
-        config: the run.
         engine: engine whose state is saved.
         prompts: prompts that are trained on.
         base: fingerprint of the weights that training starts from.

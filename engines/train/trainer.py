@@ -49,7 +49,6 @@ class Trainer:
     and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen; `choice` says why.
 
     Args:
-        config: the run.
         job: what is trained; by default what `config.model` names.
         world: process group; by default one is opened, and closed with the trainer.
         console: where the progress of checkpoints is shown; None is silent.
@@ -242,14 +241,7 @@ class Trainer:
         )
 
     def _gathered(self, requested: Requested | None) -> Rewards:
-        """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part.
-
-        Args:
-            requested: the rollout, if it was made ahead of the updates.
-
-        Raises:
-            RunError: too many groups have no valid reward.
-        """
+        """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part."""
         if self.ahead is not None and requested is not None:
             own = self.ahead.collect(requested)
         else:
@@ -278,11 +270,7 @@ class Trainer:
         return diversity(everyone, rollout.group) if rollout.group > 1 else None
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
-
-        Raises:
-            RunError: it is above `config.max_log_ratio`.
-        """
+        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
         if "log_ratio" not in info.max_abs:
             return
         largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
@@ -296,11 +284,7 @@ class Trainer:
 
 
 def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
-    """Return a world that is closed with the stack.
-
-    Raises:
-        UsageError: one is open.
-    """
+    """Return a world that is closed with the stack."""
     if torch.distributed.is_initialized():
         raise UsageError("trainer: a process group is open already: pass the world of init_world()")
     stack.enter_context(deterministic(config.engine.deterministic))

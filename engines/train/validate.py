@@ -171,7 +171,6 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
     """Raise UsageError if a run does not fit its model.
 
     Args:
-        config: the run.
         prediction: what the model predicts.
         recorded: whether the model is a pipeline without an adapter, which is replayed at the levels of its schedule.
     """

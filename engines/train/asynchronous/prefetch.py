@@ -37,7 +37,6 @@ class Requested:
     """A rollout that has been asked for.
 
     Args:
-        number: its number.
         version: number of updates of the weights that make it.
         plan: its samples, and how they are made.
         runners: the rewards of this rollout.

@@ -35,7 +35,6 @@ class PushOrder:
         """Push the weights of a rollout, on rank 0 when no rank needs the earlier ones any more, and then on the others.
 
         Args:
-            number: number of the rollout.
             push: function that pushes them; on the other ranks it has only to note that they were pushed.
 
         Raises:

@@ -28,7 +28,6 @@ def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> 
         batch: samples of this rank.
         found: what its rewards say of them.
         samples: number of samples of all ranks.
-        world: process group.
     """
     rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
     rows["thumbnails"] = batch.thumbnails
@@ -67,10 +66,8 @@ def unpacked(
 
     Args:
         tensors, meta: what `packed` returned, perhaps on another number of ranks.
-        plan: the rollout.
         model: model that prompts are encoded with.
         micro_batch: number of samples per chunk.
-        world: process group.
     """
     device, ids, texts = world.device, torch.tensor([*plan.requests.ids]), plan.requests.prompts
     whole = {**tensors, **{name: torch.empty(shape) for name, shape in meta["empty"].items()}}

@@ -131,11 +131,7 @@ class Job:
 
 
 def _records(field: str, prompts: Sequence[str | Prompt]) -> tuple[Prompt, ...]:
-    """Return prompts as records.
-
-    Raises:
-        UsageError: they are not a sequence of strings or records.
-    """
+    """Return prompts as records."""
     if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
         raise UsageError(f"job: {field} is of type {type(prompts).__name__}, expected a list of strings")
     for i, prompt in enumerate(prompts):
@@ -145,11 +141,7 @@ def _records(field: str, prompts: Sequence[str | Prompt]) -> tuple[Prompt, ...]:
 
 
 def _named(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:
-    """Return rewards by name; a single function is named after itself.
-
-    Raises:
-        UsageError: they are neither a function nor functions by name.
-    """
+    """Return rewards by name; a single function is named after itself."""
     if rewards is None:
         return {}
     if isinstance(rewards, Mapping):

@@ -65,7 +65,6 @@ def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> N
     """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
 
     Args:
-        prompts: prompts.
         guided: whether samples are guided.
         field: setting of the guidance, for the message.
     """

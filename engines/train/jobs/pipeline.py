@@ -186,11 +186,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapted(name: str, config: PipelineConfig) -> Job:
-    """Return the job of a user-defined model, without prompts, rewards and evaluators.
-
-    Raises:
-        UsageError: it cannot be loaded, or takes none of the settings.
-    """
+    """Return the job of a user-defined model, without prompts, rewards and evaluators."""
     from fluvial.models import load_adapter
 
     size: dict[str, Any] = {**config.size._asdict(), "frames": config.frames}

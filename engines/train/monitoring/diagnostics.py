@@ -60,7 +60,6 @@ class Probe(NamedTuple):
 
         Args:
             job: model and prompts.
-            module: network.
             schedule: schedule with its timesteps on the device.
             micro_batch: samples per forward pass.
         """
@@ -80,7 +79,6 @@ class Probe(NamedTuple):
 
         Args:
             job: model and prompts.
-            module: network.
             micro_batch: samples per forward pass.
         """
         v = self._predictions(job, module, micro_batch)

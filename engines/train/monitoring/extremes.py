@@ -45,8 +45,6 @@ class KeptImages:
 
         Args:
             scores: scores of the samples of all ranks; there must be an evaluator.
-            world: process group.
-            count: number of each.
         """
         values: list[float] = scores.values[:, -1].tolist()
         count = min(count, len(values) // 2)
