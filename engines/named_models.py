@@ -33,8 +33,3 @@ MODELS = {
         ("apple", "house", "river", "stone"),
     ),
 }
-
-
-def brings_prompts(model: str) -> bool:
-    """Return whether a model comes with prompts and rewards, and with settings that were tuned on it."""
-    return model in MODELS

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -141,9 +142,10 @@ def save_async(
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # not a future: it is asked to wait
         stager.close()
-    told = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
+    options: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
+    write = partial(save, folder, copied, deepcopy(meta), copy_ahead=False, **options)
     writer = ThreadPoolExecutor(1, "checkpoint")
-    future = writer.submit(save, folder, copied, deepcopy(meta), copy_ahead=False, **told)
+    future = writer.submit(write)
     writer.shutdown(wait=False)
     return future
 

@@ -127,7 +127,7 @@ def _published(name: str) -> Callable[[], "TrainConfig"]:
     from fluvial.engines.train.published.runs import find
 
     run = find(name)
-    config, deviations = resolve(run)
+    config, deviations = resolve(run), run.deviations
 
     def recipe() -> "TrainConfig":
         return config

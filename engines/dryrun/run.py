@@ -19,7 +19,7 @@ from fluvial.engines.dryrun.report import CheckpointLayout, Report
 from fluvial.engines.dryrun.stand_ins import PROMPTS, shortened, with_rewards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.named_models import brings_prompts
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.simulate.device import Accelerator
 from fluvial.engines.simulate.simulation import Simulation, replaced, simulate
@@ -68,7 +68,7 @@ def _given(config: TrainConfig, folder: Path, notes: list[str]) -> TrainConfig:
     if config.rollout.is_served:
         notes.append("servers that make the rollouts: this rank makes them itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
-    needs = not brings_prompts(config.model) and not config.prompts and not config.data
+    needs = config.model not in MODELS and not config.prompts and not config.data
     if needs and config.objective.traits.preferences is None:
         file = folder / "prompts.txt"
         file.write_text("\n".join(PROMPTS) + "\n")

@@ -3,9 +3,9 @@
 import hashlib
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.loading import fingerprint
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.named_models import brings_prompts
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.rewards.protocol import Reward
@@ -38,8 +38,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.base import has_one_size
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
-from fluvial.engines.train.jobs.pipeline import is_adapter
-from fluvial.engines.train.jobs.weights import adapter_of, digest
+from fluvial.engines.train.jobs.weights import digest, read_adapter
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
@@ -53,41 +52,23 @@ from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run.
+class Parts(NamedTuple):
+    """The parts of a run."""
 
-    Args:
-        config: the run, its micro-batch a number.
-        choice: why that number, where it was chosen here.
-        job: job with evaluators, which are the rewards of the run where it names none.
-        evaluated: the job as it is evaluated, which may have other prompts, evaluators and sizes.
-        engine: engine of the network that is trained.
-        policies: policies that the objective compares with.
-        schedule: schedule with its timesteps on the device.
-        evaluation_schedule: schedule of evaluations, which may have another number of steps.
-        rollouts: samples, or given preferences, of each rollout.
-        ahead: rollouts ahead of the updates, where they are made so.
-        learner: maker of updates.
-        rewards: rewards with their weights, by name; none where the run makes no samples.
-        runners: threads of the rewards.
-        base: fingerprint of the weights that training starts from.
-    """
-
-    config: TrainConfig
-    choice: Choice | None
-    job: Job
-    evaluated: Job
+    config: TrainConfig  # its micro-batch a number
+    choice: Choice | None  # why that number, where it was chosen here
+    job: Job  # with evaluators, which are the rewards of the run where it names none
+    evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
     engine: Engine
     policies: Policies
-    schedule: Schedule
-    evaluation_schedule: Schedule
+    schedule: Schedule  # with its timesteps on the device
+    evaluation_schedule: Schedule  # which may have another number of steps
     rollouts: Rollouts
-    ahead: Ahead | None
+    ahead: Ahead | None  # rollouts ahead of the updates, where they are made so
     learner: Learner
-    rewards: dict[str, tuple[Reward, float]]
+    rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
     runners: RewardRunners
-    base: str
+    base: str  # fingerprint of the weights that training starts from
 
 
 def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Path | str | None = None) -> Parts:
@@ -224,7 +205,7 @@ def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, 
 
 def _blank(config: TrainConfig, job: Job) -> Tensor:
     """Return one blank image, or video, as the model makes them; for a pipeline without waiting for its VAE."""
-    if brings_prompts(config.model) or is_adapter(config.model):
+    if getattr(job.model, "pipeline", None) is None:
         with torch.no_grad():
             return job.model.decode(torch.zeros(1, *job.shape))
     (height, width), frames = config.pipeline.size, config.pipeline.frames
@@ -269,7 +250,7 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
     """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
     if not config.stop_when_gamed:
         return
-    name = evaluator_of(tuple(asked.evaluators)) if asked.evaluators else None
+    name = evaluator_of([*asked.evaluators]) if asked.evaluators else None
     if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
         what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
         raise UsageError(
@@ -284,7 +265,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
     folder = config.objective.traits.preferences
     if folder is not None:
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
-        split_off = not brings_prompts(config.model) and not config.prompts and not config.pipeline.heldout
+        split_off = config.model not in MODELS and not config.prompts and not config.pipeline.heldout
         heldout = texts(job.heldout)
         apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
@@ -330,7 +311,8 @@ def _check_order(config: TrainConfig, job: Job) -> None:
 def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
     """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it continues from."""
     module = _network(config, job)
-    found = adapter_of(config, job, module)
+    folder = config.lora.weights  # of an adapter that the run continues from
+    found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
     if config.train == "lora":
         adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
         settings, targets = config.lora, job.model.lora_targets
@@ -344,7 +326,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         if found is not None:
             for name in adapters:
                 load_lora(module, found.tensors, name)
-    return module, digest(found)
+    return module, "" if found is None else f" {digest(found)}"
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

@@ -1,9 +1,9 @@
 """Export of a run: of any of its checkpoints while training goes on, every so many updates, and at its end."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,17 @@ from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
+
+
+class Exported(NamedTuple):
+    """What an export holds, as its record says."""
+
+    format: Format
+    update: int  # number of updates that the weights have seen
+    average: bool  # whether they are the moving average
+    dtype: str  # of the files
+    merge: bool = False  # whether comfyui gets the weights with the adapter merged into them
+    checkpoint: str | None = None  # seal of the checkpoint that it was read from
 
 
 def export_run(
@@ -78,27 +89,14 @@ def export_run(
         job = _job(config) if job is None else job
         kind = kind or ("merged" if adapter is None else "lora")
         check_format(kind, job.model, adapted=adapter is not None, merge=merge)
-        update, dtype = int(manifest["update"]), dtype or config.export_dtype
-        name = f"{update:06d}-{kind}{'-merged' if merge else ''}{'-ema' if average else ''}"
+        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export_dtype, merge, manifest["seal"])
+        name = f"{exported.update:06d}-{kind}{'-merged' if merge else ''}{'-ema' if average else ''}"
         out = (run or Path()) / EXPORTS / name if out is None else out
-        record = {
-            "format": kind,
-            "update": update,
-            "average": average,
-            "dtype": dtype,
-            "merge": merge,
-            "checkpoint": manifest["seal"],
-        }
-        if is_exported(out, record):
+        if is_exported(out, exported._asdict()):
             return out, True
-        module = _network(config, job, adapter, alone=kind == "lora" or (kind == "comfyui" and not merge), manifest=manifest)
-        _fill(module, {key.removeprefix(start): tensor for key, tensor in tensors.items()}, place)
-    card = _card(config, job.model, module, kind, update=update, average=average, dtype=dtype, merge=merge)
-    with drafted(out, record, world) as draft:
-        write(kind, module, job.model, draft, dtype=EXPORT_DTYPES[dtype], merge=merge, world=world)
-        with writing(out, world, "export"):
-            if world.is_main:
-                write_card(card, draft, run=run)
+        alone = kind == "lora" or (kind == "comfyui" and not merge)
+        module = _trained(config, job, adapter, tensors, manifest, place, alone=alone)
+    _write(exported, config, job.model, module, out, run=run, world=world)
     return out, False
 
 
@@ -122,8 +120,8 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     with world.agreed():
         config, adapter = _settings(manifest, path)
         job = _job(config)
-        module = _network(config, job, adapter, alone=True, manifest=manifest)
-        _fill(module, {key.removeprefix(start): each for key, each in tensors.items() if key.startswith(start)}, path)
+        tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(start)}
+        module = _trained(config, job, adapter, tensors, manifest, path, alone=True)
     return module.requires_grad_(False), None if adapter is None else job.model.weights
 
 
@@ -133,17 +131,32 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
     Raises:
         RunError: the folder cannot be written.
     """
-    kind, world, update = format_of(config), engine.world, engine.updates
     average = engine.averaged() if config.evaluation.average else {}
-    out = config.out / EXPORTS / f"{update:06d}-{kind}"
-    record = {"format": kind, "update": update, "average": bool(average), "dtype": config.export_dtype, "merge": False}
-    card = _card(config, model, engine.module, kind, update=update, average=bool(average), dtype=config.export_dtype)
-    with drafted(out, record, world) as draft:
-        write(kind, engine.module, model, draft, average=average, dtype=DTYPES[config.export_dtype], world=world)
+    exported = Exported(format_of(config), engine.updates, bool(average), config.export_dtype)
+    out = config.out / EXPORTS / f"{exported.update:06d}-{exported.format}"
+    _write(exported, config, model, engine.module, out, run=config.out, world=engine.world, weights=average)
+    return out
+
+
+def _write(
+    exported: Exported,
+    config: TrainConfig,
+    model: DiffusionModel,
+    module: nn.Module,
+    out: Path,
+    *,
+    run: Path | None,
+    world: World,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write an export with its model card; every rank must take part."""
+    card = _card(config, model, module, exported)
+    with drafted(out, exported._asdict(), world) as draft:
+        dtype = EXPORT_DTYPES[exported.dtype]
+        write(exported.format, module, model, draft, average=weights, dtype=dtype, merge=exported.merge, world=world)
         with writing(out, world, "export"):
             if world.is_main:
-                write_card(card, draft, run=config.out)
-    return out
+                write_card(card, draft, run=run)
 
 
 def check_exports(config: TrainConfig, model: DiffusionModel) -> None:
@@ -167,8 +180,8 @@ def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> N
     average = bool(engine.average) and config.evaluation.average
     kinds: dict[str, Format] = {"weights": "merged", **({"lora": "lora"} if config.train == "lora" else {})}
     for folder, kind in kinds.items():
-        card = _card(config, model, engine.module, kind, update=engine.updates, average=average, dtype=config.export_dtype)
-        write_card(card, config.out / folder, run=config.out)
+        exported = Exported(kind, engine.updates, average, config.export_dtype)
+        write_card(_card(config, model, engine.module, exported), config.out / folder, run=config.out)
 
 
 def _located(path: Path | str) -> tuple[Path | str, Path | None]:
@@ -214,10 +227,17 @@ def _job(config: TrainConfig) -> jobs.Job:
     )
 
 
-def _network(
-    config: TrainConfig, job: jobs.Job, adapter: dict[str, Any] | None, *, alone: bool, manifest: dict[str, Any]
+def _trained(
+    config: TrainConfig,
+    job: jobs.Job,
+    adapter: dict[str, Any] | None,
+    tensors: dict[str, Tensor],
+    manifest: dict[str, Any],
+    place: Path | str,
+    *,
+    alone: bool,
 ) -> nn.Module:
-    """Return the network with its base weights and, where one was trained, an adapter."""
+    """Return the network with the tensors of a checkpoint; base weights are not read if only an adapter is needed."""
     folder = job.model.weights
     alone = alone and adapter is not None and folder is not None
     if not alone and config.init == "sharded" and folder is not None:
@@ -226,18 +246,13 @@ def _network(
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
     module = jobs.build(job, empty=alone)
     if adapter is not None:
-        settings = LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"])
         try:
-            add_lora(module, settings, adapter["layers"])
+            add_lora(module, LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"]), adapter["layers"])
         except ValueError as error:
             raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
-    return module
-
-
-def _fill(module: nn.Module, tensors: dict[str, Tensor], place: Path | str) -> None:
-    """Copy trained tensors into a network, in place."""
     parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
+        name = key.partition(".")[2]  # after weight. or average.
         if name not in parameters or parameters[name].shape != tensor.shape:
             here = list(parameters[name].shape) if name in parameters else "nothing"
             raise RunError(
@@ -245,57 +260,38 @@ def _fill(module: nn.Module, tensors: dict[str, Tensor], place: Path | str) -> N
                 "run of a job of your own is exported in Python, with the job"
             )
         parameters[name].data.copy_(tensor)
+    return module
 
 
-def _card(
-    config: TrainConfig,
-    model: DiffusionModel,
-    module: nn.Module,
-    kind: Format,
-    *,
-    update: int,
-    average: bool,
-    dtype: str,
-    merge: bool = False,
-) -> Card:
+def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exported: Exported) -> Card:
+    """Return the model card of an export."""
     from diffusers import ConfigMixin
 
     networks = list(module.values()) if isinstance(module, nn.ModuleDict) else [module]
     first = next(kind for kind in type(networks[0]).__mro__ if not issubclass(kind, FSDPModule))
     pipeline = getattr(model, "pipeline", None)
     makes = {known.pipeline: known.makes for known in KNOWN}
+    settings, adapter = as_record(config), lora_settings(module)
+    if adapter is not None:  # rank and alpha may be those of a file
+        settings["lora"] |= {"rank": adapter["rank"], "alpha": adapter["alpha"]}
+    objective: Any = config.objective
+    defaults: dict[str, Any] = {"name": name_of(objective)}
+    for field in dataclasses.fields(objective):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = CONVERTER.unstructure(field.default)
     return Card(
-        kind=kind,
+        kind=exported.format,
         model=config.model,
         pipeline=pipeline,
         network=first.__name__ if issubclass(first, ConfigMixin) else None,
         parts=tuple(module) if isinstance(module, nn.ModuleDict) else (),
         video=config.pipeline.frames > 1 or makes.get(str(pipeline)) == "videos",
         folder=getattr(model, "folder", None),
-        objective=name_of(config.objective),
-        settings=_with_adapter(as_record(config), lora_settings(module)),
-        defaults=_defaults(config),
-        update=update,
-        average=average,
-        dtype=dtype,
-        merge=merge,
+        objective=name_of(objective),
+        settings=settings,
+        defaults={**as_record(TrainConfig(config.out)), "objective": defaults},
+        update=exported.update,
+        average=exported.average,
+        dtype=exported.dtype,
+        merge=exported.merge,
     )
-
-
-def _with_adapter(record: dict[str, Any], adapter: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a run's record with rank and alpha of the adapter that was trained, which may be those of a file."""
-    if adapter is None:
-        return record
-    return {**record, "lora": {**record["lora"], "rank": adapter["rank"], "alpha": adapter["alpha"]}}
-
-
-def _defaults(config: TrainConfig) -> dict[str, Any]:
-    """Return the record of a run with the same objective and no other choice."""
-    return {**as_record(TrainConfig(config.out)), "objective": dict(_objective_defaults(config.objective))}
-
-
-def _objective_defaults(objective: Any) -> Iterator[tuple[str, Any]]:
-    yield "name", name_of(objective)
-    for field in dataclasses.fields(objective):
-        if field.default is not dataclasses.MISSING:
-            yield field.name, CONVERTER.unstructure(field.default)

@@ -1,6 +1,6 @@
 """The job of a model, built-in, of diffusers or user-defined, and its network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -8,27 +8,24 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
-from fluvial.engines.data.images import read_images
-from fluvial.engines.data.prompts import read_sources
+from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.named_models import MODELS, brings_prompts
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
-from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline
+from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline, read_training
 from fluvial.engines.train.jobs.weights import from_run, with_base
-from fluvial.engines.train.jobs.words import words
-from fluvial.models import DiffusionModel
 from fluvial.models.device import default_device
 
 __all__ = [
     "Job",
     "build",
-    "fresh",
     "from_run",
     "handwriting",
     "named",
@@ -47,9 +44,7 @@ def handwriting(
     """Return the built-in job: write 4-digit codes so that a recogniser reads them.
 
     Args:
-        weights: folder of the model's weights; the shipped base by default.
-        prompts: files of codes to train on, see `data.prompts.sources`; by default all codes that are not held out.
-        data: images of codes with their codes as captions, see `data.images.read_images`.
+        weights, prompts, data: see `named`.
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
@@ -57,31 +52,16 @@ def handwriting(
 
     kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
     base = built_in.BASE_UNET if unet else built_in.BASE
-    model = kind(base if weights is None else weights)
-    recogniser, heldout = reward_recogniser(), codes("heldout")
+    recogniser = reward_recogniser()
     machine, neighbours = recogniser.each()
-    train: Sequence[str | Prompt] = codes("train")
-    weights_of = dict[str, float]()
-    if prompts:
-        train, weights_of = read_sources(prompts, check=model.check_prompt, heldout=heldout)
-    elif data:
-        train, weights_of = read_sources(data, check=model.check_prompt, heldout=heldout, read=read_images, field="data")
-    return Job(
-        model,
-        train,
-        {
-            "characters": recogniser.characters,
-            "machine": machine.characters,
-            "neighbours": neighbours.characters,
-            "likeness": likeness,
-        },
-        heldout=heldout,
-        evaluators={"reward": recogniser.characters, "heldout": heldout_recogniser().characters},
-        load=kind,
-        data=lambda key, prompts: write(key, texts(prompts)),
-        encode=lambda images: images * 2 - 1,
-        source_weights=weights_of,
-    )
+    rewards: dict[str, Reward] = {
+        "characters": recogniser.characters,
+        "machine": machine.characters,
+        "neighbours": neighbours.characters,
+        "likeness": likeness,
+    }
+    evaluators = {"reward": recogniser.characters, "heldout": heldout_recogniser().characters}
+    return _built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
 
 
 def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
@@ -89,18 +69,67 @@ def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = ()
     return handwriting(weights=weights, prompts=prompts, data=data, unet=True)
 
 
+def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return the job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
+
+    The arguments are those of `named`.
+
+    Raises:
+        UsageError: a package of the recognisers is not installed, or a file holds a line that is not a word.
+    """
+    from fluvial.models import words as built_in
+    from fluvial.models.words.recognisers import INSTALL, missing
+
+    if absent := missing():
+        raise UsageError(f"the words job needs {', '.join(absent)}, not installed: {INSTALL}")
+    letters = built_in.reward_recogniser().letters
+    rewards: dict[str, Reward] = {"letters": letters, "legibility": built_in.legibility}
+    evaluators = {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
+    base = weights or built_in.BASE
+    return _built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+
+
+def _built_in(
+    load: Callable[[Path], Any],
+    weights: Path,
+    known: Callable[[Any], Sequence[str]],
+    write: Callable[[Key, Sequence[str]], Tensor],
+    rewards: Mapping[str, Reward],
+    evaluators: Mapping[str, Reward],
+    prompts: Sequence[str],
+    data: Sequence[str],
+) -> Job:
+    """Return the job of a built-in model, whose prompts are `known("train")` unless there are files of them."""
+    model, heldout = load(weights), known("heldout")
+    train: Sequence[str | Prompt] = known("train")
+    source_weights = dict[str, float]()
+    if prompts or data:
+        train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=heldout)
+    return Job(
+        model,
+        train,
+        rewards,
+        heldout=heldout,
+        evaluators=evaluators,
+        load=load,
+        data=lambda key, prompts: write(key, texts(prompts)),
+        encode=lambda images: images * 2 - 1,
+        source_weights=source_weights,
+    )
+
+
 def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
     """Return the job of a built-in model.
 
     Args:
-        weights: folder of its weights; the shipped base by default.
-        prompts: files of prompts to train on.
-        data: images with captions.
+        weights: folder of the model's weights; the shipped base by default.
+        prompts: files of prompts to train on, see `data.prompts.sources`; by default all that are not held out.
+        data: images with their prompts as captions, see `data.images.read_images`.
 
     Raises:
-        UsageError: there is no such model, or the file holds a line that is not a prompt.
+        UsageError: there is no such model, or a file holds a line that is not a prompt.
     """
-    if not brings_prompts(model):
+    if model not in MODELS:
         raise UsageError(
             "model", model, f"{' or '.join(MODELS)}, a folder, or an id on the Hub such as owner/name (fluvial models)"
         )
@@ -130,7 +159,7 @@ def to_sample(
     Raises:
         UsageError: there is no such model, or the weights are of another.
     """
-    if brings_prompts(name):
+    if name in MODELS:
         _check_unset(name, settings)
         return named(name, weights=weights)
     from fluvial.models.rewards.jpeg import jpeg_compressibility
@@ -158,7 +187,7 @@ def to_train(
     Raises:
         UsageError: there is no such model, or no prompts.
     """
-    if brings_prompts(name) or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
+    if name in MODELS or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
         _check_unset(name, settings)
         return named(name, weights=weights, prompts=prompts, data=data)
     job = pipeline(
@@ -174,12 +203,6 @@ def _check_unset(name: str, settings: PipelineConfig) -> None:
             raise no_effect(f"pipeline.{field.name}", f"with model {name}")
 
 
-def fresh(model: str, seed: int) -> DiffusionModel:
-    """Return a built-in model with random weights."""
-    made: DiffusionModel = resolve_name(MODELS[model].model)(None, seed=seed)
-    return made
-
-
 def of_run(config: TrainConfig) -> Job:
     """Return the job that a run's configuration describes: a built-in model's, or a pipeline's.
 
@@ -188,7 +211,7 @@ def of_run(config: TrainConfig) -> Job:
     """
     config = from_run(config)
     asked, preferences = config.pipeline, config.objective.traits.preferences
-    if not brings_prompts(config.model) and (config.data or preferences is not None) and asked.text_cache is None:
+    if config.model not in MODELS and (config.data or preferences is not None) and asked.text_cache is None:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
     job = to_train(
         config.model,

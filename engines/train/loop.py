@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.monitoring.extremes import KeptImages
-from fluvial.engines.train.monitoring.gaming import Watch, described, evaluator_of, score_of
+from fluvial.engines.train.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
 from fluvial.engines.train.probe_passes import notes
 from fluvial.engines.train.record import as_record
 from fluvial.engines.train.trainer import Trainer
@@ -90,7 +91,7 @@ class Loop:
             evaluation = self._evaluate("before", self.final_samples, probe)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
             self.progress.say(metrics.evaluation_line("before training", evaluation))
-        gamed = ""
+        end = ""  # why the run ends early
         for record in trainer:
             if self.folder:
                 self.folder.log(record)
@@ -101,43 +102,44 @@ class Loop:
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
-                gamed = self._watched(evaluation)
+                end = self._watched(evaluation)
             if self._due(config.export_every) and done < config.updates:
                 self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
-            if trainer.stopping or gamed or self._due(config.checkpoint_every) or done == config.updates:
+            if trainer.stopping or end or self._due(config.checkpoint_every) or done == config.updates:
                 trainer.save()
-            if gamed:
+            if end:
                 break
-        if trainer.stopping and not gamed:
-            trainer.saver.wait(trainer.progress)
+        trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
+        if trainer.stopping and not end:
             self.progress.say(
                 f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
                 f"continue with --resume --out {config.out}"
             )
             return {}
-        trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
-        summary = self._finish(probe, gamed)
-        if gamed:
-            self.progress.say(gamed)
+        summary = self._finish(probe, end)
+        if end:
+            self.progress.say(end)
         return summary
 
     def _watched(self, evaluation: Evaluation) -> str:
         """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
-        trainer, count = self.trainer, self.config.stop_when_gamed
+        trainer, count, update = self.trainer, self.config.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
-        watch, update = Watch(trainer.progress.evaluations, trainer.progress.recent), trainer.engine.updates
-        watch.add(update, score_of(evaluation))
-        best = watch.best
+        points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])
+        if recent:
+            points.append(Point(update, evaluation.score[evaluator], fmean(recent)))
+            recent.clear()
+        best = best_of(points)
         if not count or best is None:
             return ""
         if best.update == update:
             trainer.save()
-        found = watch.gamed(count)
+        found = gamed(points, count)
         if not found:
             return ""
         where = f"{self.config.checkpoint_folder}/{best.update:06d}"
-        why = described(found, evaluator_of(tuple(evaluation.score)))
+        why = described(found, evaluator)
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:
@@ -192,8 +194,8 @@ class Loop:
             probe.save(path)
         return probe
 
-    def _finish(self, probe: Probe, gamed: str) -> dict[str, Any]:
-        """Evaluate, export, draw, and return the summary; `gamed` says why the run stopped early, if it did."""
+    def _finish(self, probe: Probe, end: str) -> dict[str, Any]:
+        """Evaluate, export, draw, and return the summary; `end` says why the run stopped early, if it did."""
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
         trainer.export(out)
@@ -208,7 +210,7 @@ class Loop:
             "ranks": trainer.world.size,
             "seed": config.seed,
             "versions": metrics.versions(),
-            **({"stopped_when_gamed": gamed} if gamed else {}),
+            **({"stopped_when_gamed": end} if end else {}),
         }
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:

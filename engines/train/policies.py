@@ -1,7 +1,7 @@
 """The policies of a run besides the one that is trained: the old one, the reference, a teacher."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,36 +58,29 @@ class Policies:
         self.model = job.model
         scale = config.kl.guidance  # of the reference, where it has guidance of its own
         self.guidance = None if scale is None else replace(config.rollout.guidance, scale=scale)
-        self._reference: ShardedModule | None = None
-        self._teacher: ShardedModule | None = None
+        self._frozen: dict[str, ShardedModule] = {}  # policies that are a module of their own
         if self.needs_reference and config.train == "full":
-            self._reference = _frozen(config, job, world, build, weights)
+            self._frozen["ref"] = _frozen(config, job, world, build, weights)
         if "teacher" in traits.compares_with:
             assert traits.teacher is not None
             taught = job.with_weights(traits.teacher)
-            self._teacher = _frozen(config, taught, world, build, None if weights is None else taught.model.weights)
+            self._frozen["teacher"] = _frozen(
+                config, taught, world, build, None if weights is None else taught.model.weights
+            )
 
     @contextmanager
     def behaviour(self, engine: Engine) -> Iterator[nn.Module]:
         """Yield the network that makes the rollouts: the follower that samples at this point, else the policy."""
-        with self._of(engine, self.sampling_adapter(engine.updates)) as module:
-            yield module
+        with engine.inference() as module:
+            follower = self.sampling_adapter(engine.updates)
+            with nullcontext() if follower is None else use_adapter(module, follower):
+                yield module
 
     def sampling_adapter(self, updates: int) -> str | None:
         """Return the follower that makes the rollouts after a number of updates; None where the policy does."""
         starts = {name: follower.samples_from for name, follower in self.followers.items()}
         by_now = [name for name, start in starts.items() if start is not None and updates >= start]
         return by_now[0] if by_now else None
-
-    @contextmanager
-    def _of(self, engine: Engine, follower: str | None) -> Iterator[nn.Module]:
-        """Yield the network with a follower's adapter, or with the policy's."""
-        with engine.inference() as module:
-            if follower is None:
-                yield module
-                return
-            with use_adapter(module, follower):
-                yield module
 
     def follow(self, engine: Engine, rollouts: int) -> None:
         """Move each follower to d it + (1 - d) policy; every rank moves its own shards.
@@ -112,19 +105,27 @@ class Policies:
             predict: function that returns a network's prediction at each item.
             pad_to: largest number of items of any rank.
         """
+        names: list[str] = [name for name in self.followers if name != "sampling"]
+        if self.needs_reference and "ref" not in names:
+            names.append("ref")
+        if "teacher" in self._frozen:
+            names.append("teacher")
         found = dict(items.predictions)
-        for name in self.followers:
-            if name == "sampling" or name in found:
-                continue
-            with self._of(engine, name) as module:
-                found[name] = predict(module, items, self._referring_to(cond) if name == "ref" else cond, pad_to)
-        if self.needs_reference and "ref" not in found:
-            with self._referring(engine) as module:
-                found["ref"] = predict(module, items, self._referring_to(cond), pad_to)
-        if self._teacher is not None and "teacher" not in found:
-            with self._teacher.inference() as module:
-                found["teacher"] = predict(module, items, cond, pad_to)
+        for name in names:
+            if name not in found:
+                with self._network(engine, name) as module:
+                    found[name] = predict(module, items, self._referring_to(cond) if name == "ref" else cond, pad_to)
         return items._replace(predictions=found)
+
+    @contextmanager
+    def _network(self, engine: Engine, name: str) -> Iterator[nn.Module]:
+        """Yield the network of another policy; the reference of LoRA is the policy that training started from."""
+        if name in self._frozen:
+            with self._frozen[name].inference() as module:
+                yield module
+            return
+        with engine.inference() as module, use_adapter(module, name if name in self.followers else self.start):
+            yield module
 
     def _referring_to(self, cond: Cond) -> Cond:
         """Return the conditioning of the reference, whose guidance may be another than the policy's."""
@@ -144,27 +145,15 @@ class Policies:
             negative = optree.tree_map(lambda row: row.to(first.device).expand(len(first), *row.shape[1:]), one)
         return Guided(plain, negative, torch.full((len(first),), self.guidance.scale, device=first.device))
 
-    @contextmanager
-    def _referring(self, engine: Engine) -> Iterator[nn.Module]:
-        """Yield the reference: the policy that training started from."""
-        if self._reference is not None:
-            with self._reference.inference() as module:
-                yield module
-            return
-        with engine.inference() as module, use_adapter(module, self.start):
-            yield module
-
     def offload(self) -> None:
         """Move the modules that do not take part in a rollout to the host."""
-        for module in (self._reference, self._teacher):
-            if module is not None:
-                module.offload()
+        for module in self._frozen.values():
+            module.offload()
 
     def onload(self) -> None:
         """Move these modules back to the device."""
-        for module in (self._reference, self._teacher):
-            if module is not None:
-                module.onload()
+        for module in self._frozen.values():
+            module.onload()
 
 
 def _frozen(

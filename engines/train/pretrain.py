@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -22,13 +23,14 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import export
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots
 from fluvial.engines.rollout.noising import noised_at
 from fluvial.engines.run.run_folder import write_json
 from fluvial.engines.streams import Stream
 from fluvial.engines.train import job as jobs
-from fluvial.models import Cond, Prediction
+from fluvial.models import Cond, DiffusionModel, Prediction
 
 RECORD = "made-by.json"
 
@@ -112,7 +114,8 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     """
     job = jobs.named(config.model)
     assert job.data is not None, "built-in models have data"
-    model, prompts, write, root = jobs.fresh(config.model, config.seed), texts(job.prompts), job.data, key(config.seed)
+    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # with random weights
+    prompts, write, root = texts(job.prompts), job.data, key(config.seed)
     letters = sorted(set("".join(prompts)))
     with init_world() as world:
         with world.agreed():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.named_models import MODELS, brings_prompts
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives import table as objectives
 from fluvial.engines.objectives.advantages import AdvantageConfig
 from fluvial.engines.objectives.losses import KLConfig
@@ -122,7 +122,7 @@ def ddpo(model: str = UNET) -> TrainConfig:
         advantage=BATCH,
         optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if brings_prompts(model) else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
+    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
 
 
 def nft(model: str = HANDWRITING) -> TrainConfig:
@@ -243,7 +243,7 @@ def d3po(model: str = UNET) -> TrainConfig:
         rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8)),
         optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if brings_prompts(model) else replace(config, rollout=replace(config.rollout, prompts=20))
+    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=20))
 
 
 def alignprop(model: str = HANDWRITING) -> TrainConfig:

@@ -19,7 +19,8 @@ from fluvial.engines.train.asynchronous.prefetch import Ahead
 from fluvial.engines.train.asynchronous.stored import PREFIX
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
-from fluvial.engines.train.monitoring.gaming import Watch
+from fluvial.engines.train.monitoring.gaming import Point, best_of
+from fluvial.engines.train.published.runs import flat
 from fluvial.engines.train.record import as_record
 from fluvial.models.lora import lora_settings
 
@@ -41,7 +42,7 @@ class Progress:
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
-    evaluations: list[list[float]] = field(default_factory=list)  # update, score and reward of each, see `gaming.Watch`
+    evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `rewards.floors`
 
@@ -94,7 +95,7 @@ class Saver:
         }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
-        best = Watch(progress.evaluations, progress.recent).best
+        best = best_of(progress.evaluations)
         if self.config.stop_when_gamed and best is not None:
             written["spare"] = best.update
         where, state = self.config.checkpoint_folder, self.engine.state()
@@ -161,7 +162,8 @@ class Saver:
             if changed:
                 self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
-        return Progress(**{name: meta[name] for name in asdict(Progress())})
+        known = {name: meta[name] for name in asdict(Progress())}
+        return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
     def _environment(self) -> dict[str, Any]:
         """Return what the bits of a run depend on besides its settings."""
@@ -171,17 +173,9 @@ class Saver:
 
 def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:
     """Return what a run that resumes from this one's checkpoints must have in common with it."""
-    settings = {name: value for name, value in _flat(as_record(config)).items() if name.split(".")[0] not in FREE}
+    settings = {name: value for name, value in flat(as_record(config)).items() if name.split(".")[0] not in FREE}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
     records = ((prompt.text, prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
     digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
     return {**settings, "train_prompts": digest, "base_weights": base}
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dict, {"rollout.eta": 0.8, ...}."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.named_models import brings_prompts
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.rollout.config import REPLAYED
 from fluvial.engines.rollout.samplers import SAMPLERS
@@ -66,7 +65,6 @@ def _effects(config: "TrainConfig") -> Iterator[tuple[bool, str, str]]:
     yield not adds_kl, "kl.ema_coef", f"{with_name}, whose loss adds no KL"
     added = "whose loss adds no KL (one that adds a KL has traits.takes_kl)"
     yield not (adds_kl or compares_ref), "kl.coef", f"{with_name}, {added}"
-    yield brings_prompts(config.model), "pipeline", "with a built-in model"
     yield config.train == "full", "lora.weights", "with `train` full, which has no adapter"
     yield not computes, "implementation", f"{with_name} and these settings, in which no kernel takes part"
 

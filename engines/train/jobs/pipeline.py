@@ -115,10 +115,8 @@ def read_prompts_of(
     apart = texts(heldout)
     train: tuple[Prompt, ...]
     weights: dict[str, float] = {}
-    if prompts:
-        train, weights = read_sources(prompts, check=check, heldout=apart)
-    elif data:
-        train, weights = read_sources(data, check=check, heldout=apart, read=read_images, field="data")
+    if prompts or data:
+        train, weights = read_training(prompts, data, check=check, heldout=apart)
     else:
         assert preferences is not None
         records = preference_records(preferences, check=check, heldout=apart)
@@ -126,6 +124,15 @@ def read_prompts_of(
     if not heldout:
         train, heldout = split_off(train)
     return PromptsOfRun(train, heldout, weights)
+
+
+def read_training(
+    prompts: Sequence[str], data: Sequence[str], *, check: Callable[[str], None], heldout: Sequence[str]
+) -> tuple[tuple[Prompt, ...], dict[str, float]]:
+    """Return the prompts of files, else the captions of images, and the weight of each source by its name."""
+    if prompts:
+        return read_sources(prompts, check=check, heldout=heldout)
+    return read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
 
 
 def opened(

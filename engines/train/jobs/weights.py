@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
@@ -90,15 +91,6 @@ def with_base(job: Job, weights: Path | None) -> Job:
     return job.with_weights(weights)
 
 
-def adapter_of(config: TrainConfig, job: Job, module: nn.Module) -> LoraFile | None:
-    """Return the adapter that a run continues from; None if it starts with a new one.
-
-    Raises:
-        UsageError: it cannot be read, or does not fit the network.
-    """
-    return None if config.lora.weights is None else _adapter(config.lora.weights, job, module, "lora.weights")
-
-
 def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
     """Add the adapter of a file or a folder to a network, in place, for forward passes.
 
@@ -111,12 +103,13 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
     Raises:
         UsageError: it cannot be read, or does not fit the network.
     """
-    found = _adapter(path, job, module, field)
+    found = read_adapter(path, job, module, field)
     add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers)
     load_lora(module, found.tensors, "default")
 
 
-def _adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
+def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
+    """Return the adapter of a file or a folder; UsageError if it cannot be read, or does not fit the network."""
     kind: Any = getattr(job.model, "pipeline", None)
     try:
         return read_lora(path, module, convert=None if kind is None else converter(kind, module))
@@ -124,14 +117,12 @@ def _adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
         raise UsageError(f"`{field}`: {error}") from error
 
 
-def digest(adapter: LoraFile | None) -> str:
-    """Return a fingerprint of an adapter; empty without one."""
-    if adapter is None:
-        return ""
+def digest(adapter: LoraFile) -> str:
+    """Return a fingerprint of an adapter."""
     found = hashlib.sha256(f"{adapter.rank} {adapter.alpha}".encode())
     for name in sorted(adapter.tensors):
         found.update(name.encode() + adapter.tensors[name].numpy().tobytes())
-    return " " + found.hexdigest()[:16]
+    return found.hexdigest()[:16]
 
 
 def converter(pipeline: str, module: nn.Module | None = None) -> Any:
@@ -157,12 +148,6 @@ def converter(pipeline: str, module: nn.Module | None = None) -> Any:
             found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
         state, *rest = found if isinstance(found, tuple) else (found,)
         alphas = rest[0] if rest and rest[0] else {}
-        return {**state, **{name: value if isinstance(value, Tensor) else _scalar(value) for name, value in alphas.items()}}
+        return {**state, **{name: torch.as_tensor(value) for name, value in alphas.items()}}
 
     return convert
-
-
-def _scalar(value: float) -> Tensor:
-    import torch
-
-    return torch.tensor(float(value))

@@ -1,14 +1,14 @@
 """Published runs as configurations of fluvial, side by side with what was published."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import UNUSED
 from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.published.runs import Deviation, PublishedRun, Source, always, flat
+from fluvial.engines.train.published.runs import PublishedRun, Source, always, flat
 from fluvial.engines.train.record import as_record, recorded
 
 # Settings that change every update, by table; a run whose source does not state one says so.
@@ -22,13 +22,6 @@ ADVANTAGES = {"advantage": ("scale", "eps", "clip", "ddof", "drop_zero")}
 LORA = {"lora": ("rank", "alpha", "targets", "init")}
 
 
-class Resolved(NamedTuple):
-    """A published run as fluvial runs it."""
-
-    config: TrainConfig
-    deviations: Mapping[str, Deviation]
-
-
 class Row(NamedTuple):
     """A setting as published and as fluvial runs it."""
 
@@ -39,8 +32,8 @@ class Row(NamedTuple):
     source: Source | None
 
 
-def resolve(run: PublishedRun) -> Resolved:
-    """Return the configuration of a published run, and in what it differs from what was published.
+def resolve(run: PublishedRun) -> TrainConfig:
+    """Return the configuration of a published run; `run.deviations` says in what it differs from what was published.
 
     Raises:
         UsageError: fluvial has no objective for the run's algorithm.
@@ -50,12 +43,12 @@ def resolve(run: PublishedRun) -> Resolved:
             f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs {run.needs}: its "
             f"settings are listed by fluvial runs {run.name}"
         )
-    return Resolved(recorded({"out": f"runs/{run.name}", **run.overlay()}), run.deviations)
+    return recorded({"out": f"runs/{run.name}", **run.overlay()})
 
 
 def side_by_side(run: PublishedRun) -> Iterator[Row]:
     """Yield each setting that a source states, that changes the update, or that differs, in the order of a config.json."""
-    config = None if run.needs else resolve(run).config
+    config = None if run.needs else resolve(run)
     ours = {} if config is None else flat(as_record(config))
     watched = () if config is None else _watched(config)
     stated = {name for name, found in run.settings.items() if found.source is not None}

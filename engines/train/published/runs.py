@@ -44,31 +44,18 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run, as an overlay on a run's configuration.
+    """A published run, as an overlay on a run's configuration. Mappings have dotted names, e.g. `optimizer.lr`."""
 
-    Args:
-        name: `project/model/task`.
-        algorithm: name of the method, as its authors write it.
-        paper: arXiv id; empty if there is no paper.
-        gpus: number of GPUs of the launcher; 0 if not stated.
-        needs: what the method needs that fluvial does not have; empty if it can be trained.
-        settings: values of the configuration by dotted name, e.g. `optimizer.lr`.
-        published: what the source states in its own words or unit, by setting.
-        deviations: settings that fluvial does not run as published.
-        unusual: behaviour of the source that no setting shows.
-        headline: published result, hours, and where they are stated.
-    """
-
-    name: str
-    algorithm: str = ""
-    paper: str = ""
-    gpus: int = 0
-    needs: str = ""
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    published: Mapping[str, Any] = field(default_factory=dict)
-    deviations: Mapping[str, Deviation] = field(default_factory=dict)
-    unusual: tuple[str, ...] = ()
-    headline: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # project/model/task
+    algorithm: str = ""  # as its authors write it
+    paper: str = ""  # arXiv id; empty if there is no paper
+    gpus: int = 0  # of the launcher; 0 if not stated
+    needs: str = ""  # what the method needs that fluvial does not have; empty if it can be trained
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # values of the configuration
+    published: Mapping[str, Any] = field(default_factory=dict)  # what the source states in its own words or unit
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)  # settings that fluvial does not run as published
+    unusual: tuple[str, ...] = ()  # behaviour of the source that no setting shows
+    headline: Mapping[str, Any] = field(default_factory=dict)  # published result, hours, and where they are stated
 
     @property
     def model(self) -> str:

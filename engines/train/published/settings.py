@@ -6,7 +6,7 @@ from typing import Any
 
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.named_models import brings_prompts
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
@@ -25,9 +25,9 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     evaluations. Rewards are the job's. Prompts come in epochs, so that files of prompts may have weights. The moving average
     follows every update, so that a short run, too, exports what it has learnt.
     """
-    if brings_prompts(model):
+    if model in MODELS:
         return of_built_in(model, **tuned)
-    config = resolve(find(run)).config
+    config = resolve(find(run))
     return replace(
         config,
         out=OUT,
@@ -59,7 +59,7 @@ def of_model(
         settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
     """
     settings = {"objective": objective, "rollout": rollout, **settings}
-    if brings_prompts(model):
+    if model in MODELS:
         return of_built_in(model, **{**settings, **(tuned or {})})
     optimizer, lora = OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), LoraConfig(rank=32, alpha=64.0)
     shared: dict[str, Any] = {"train": "lora", "lora": lora, "micro_batch": "auto", "eval_samples": 32, "final_samples": 64}

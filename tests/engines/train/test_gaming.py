@@ -12,21 +12,12 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train import train
-from fluvial.engines.train.monitoring.gaming import Watch, described, evaluator_of
+from fluvial.engines.train.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
 from fluvial.engines.train.trainer import Trainer
 
 
-def watched(scores: Sequence[float], rewards: Sequence[float]) -> Watch:
-    """Return a watch of evaluations after every tenth update."""
-    watch = Watch([], [])
-    for number, (score, reward) in enumerate(zip(scores, rewards, strict=True), start=1):
-        watch.recent += [reward - 0.25, reward + 0.25]
-        watch.add(10 * number, score)
-    return watch
-
-
 @pytest.mark.parametrize(
-    ("scores", "rewards", "count", "gamed"),
+    ("scores", "rewards", "count", "is_gamed"),
     [
         ([5, 4, 3], [1, 2, 3], 2, True),
         ([5, 4, 3], [1, 2, 3], 3, False),  # not that often
@@ -40,14 +31,14 @@ def watched(scores: Sequence[float], rewards: Sequence[float]) -> Watch:
         ([5, 4, 3], [1, 2, 3], 0, False),
     ],
 )
-def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: int, gamed: bool) -> None:
+def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: int, is_gamed: bool) -> None:
     """The score falls at each of the last evaluations, and the reward is higher than before."""
-    watch = watched(scores, rewards)
-    found = watch.gamed(count)
-    assert bool(found) == gamed
-    assert watch.best is not None
-    assert watch.best.update == 10 * (scores.index(max(scores)) + 1)
-    if gamed:
+    points = [Point(10 * number, *point) for number, point in enumerate(zip(scores, rewards, strict=True), start=1)]
+    found, best = gamed(points, count), best_of(points)
+    assert bool(found) == is_gamed
+    assert best is not None
+    assert best.update == 10 * (scores.index(max(scores)) + 1)
+    if is_gamed:
         assert [point.score for point in found] == scores[-count - 1 :]
         assert f"fell at {count} evaluations in a row" in described(found, "heldout")
 

@@ -261,7 +261,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
         assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
         fixed = large.objective.traits.through or "call" in (large.rollout.window.draw, large.noising.draw)
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
-    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).config.micro_batch == 9
+    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
     config = recipes.grpo("someone/a-model")
     assert recorded(json.loads(json.dumps(as_record(config)))) == config
 

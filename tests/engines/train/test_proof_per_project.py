@@ -157,7 +157,7 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
 
     AdamW without momentum keeps the gradient itself as its first moment.
     """
-    config = resolve(run).config
+    config = resolve(run)
     epochs = 1 if config.objective.traits.through is not None else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
     lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2

@@ -44,7 +44,7 @@ ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 @cache
 def config_of(name: str) -> TrainConfig:
     """Return a published run as fluvial runs it."""
-    return resolve(find(name)).config
+    return resolve(find(name))
 
 
 @cache
@@ -68,7 +68,8 @@ def test_every_run_says_where_it_was_read() -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_published_run_is_a_configuration(name: str) -> None:
     """It round-trips through JSON, and its deviations name settings, in words."""
-    config, deviations = resolve(find(name))
+    run = find(name)
+    config, deviations = resolve(run), run.deviations
     record = as_record(config)
     assert recorded(json.loads(json.dumps(record))) == config
     assert config.model == RUNS[name].model
@@ -162,7 +163,8 @@ def test_no_python_names_the_source_of_a_run() -> None:
 def test_rewards_are_the_built_in_ones(name: str) -> None:
     """Every reward that a run names comes with fluvial; one that does not is a deviation that says what to do."""
     known = built_in()
-    config, deviations = resolve(find(name))
+    run = find(name)
+    config, deviations = resolve(run), run.deviations
     for text in config.rewards:
         assert parse(text, plugins.names("rewards", known), field="rewards").name in known
     if config.makes_samples and not config.rewards:
@@ -176,7 +178,8 @@ def test_rewards_are_the_built_in_ones(name: str) -> None:
 def test_diffusion_dpo_draws_timesteps_of_the_whole_schedule() -> None:
     """t is uniform over 1,000 timesteps; the one that diffusers' scheduler lacks is a deviation."""
     for name in ("diffusion_dpo/sd1.5/pickapic", "diffusion_dpo/sdxl/pickapic"):
-        config, deviations = resolve(find(name))
+        run = find(name)
+        config, deviations = resolve(run), run.deviations
         assert (config.rollout.steps, config.noising.each, config.noising.levels.kind) == (999, 1, "schedule")
         assert deviations["rollout.steps"].published == "t uniform over timesteps 0 to 999"
         assert config.pipeline.latents == "sample"
@@ -215,7 +218,8 @@ def test_adapters_of_the_stable_diffusion_runs_are_those_of_their_libraries(name
 
 def test_d3po_compares_20_pairs_per_epoch() -> None:
     """Two batches of 10 prompts with two images each; the published updates of single pairs are a deviation."""
-    config, deviations = resolve(find("d3po/sd1.5/compressibility"))
+    run = find("d3po/sd1.5/compressibility")
+    config, deviations = resolve(run), run.deviations
     assert (config.rollout.prompts, config.rollout.group, config.updates) == (20, 2, 400)
     assert deviations["minibatches"].published == "20 updates of 1 pair"
 
@@ -282,7 +286,8 @@ def test_dgpos_beta_and_reference() -> None:
 
 def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
     """12 targets, and 8 of the first 9 steps drawn at random."""
-    config, deviations = resolve(find("unirl/hunyuanvideo-1.5/dancegrpo"))
+    run = find("unirl/hunyuanvideo-1.5/dancegrpo")
+    config, deviations = resolve(run), run.deviations
     window: Any = config.rollout.window
     assert config.model == "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     assert len(config.lora.targets or ()) == 12
@@ -439,7 +444,8 @@ def test_a_file_that_is_no_configuration(
 
 def test_ddpos_statistics_and_last_step() -> None:
     """256 prompts of one sample with the last 16 rewards of each; Stable Diffusion's schedule ends with a noisy step."""
-    config, deviations = resolve(find("ddpo/sd1.4/compressibility"))
+    run = find("ddpo/sd1.4/compressibility")
+    config, deviations = resolve(run), run.deviations
     assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (256, 1, 4)
     assert (config.advantage.history, config.advantage.history_min, config.advantage.eps) == (16, 16, 1e-6)
     assert not any(name.startswith("rollout") for name in deviations)

@@ -25,7 +25,7 @@ SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}
 
 def leaves_of(run: PublishedRun) -> dict[str, Any]:
     """Return the values of a run's configuration; of a method that fluvial lacks, those that its source states."""
-    return flat(run.overlay()) if run.needs else flat(as_record(resolve(run).config))
+    return flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
 
 
 LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}

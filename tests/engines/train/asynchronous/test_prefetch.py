@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fluvial.engines.train.asynchronous.ranks import PushOrder
 from fluvial.engines.train.build import _copy
 from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
+from fluvial.models.lora import use_adapter
 
 ROLLOUTS = 5
 TIMED = ("seconds", "speed", "memory")
@@ -103,8 +104,10 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
             updates = max(0, number - ahead) * config.updates_per_rollout
             for name, tensor in written.items():
                 tensor.copy_(made[name])
-            with trainer.policies._of(trainer.engine, trainer.policies.sampling_adapter(updates)) as module:
-                yield module
+            follower = trainer.policies.sampling_adapter(updates)
+            with trainer.engine.inference() as module:
+                with nullcontext() if follower is None else use_adapter(module, follower):
+                    yield module
             for name, tensor in written.items():
                 tensor.copy_(now[name])
 
