@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
             for name, tensor in written.items():
                 tensor.copy_(made[name])
             follower = trainer.policies.sampling_adapter(updates)
-            with trainer.engine.inference() as module:
-                with nullcontext() if follower is None else use_adapter(module, follower):
-                    yield module
+            adapter = "default" if follower is None else follower
+            with trainer.engine.inference() as module, use_adapter(module, adapter):
+                yield module
             for name, tensor in written.items():
                 tensor.copy_(now[name])
 
