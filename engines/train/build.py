@@ -33,7 +33,6 @@ from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
 from fluvial.engines.sources.sampler_copy import Copy
 from fluvial.engines.train import job as jobs
-from fluvial.engines.train.asynchronous.prefetch import Ahead
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.base import has_one_size
@@ -42,6 +41,7 @@ from fluvial.engines.train.jobs.weights import digest, read_adapter
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
+from fluvial.engines.train.prefetch import Ahead
 from fluvial.engines.train.probe_passes import choose_micro_batch
 from fluvial.engines.train.rollouts import Rollouts
 from fluvial.engines.train.validate import check_model

@@ -15,11 +15,10 @@ from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.train.asynchronous.prefetch import Ahead
-from fluvial.engines.train.asynchronous.stored import PREFIX
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.monitoring.gaming import Point, best_of
+from fluvial.engines.train.prefetch import PREFIX, Ahead
 from fluvial.engines.train.published.runs import flat
 from fluvial.engines.train.record import as_record
 from fluvial.models.lora import lora_settings

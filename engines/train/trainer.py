@@ -27,12 +27,12 @@ from fluvial.engines.run.stop import StopRequest
 from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
-from fluvial.engines.train.asynchronous.prefetch import Requested
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.metrics import RolloutResult
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
+from fluvial.engines.train.prefetch import Requested
 from fluvial.engines.train.probe_passes import compile_blocks
 from fluvial.engines.train.saving import Progress, Saver
 

@@ -19,8 +19,8 @@ from fluvial.engines.objectives.table import Nft
 from fluvial.engines.rollout.samplers import Ode, Stochastic
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train.config import RolloutConfig
+from fluvial.engines.train.metrics import EDGES, advantage_record, group_record, parts_record
 from fluvial.engines.train.monitoring.extremes import KeptImages
-from fluvial.engines.train.monitoring.signal import EDGES, advantage_record, group_record, parts_record
 
 
 class Info(NamedTuple):

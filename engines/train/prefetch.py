@@ -5,8 +5,10 @@ what is computed depends on K and not on how fast samples are made or learnt fro
 main thread, where all collectives are; the thread pushes weights, makes samples and hands their images to the rewards.
 """
 
+import time
+import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,41 +19,38 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.engines.errors import ElsewhereError, RunError
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import Collected, RewardRunners
-from fluvial.engines.rollout.generate import Chunk, SampleBatch
+from fluvial.engines.rollout.generate import Chunk, SampleBatch, joined
 from fluvial.engines.sources.sampler_copy import Copy, held
-from fluvial.engines.train.asynchronous import stored
-from fluvial.engines.train.asynchronous.ranks import PushOrder
 from fluvial.engines.train.rollouts import Rollout, RolloutPlan, Rollouts
+from fluvial.models import DiffusionModel
 from fluvial.models.device import is_accelerator
 
+FAILED = "failed"
+PAUSE = 0.01  # seconds between two looks at the store
+PREFIX = "ahead."  # of the names of a checkpoint's tensors
+FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final")  # of a trajectory, each `[B, ...]`
 ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends early
 
 
 @dataclass
 class Requested:
-    """A rollout that has been asked for.
-
-    Args:
-        version: number of updates of the weights that make it.
-        plan: its samples, and how they are made.
-        runners: the rewards of this rollout.
-        batch: this rank's samples, once they are made.
-        versions: number of updates of the weights that made each of them, as their source says.
-        collected: what the rewards of this rank say, where they were waited for already.
-    """
+    """A rollout that has been asked for."""
 
     number: int
-    version: int
+    version: int  # number of updates of the weights that make it
     plan: RolloutPlan
-    runners: RewardRunners
-    batch: Future[SampleBatch]
-    versions: list[int]
-    collected: Collected | None = None
+    runners: RewardRunners  # the rewards of this rollout
+    batch: Future[SampleBatch]  # this rank's samples, once they are made
+    versions: list[int]  # number of updates of the weights that made each of them, as their source says
+    collected: Collected | None = None  # what the rewards of this rank say, where they were waited for already
 
 
 class Ahead:
@@ -113,18 +112,18 @@ class Ahead:
         for number, found in sorted(self.requested.items()):
             with self.world.agreed():
                 batch = found.batch.result()
-            own, meta[str(number)] = stored.packed(batch, self.collect(found), self.config.rollout.batch, self.world)
+            own, meta[str(number)] = packed(batch, self.collect(found), self.config.rollout.batch, self.world)
             meta[str(number)]["version"] = found.version
-            tensors.update({f"{stored.PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
+            tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta
 
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Take over rollouts as `state` returned them, on any number of ranks; every rank must take part."""
         for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
             found = self._planned(int(name), values["version"])
-            prefix = f"{stored.PREFIX}{name}."
+            prefix = f"{PREFIX}{name}."
             own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
-            batch, found.collected = stored.unpacked(
+            batch, found.collected = unpacked(
                 own, values, found.plan, self.rollouts.job.model, self.config.samples_per_pass, self.world
             )
             found.batch.set_result(batch)
@@ -223,3 +222,138 @@ class Ahead:
             push()
         else:
             self._order.push(found.number, push)
+
+
+class PushOrder:
+    """Lets new weights be pushed once, after every rank has made the rollout before and before any makes the next.
+
+    The ranks' threads see each other through the store of the process group. A look at it blocks nobody; waiting there would
+    block the main thread, which has the same connection.
+
+    Args:
+        world: process group. Every rank must take part.
+        stopped: function that returns whether this rank has given up.
+    """
+
+    def __init__(self, world: World, stopped: Callable[[], bool]) -> None:
+        self.world, self.stopped, self.last = world, stopped, -1  # number of the last rollout that was made
+        self.store: dist.Store | None = None
+        if world.size > 1:
+            name = world.gather_items(uuid.uuid4().hex)[0]  # a process may train several times
+            self.store = dist.PrefixStore(f"fluvial/ahead/{name}", dist.distributed_c10d._get_default_store())
+
+    def push(self, number: int, push: Callable[[], None]) -> None:
+        """Push the weights of a rollout, on rank 0 when no rank needs the earlier ones any more, and then on the others.
+
+        Args:
+            push: function that pushes them; on the other ranks it has only to note that they were pushed.
+
+        Raises:
+            ElsewhereError: another rank failed.
+            LostProcessError: another rank did not make its rollout in the time of a collective.
+        """
+        if self.store is None:
+            push()
+            return
+        if self.world.is_main:
+            self._wait([f"made/{self.last}/{rank}" for rank in range(self.world.size)] if self.last >= 0 else [])
+            push()
+            self.store.set(f"pushed/{number}", "")
+        else:
+            self._wait([f"pushed/{number}"])
+            push()
+
+    def made(self, number: int) -> None:
+        """Note that this rank has made a rollout."""
+        self.last = number
+        if self.store is not None:
+            self.store.set(f"made/{number}/{self.world.rank}", "")
+
+    def failed(self) -> None:
+        """Tell the other ranks that this one failed."""
+        if self.store is not None:
+            self.store.set(FAILED, str(self.world.rank))
+
+    def _wait(self, keys: list[str]) -> None:
+        assert self.store is not None
+        deadline = time.monotonic() + self.world.timeout
+        while not all(self.store.check([key]) for key in keys):
+            if self.store.check([FAILED]):
+                raise ElsewhereError(f"rank {self.store.get(FAILED).decode()} failed; its own message says why")
+            if self.stopped():
+                raise ElsewhereError("the run has ended")
+            if time.monotonic() > deadline:
+                raise LostProcessError(
+                    f"rank {self.world.rank}: another process has not made its rollout within {self.world.timeout:g} s"
+                )
+            time.sleep(PAUSE)
+
+
+def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a rollout as tensors, and as values that JSON can hold; every rank must take part.
+
+    Conditioning is left out: prompts are encoded again.
+
+    Memory on the host, per rank: the samples of all ranks.
+
+    Args:
+        batch: samples of this rank.
+        found: what its rewards say of them.
+        samples: number of samples of all ranks.
+    """
+    rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
+    rows["thumbnails"] = batch.thumbnails
+    # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
+    scores = world.gather(found.scores[None].to(world.device))[:: world.sequence].sum(0)
+    tensors = {
+        name: world.gather_data(tensor.contiguous())[:samples].cpu() for name, tensor in rows.items() if tensor is not None
+    }
+    tensors["scores"] = scores.cpu()
+    said = world.gather_items((found.parts, found.problems))[:: world.sequence]
+    parts: dict[str, dict[str, float]] = {}
+    for own, _ in said:
+        for name, values in own.items():
+            parts.setdefault(name, {}).update({str(place): value for place, value in values.items()})
+    # A file holds no tensor without values, so its shape stands here.
+    empty = {name: [*tensor.shape] for name, tensor in tensors.items() if not tensor.numel()}
+    meta = {
+        "parts": parts,
+        "problems": [line for _, lines in said for line in lines],
+        "computed": found.computed,
+        "waited": found.waited,
+        "empty": empty,
+    }
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}, meta
+
+
+def unpacked(
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    plan: RolloutPlan,
+    model: DiffusionModel,
+    micro_batch: int,
+    world: World,
+) -> tuple[SampleBatch, Collected]:
+    """Return this rank's samples of a rollout as `packed` returned it, and what its rewards say of them.
+
+    Args:
+        tensors, meta: what `packed` returned, perhaps on another number of ranks.
+        model: model that prompts are encoded with.
+        micro_batch: number of samples per chunk.
+    """
+    device, ids, texts = world.device, torch.tensor([*plan.requests.ids]), plan.requests.prompts
+    whole = {**tensors, **{name: torch.empty(shape) for name, shape in meta["empty"].items()}}
+    parts = list[SampleBatch]()
+    for start in range(0, len(ids), micro_batch):
+        rows, prompts = ids[start : start + micro_batch], texts[start : start + micro_batch]
+        own = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
+        cond = plan.sampling.encode(model, prompts)
+        trajectory = Trajectory(
+            own["x"], own["x_next"], own["steps"].long(), own["log_prob"], own.get("velocity"), own["final"], None
+        )
+        parts.append(SampleBatch(prompts, cond, trajectory, own.get("thumbnails")))
+    batch = joined(parts)
+    if not world.is_main:  # one rank has the scores of all samples
+        return batch, Collected(torch.zeros_like(whole["scores"]), {}, [], meta["computed"], meta["waited"])
+    said = {name: {int(place): value for place, value in values.items()} for name, values in meta["parts"].items()}
+    return batch, Collected(whole["scores"], said, list(meta["problems"]), meta["computed"], meta["waited"])

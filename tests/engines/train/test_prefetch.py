@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from fluvial.engines.objectives.table import Nft, Sft
 from fluvial.engines.rollout.async_config import AsyncConfig
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.rollout.samplers import Ode, Stochastic
-from fluvial.engines.train.asynchronous.prefetch import Ahead
-from fluvial.engines.train.asynchronous.ranks import PushOrder
 from fluvial.engines.train.build import _copy
 from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.train.prefetch import Ahead, PushOrder
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models.lora import use_adapter
 
@@ -104,9 +104,9 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
             updates = max(0, number - ahead) * config.updates_per_rollout
             for name, tensor in written.items():
                 tensor.copy_(made[name])
-            follower = trainer.policies.sampling_adapter(updates)
-            adapter = "default" if follower is None else follower
-            with trainer.engine.inference() as module, use_adapter(module, adapter):
+            adapter = trainer.policies.sampling_adapter(updates)
+            follower = partial(use_adapter, name=adapter) if adapter else nullcontext
+            with trainer.engine.inference() as module, follower(module):
                 yield module
             for name, tensor in written.items():
                 tensor.copy_(now[name])

@@ -1,1 +1,0 @@
-"""Rollouts ahead of the trainer: a thread that makes them, the order of the ranks, and what a checkpoint holds of them."""
