@@ -116,5 +116,5 @@ def test_settings_of_floors_that_do_nothing() -> None:
     """Without a floor, or with a history of rewards."""
     with pytest.raises(ValueError, match=r"floor_lr or floor_max is set, and no reward has a floor"):
         AdvantageConfig(floor_lr=0.5)
-    with pytest.raises(ValueError, match=r"advantage.floors is set.* use history 0"):
+    with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
         AdvantageConfig(floors=("a=1",), history=32)
