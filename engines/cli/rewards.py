@@ -60,8 +60,9 @@ def _describe(name: str) -> None:
     """Print what a reward computes, and its options with their defaults."""
     model = REWARD_MODELS[name]
     print(f"{name}: {model.formula}  ({model.source}){_to_install(name)}\n")
-    for described in (model.make, *(base for base in getattr(model.make, "__bases__", ()) if base is not object)):
-        print(f"{inspect.getdoc(described)}\n")
+    for described in (model.make,) if inspect.isfunction(model.make) else inspect.getmro(model.make):
+        if described.__module__.startswith("fluvial."):
+            print(f"{inspect.getdoc(described)}\n")
     options = [
         f"{option.name}={option.default}" for option in inspect.signature(model.make).parameters.values()
     ]  # every option has a default

@@ -4,6 +4,7 @@ Source: arXiv 2211.06687.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from fluvial.models.pipelines.folder import quietly
+from fluvial.models.rewards.clip import Towers
 from fluvial.models.rewards.shared import loading
 from fluvial.models.rewards.shared.loading import LoadingError
 from fluvial.models.rewards.shared.pixels import in_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
-MODEL = REWARD_MODELS["clap"]
 FLOOR = 1e-10  # smallest power before the logarithm
 
 
-class Clap:
+@dataclass(eq=False)
+class Clap(Towers):
     """cos(f(a), g(p)) with a CLAP model, for a sound a and a prompt p.
 
     A sound longer than the model hears (10 s) is scored in windows that lie evenly over it and overlap as little as they
@@ -30,39 +32,26 @@ class Clap:
     Args:
         weights: folder of a ClapModel of transformers without fusion, or id on the Hub.
         sampling_rate: sampling rate of the sounds, in Hz; those of another rate than the model's are resampled.
-        revision: commit on the Hub; by default that of the default weights.
-        device: device of the model, e.g. "cuda:1"; by default that of the first sounds.
-        dtype: "float32", "bfloat16" or "float16".
-        batch: largest number of windows per forward pass.
-
-    Raises:
-        ValueError: the weights are not there, are no CLAP model or one with fusion; in one line.
     """
 
-    def __init__(
-        self,
-        weights: str | Path = MODEL.weights,
-        *,
-        sampling_rate: int = 48000,
-        revision: str | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch: int = 16,
-    ) -> None:
+    facts = REWARD_MODELS["clap"]
+    weights: str | Path = facts.weights
+    _: KW_ONLY
+    sampling_rate: int = 48000
+
+    def load(self, commit: str | None) -> Any:
+        """Return the model; see `ModelReward.load`."""
         from transformers import ClapModel
 
-        self.device, self.dtype = loading.device_of("clap", device), loading.dtype_of("clap", dtype)
-        commit = MODEL.commit(weights, revision)
-        self.model: Any = loading.load_model("clap", ClapModel, weights, commit)
-        if self.model.config.audio_config.enable_fusion:
+        model = loading.load_model(ClapModel, self.weights, commit)
+        if model.config.audio_config.enable_fusion:
             raise LoadingError(
-                f"clap: the weights {weights} are a model with fusion, expected one without, e.g. {MODEL.weights}"
+                f"the weights {self.weights} are a model with fusion, expected one without, e.g. {self.facts.weights}"
             )
-        self.model.to(device=self.device, dtype=self.dtype)
-        place = loading.place_of("clap", weights)
-        self.tokenizer = loading.load_tokenizer("clap", place, commit)
+        place = loading.place_of(self.weights)
+        self.tokenizer = loading.load_tokenizer(place, commit)
         self.features = LogMel(_settings(place, commit))
-        self.sampling_rate, self.batch = sampling_rate, batch
+        return model
 
     def __call__(self, audio: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each sound, `[B]` in float32, differentiable in the sounds.
@@ -79,34 +68,22 @@ class Clap:
                 f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
                 "[B, channels, samples] and one prompt per sound"
             )
-        if self.device is None:
-            self.device = audio.device
-            self.model.to(self.device)
-        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.device, torch.float64)
+        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.placed(audio), torch.float64)
         windows = self.features.windows(resample(mono, self.sampling_rate, self.features.rate))
         with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
             sounds = in_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
-        return (sounds * self._texts(prompts)[:, None]).sum(-1).mean(1)
+        return (sounds * self.embed_texts(prompts)[:, None]).sum(-1).mean(1)
 
     def _sounds(self, windows: Tensor) -> Tensor:
-        features = self.features(windows)[:, None].to(self.dtype)
+        features = self.features(windows)[:, None].to(self.precision)
         longer = torch.zeros(len(windows), 1, dtype=torch.bool, device=windows.device)
-        pooled = self.model.audio_model(input_features=features, is_longer=longer).pooler_output
-        return functional.normalize(self.model.audio_projection(pooled).float(), dim=-1)
+        return self.unit(self.model.audio_model(input_features=features, is_longer=longer), "audio_projection")
 
-    @torch.no_grad()
-    def _texts(self, prompts: Sequence[str]) -> Tensor:
-        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the input of the text tower, padded to the longest prompt."""
         longest = self.model.config.text_config.max_position_embeddings - 2  # positions of RoBERTa begin after the padding's
-        inputs = self.tokenizer(list(numbers), padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        ids, mask = inputs["input_ids"].to(self.device), inputs["attention_mask"].to(self.device)
-
-        def embedded(rows: Tensor) -> Tensor:
-            pooled = self.model.text_model(input_ids=ids[rows], attention_mask=mask[rows]).pooler_output
-            return functional.normalize(self.model.text_projection(pooled).float(), dim=-1)
-
-        found = in_batches(embedded, torch.arange(len(numbers), device=self.device), self.batch)
-        return found[torch.tensor([numbers[prompt] for prompt in prompts], device=self.device)]
+        inputs = self.tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
 class LogMel:
@@ -133,7 +110,7 @@ class LogMel:
         )
         missing = [name for name in names if not isinstance(settings.get(name), int | float)]
         if missing or settings.get("padding", "repeatpad") != "repeatpad":
-            raise LoadingError(f"clap: its feature extractor has no {', '.join(missing) or 'padding=repeatpad'}")
+            raise LoadingError(f"its feature extractor has no {', '.join(missing) or 'padding=repeatpad'}")
         self.rate, self.window, self.hop = (
             int(settings[name]) for name in ("sampling_rate", "fft_window_size", "hop_length")
         )
@@ -190,11 +167,7 @@ def _settings(place: str, revision: str | None) -> Mapping[str, Any]:
     from transformers import ClapFeatureExtractor
 
     with quietly():
-        try:
-            settings, _ = ClapFeatureExtractor.get_feature_extractor_dict(place, revision=revision)
-        except Exception as error:
-            raise LoadingError(
-                f"clap: the feature extractor of {place} cannot be loaded: {loading.first_line(error)}"
-            ) from error
-    found: Mapping[str, Any] = settings
-    return found
+        found: tuple[Mapping[str, Any], Any] = loading.attempt(
+            f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=revision
+        )
+    return found[0]

@@ -3,25 +3,50 @@
 Source: arXiv 2306.09341. The published weights are a state dict of open_clip; they are converted to a CLIPModel.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fluvial.models.rewards.shared import loading
-from fluvial.models.rewards.shared.clip import VIT_H, TowerReward, load_tokenize
-from fluvial.models.rewards.shared.open_clip import to_clip_model
+from fluvial.models.rewards.clip import VIT_H, ImageTowers
+from fluvial.models.rewards.shared.convert import count_layers, filled, renamed
+from fluvial.models.rewards.shared.loading import LoadingError, hub_file, processor_of, read_tensors
 from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, as_bytes, normalised, pad_to_square
 from fluvial.models.rewards.table import REWARD_MODELS
 
-MODEL, FILE = REWARD_MODELS["hpsv2"], "HPS_v2.1_compressed.pt"
+FILE = "HPS_v2.1_compressed.pt"
+BLOCK = r"transformer\.resblocks\.(\d+)\."  # of a tower
+# Beginnings of names that differ between open_clip and transformers; those of the blocks follow below.
+NAMES = {
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",
+    "visual.ln_post.": "vision_model.post_layernorm.",
+    "visual.proj": "visual_projection.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.": "text_model.final_layer_norm.",
+    "text_projection": "text_projection.weight",
+    "logit_scale": "logit_scale",
+}
+BLOCKS = {
+    "ln_1.": "layer_norm1.",
+    "ln_2.": "layer_norm2.",
+    "attn.out_proj.": "self_attn.out_proj.",
+    "mlp.c_fc.": "mlp.fc1.",
+    "mlp.c_proj.": "mlp.fc2.",
+}
+TRANSPOSED = ("visual.proj", "text_projection")  # open_clip multiplies by them from the right
+HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}  # of vision towers by width (H, g, bigG); 64 in all others
 
 
 @dataclass(eq=False)
-class Hpsv2(TowerReward):
-    """cos(f(x), g(p)) with HPSv2.1's CLIP model; of videos the mean over frames.
+class Hpsv2(ImageTowers):
+    """cos(f(x), g(p)) with HPSv2.1's CLIP model.
 
     The longer edge of an image is resized to 224 pixels and the rest is black, as in the published evaluation, so that
     nothing is cropped.
@@ -30,27 +55,102 @@ class Hpsv2(TowerReward):
         weights: file of the state dict, folder with `HPS_v2.1_compressed.pt`, or id on the Hub.
         processor: folder or id of the tokenizer; by default that of the ViT-H/14 that HPSv2 was finetuned from.
         heads: number of attention heads of the vision and of the text tower, where they are not those of a published model.
-        revision, device, dtype, batch, frames: see `TowerReward`.
-
-    Raises:
-        ValueError: the weights are not there or are not those of a CLIP model of open_clip, in one line.
     """
 
-    weights: str | Path = MODEL.weights
+    facts = REWARD_MODELS["hpsv2"]
+    weights: str | Path = facts.weights
     _: KW_ONLY
     heads: tuple[int, int] | None = None
 
-    facts = MODEL
-
-    def load(self, commit: str | None) -> tuple[Any, Callable[[Tensor], Tensor], Callable[[list[str]], dict[str, Tensor]]]:
-        """Return the converted model, its preprocessing and its tokenizer."""
-        file = loading.hub_file("hpsv2", self.weights, FILE, commit)
-        model = to_clip_model("hpsv2", loading.read_tensors("hpsv2", file), file, heads=self.heads)
-        place = loading.processor_of(file.parent, self.processor, VIT_H)
+    def load(self, commit: str | None) -> Any:
+        """Return the converted model; see `ModelReward.load`."""
+        file = hub_file(self.weights, FILE, commit)
+        model = to_clip_model(read_tensors(file), file, heads=self.heads)
         side = model.config.vision_config.image_size
 
         def preprocess(images: Tensor) -> Tensor:
             """Return images as the input of the vision model; padding is black before the normalisation."""
             return normalised(pad_to_square(as_bytes(images) / 255, side), CLIP_MEAN, CLIP_STD)
 
-        return model, preprocess, load_tokenize("hpsv2", model, *place)
+        self.preprocess = preprocess
+        self.load_tokenizer(model, *processor_of(file.parent, self.processor, VIT_H))
+        return model
+
+
+def to_clip_model(tensors: Mapping[str, Tensor], source: Path, *, heads: tuple[int, int] | None) -> Any:
+    """Return a CLIPModel with the weights of a state dict of open_clip, in float32.
+
+    Args:
+        tensors: state dict of a CLIP model with a vision transformer.
+        source: file that the tensors come from, for messages.
+        heads: number of attention heads of the vision and of the text tower; by default those of the published models.
+
+    Raises:
+        LoadingError: it is the state dict of another model, or tensors are missing.
+    """
+    from transformers import CLIPModel
+
+    if not {"visual.conv1.weight", "visual.proj", "text_projection", "token_embedding.weight"} <= set(tensors):
+        raise LoadingError(
+            f"the weights {source} hold {', '.join(sorted(tensors)[:3])} ..., expected a state dict of open_clip with "
+            "visual.conv1.weight, visual.proj, text_projection and token_embedding.weight"
+        )
+    converted = {name: tensor for key, value in tensors.items() for name, tensor in _converted(key, value)}
+    return filled(CLIPModel(config_of(tensors, heads)), converted, source, kind="a CLIP model")
+
+
+def config_of(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> Any:
+    """Return the CLIPConfig that the shapes of a state dict of open_clip tell."""
+    from transformers import CLIPConfig
+
+    width, _, patch, _ = tensors["visual.conv1.weight"].shape
+    vocabulary, text_width = tensors["token_embedding.weight"].shape
+    side = round((len(tensors["visual.positional_embedding"]) - 1) ** 0.5)
+    vision_heads, text_heads = heads or (width // HEAD_WIDTHS.get(width, 64), text_width // 64)
+    common = {"hidden_act": "gelu", "projection_dim": tensors["visual.proj"].shape[1]}
+    return CLIPConfig(
+        projection_dim=common["projection_dim"],
+        vision_config={
+            **common,
+            "hidden_size": width,
+            "intermediate_size": _inner(tensors, "visual."),
+            "patch_size": patch,
+            "num_hidden_layers": count_layers(tensors, rf"visual\.{BLOCK}"),
+            "num_attention_heads": vision_heads,
+            "image_size": patch * side,
+        },
+        text_config={
+            **common,
+            "hidden_size": text_width,
+            "intermediate_size": _inner(tensors, ""),
+            "vocab_size": vocabulary,
+            "num_hidden_layers": count_layers(tensors, BLOCK),
+            "num_attention_heads": text_heads,
+            "max_position_embeddings": len(tensors["positional_embedding"]),
+            # open_clip takes the output at the largest token, which is the last of its vocabulary.
+            "eos_token_id": vocabulary - 1,
+            "bos_token_id": vocabulary - 2,
+            "pad_token_id": vocabulary - 1,
+        },
+    )
+
+
+def _inner(tensors: Mapping[str, Tensor], tower: str) -> int:
+    """Return the width of the hidden layers of a tower's blocks."""
+    found = tensors.get(f"{tower}transformer.resblocks.0.mlp.c_fc.weight")
+    return 1 if found is None else len(found)
+
+
+def _converted(key: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of transformers, with their names, that a tensor of open_clip becomes."""
+    if key == "attn_mask":  # the causal mask, which older versions saved
+        return []
+    if not (found := re.match(rf"(visual\.)?{BLOCK}(.+)", key)):
+        return [(renamed(key, NAMES), value.T if key in TRANSPOSED else value)]
+    tower = "vision_model" if found[1] else "text_model"
+    prefix, rest = f"{tower}.encoder.layers.{found[2]}.", found[3]
+    if not rest.startswith("attn.in_proj_"):
+        return [(prefix + renamed(rest, BLOCKS), value)]
+    part = rest.removeprefix("attn.in_proj_")
+    thirds = zip("qkv", value.chunk(3), strict=True)
+    return [(f"{prefix}self_attn.{letter}_proj.{part}", third) for letter, third in thirds]

@@ -6,19 +6,20 @@ BlipVisionModel and BlipTextModel of transformers.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluvial.models.rewards.shared import loading
-from fluvial.models.rewards.shared.heads import LinearHead
-from fluvial.models.rewards.shared.loading import LoadingError
-from fluvial.models.rewards.shared.pixels import Preprocess, frames_of, in_batches
+from fluvial.models.rewards.shared.convert import LinearHead, count_layers, filled, renamed
+from fluvial.models.rewards.shared.loading import LoadingError, ModelReward
+from fluvial.models.rewards.shared.pixels import Preprocess, check_pairs, frames_of, in_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
-MODEL, FILE = REWARD_MODELS["imagereward"], "ImageReward.pt"
+FILE = "ImageReward.pt"
 TOKENIZER = ("google-bert/bert-base-uncased", "86b5e0934494bd15c9632b12f734a8a67f723594")
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output on the training data
 TOKENS = 35  # of a prompt, as in training
@@ -37,56 +38,40 @@ BLOCKS = {
 }
 
 
-class ImageReward:
-    """(h(t) - 0.167) / 1.033, with t BLIP's first text output, which attends to the image, and h linear layers.
+@dataclass(eq=False)
+class ImageReward(ModelReward):
+    """(h(t) - 0.167) / 1.033, with t BLIP's first text output, which attends to the image, and h linear layers in float32.
 
     Of videos the mean over frames.
 
     Args:
         weights: file of the state dict, folder with `ImageReward.pt`, or id on the Hub.
-        revision: commit on the Hub; by default that of the default weights.
         processor: folder or id of the tokenizer; by default that of BERT, uncased.
-        device: device of the model, e.g. "cuda:1"; by default that of the first images.
-        dtype: dtype of the towers, "float32", "bfloat16" or "float16"; the head is computed in float32.
-        batch: largest number of images per forward pass.
         frames: largest number of evenly spaced frames that a video is scored by.
         heads: number of attention heads of the vision and of the text model.
-
-    Raises:
-        ValueError: the weights are not there or are those of another model, in one line.
     """
 
-    def __init__(
-        self,
-        weights: str | Path = MODEL.weights,
-        *,
-        revision: str | None = None,
-        processor: str | None = None,
-        device: str | None = None,
-        dtype: str = "float32",
-        batch: int = 16,
-        frames: int = 8,
-        heads: tuple[int, int] = (16, 12),
-    ) -> None:
-        self.device, self.dtype = loading.device_of("imagereward", device), loading.dtype_of("imagereward", dtype)
-        self.batch, self.frames = batch, frames
-        file = loading.hub_file("imagereward", weights, FILE, MODEL.commit(weights, revision))
-        tensors = loading.read_tensors("imagereward", file)
+    facts = REWARD_MODELS["imagereward"]
+    weights: str | Path = facts.weights
+    _: KW_ONLY
+    processor: str | None = None
+    frames: int = 8
+    heads: tuple[int, int] = (16, 12)
+
+    def load(self, commit: str | None) -> nn.ModuleDict:
+        """Return the converted vision and text models; see `ModelReward.load`."""
+        file = loading.hub_file(self.weights, FILE, commit)
+        tensors = loading.read_tensors(file)
         parts = {prefix: _below(tensors, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")}
         for prefix, found in parts.items():
             if not found:
-                raise LoadingError(
-                    f"imagereward: the weights {file} have no tensor {prefix}*, expected those of ImageReward"
-                )
-        self.vision = vision_model(parts["blip.visual_encoder."], heads[0], file)
-        self.text = text_model(parts["blip.text_encoder."], heads[1], file)
-        self.head = LinearHead("imagereward", parts["mlp."], self.text.config.hidden_size, file)
-        for model in (self.vision, self.text):
-            model.to(device=self.device, dtype=self.dtype)
-        side = self.vision.config.image_size
-        self.preprocess = Preprocess(side, (side, side))
-        place, commit = loading.processor_of(file.parent, processor, TOKENIZER)
-        self.tokenizer = loading.load_tokenizer("imagereward", place, commit)
+                raise LoadingError(f"the weights {file} have no tensor {prefix}*, expected those of ImageReward")
+        vision = vision_model(parts["blip.visual_encoder."], self.heads[0], file)
+        text = text_model(parts["blip.text_encoder."], self.heads[1], file)
+        self.head = LinearHead(parts["mlp."], text.config.hidden_size, file)
+        self.preprocess = Preprocess(vision.config.image_size, (vision.config.image_size,) * 2)
+        self.tokenizer = loading.load_tokenizer(*loading.processor_of(file.parent, self.processor, TOKENIZER))
+        return nn.ModuleDict({"vision": vision, "text": text})
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images.
@@ -98,23 +83,18 @@ class ImageReward:
         Raises:
             ValueError: there are not as many prompts as images.
         """
-        if len(images) != len(prompts):
-            raise ValueError(f"there are {len(images)} images and {len(prompts)} prompts, expected one prompt per image")
-        if self.device is None:
-            self.device = images.device
-            self.vision.to(self.device)
-            self.text.to(self.device)
-        frames = frames_of(images, self.frames)
+        check_pairs(images, prompts)
+        device, frames = self.placed(images), frames_of(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         tokens = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
-        ).to(self.device)
+        ).to(device)
 
         def scored(rows: Tensor) -> Tensor:
-            pixels = self.preprocess(flat[rows].to(self.device)).to(self.dtype)
-            seen = self.vision(pixel_values=pixels).last_hidden_state
-            of = rows.to(self.device) // count
-            read = self.text(
+            pixels = self.preprocess(flat[rows].to(device)).to(self.precision)
+            seen = self.model["vision"](pixel_values=pixels).last_hidden_state
+            of = rows.to(device) // count
+            read = self.model["text"](
                 input_ids=tokens["input_ids"][of],
                 attention_mask=tokens["attention_mask"][of],
                 encoder_hidden_states=seen,
@@ -145,12 +125,13 @@ def vision_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any
         hidden_size=width,
         intermediate_size=_shape(tensors, "blocks.0.mlp.fc1.weight", 2, source)[0],
         num_attention_heads=heads,
-        num_hidden_layers=_count(tensors, r"blocks\.(\d+)\."),
+        num_hidden_layers=count_layers(tensors, r"blocks\.(\d+)\."),
         image_size=patch * side,
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
-    return _filled(BlipVisionModel(config), {_vision_name(name): value for name, value in tensors.items()}, source)
+    named = {_vision_name(name): value for name, value in tensors.items()}
+    return filled(BlipVisionModel(config), named, source, kind="BLIP")
 
 
 def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
@@ -162,33 +143,20 @@ def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
         vocab_size=vocabulary,
         hidden_size=width,
         num_attention_heads=heads,
-        num_hidden_layers=_count(tensors, r"encoder\.layer\.(\d+)\."),
+        num_hidden_layers=count_layers(tensors, r"encoder\.layer\.(\d+)\."),
         encoder_hidden_size=_shape(tensors, "encoder.layer.0.crossattention.self.key.weight", 2, source)[1],
         intermediate_size=_shape(tensors, "encoder.layer.0.intermediate.dense.weight", 2, source)[0],
         max_position_embeddings=_shape(tensors, "embeddings.position_embeddings.weight", 2, source)[0],
     )
     kept = {name: value for name, value in tensors.items() if name != "embeddings.position_ids"}  # a constant
-    return _filled(BlipTextModel(config, add_pooling_layer=False), kept, source)
-
-
-def _filled(model: Any, tensors: Mapping[str, Tensor], source: Path) -> Any:
-    """Return a model with tensors loaded, for inference; LoadingError if they are not exactly its own."""
-    try:
-        report = model.load_state_dict({name: value.float() for name, value in tensors.items()}, strict=False)
-    except RuntimeError as error:  # a tensor of another shape
-        raise LoadingError(f"imagereward: the weights {source} do not fit: {str(error).splitlines()[-1].strip()}") from error
-    loading.check_complete("imagereward", source, missing=report.missing_keys)
-    if report.unexpected_keys:
-        raise LoadingError(f"imagereward: the weights {source} hold {report.unexpected_keys[0]}, which BLIP does not have")
-    return loading.frozen(model)
+    return filled(BlipTextModel(config, add_pooling_layer=False), kept, source, kind="BLIP")
 
 
 def _vision_name(name: str) -> str:
     """Return the name in transformers of a tensor of the vision model."""
     if found := re.match(r"blocks\.(\d+)\.(.+)", name):
-        rest = next((new + found[2].removeprefix(old) for old, new in BLOCKS.items() if found[2].startswith(old)), found[2])
-        return f"encoder.layers.{found[1]}.{rest}"
-    return next((new + name.removeprefix(old) for old, new in VISION.items() if name.startswith(old)), name)
+        return f"encoder.layers.{found[1]}.{renamed(found[2], BLOCKS)}"
+    return renamed(name, VISION)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -196,13 +164,8 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """Return the number of layers that names of tensors show."""
-    return 1 + max((int(found[1]) for name in tensors if (found := re.match(pattern, name))), default=-1)
-
-
 def _shape(tensors: Mapping[str, Tensor], name: str, dimensions: int, source: Path) -> tuple[int, ...]:
     """Return the shape of a tensor; LoadingError if it is not there, or has another number of dimensions."""
     if name not in tensors or tensors[name].ndim != dimensions:
-        raise LoadingError(f"imagereward: the weights {source} have no {name} of {dimensions} dimensions")
+        raise LoadingError(f"the weights {source} have no {name} of {dimensions} dimensions")
     return tuple(tensors[name].shape)

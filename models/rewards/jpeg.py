@@ -15,21 +15,12 @@ QUALITY = 95  # of the JPEG encoder, as in the paper's code
 
 
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return minus the size of each image as a JPEG file, in kilobytes, `[B]`.
-
-    r(x) = -bytes(JPEG_95(x)) / 1000
-
-    Args:
-        images: images `[B, 3, H, W]` in [0, 1], or videos `[B, 3, F, H, W]`, whose frames are averaged.
-        prompts: not used.
-    """
+    """Return r(x) = -bytes(JPEG_95(x)) / 1000, minus `jpeg_incompressibility`, `[B]`."""
     return -jpeg_incompressibility(images, prompts)
 
 
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the size of each image as a JPEG file, in kilobytes, `[B]`.
-
-    r(x) = bytes(JPEG_95(x)) / 1000
+    """Return the size of each image as a JPEG file, in kilobytes, `[B]`: r(x) = bytes(JPEG_95(x)) / 1000.
 
     Args:
         images: images `[B, 3, H, W]` in [0, 1], or videos `[B, 3, F, H, W]`, whose frames are averaged.

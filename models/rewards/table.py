@@ -3,17 +3,77 @@
 `REWARD_MODELS["pickscore"].make(device="cuda:1")` builds one.
 """
 
-from fluvial.models.rewards.shared.facts import RewardModel
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 VIT_L = "openai/clip-vit-large-patch14", "32bd64288804d66eefd0ccbe215aa642df71cc41"  # CLIP, and its commit
 READ = "1 - min(lev(t, w), |w|) / |w|"  # of the text t that is read and the text w that is asked for
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A row of the table of reward models.
+
+    Args:
+        name: name on the command line.
+        factory: class or function that builds the reward, as `module:name` below `fluvial.models.rewards`. It is imported
+            when it is needed.
+        formula: score of an image x and a prompt p.
+        source: paper or repository that the formula comes from.
+        licence: licence of the weights.
+        weights: id of the default weights on the Hub; empty if there are none.
+        revision: commit of the default weights.
+        parameters: number of parameters in millions.
+        install: what to install beside fluvial, e.g. "fluvial[rewards]"; None if nothing.
+        packages: names that must be importable for it.
+        gradients: whether the score is differentiable in the images, as `alignprop` needs it.
+        takes: first argument of the reward, "images" (or videos) or "audio".
+    """
+
+    name: str
+    factory: str
+    formula: str
+    source: str
+    licence: str
+    weights: str = ""
+    revision: str | None = None
+    parameters: float = 0.0
+    install: str | None = None
+    packages: tuple[str, ...] = ()
+    gradients: bool = False
+    takes: str = "images"
+
+    @property
+    def make(self) -> Any:
+        """Class or function that builds the reward. Its arguments are the options, e.g. of `pickscore:device=cuda:1`.
+
+        It raises ValueError, in one line, if the reward cannot be built.
+        """
+        module, _, name = self.factory.partition(":")
+        return getattr(import_module(f"fluvial.models.rewards.{module}"), name)
+
+    @property
+    def gibibytes(self) -> float:
+        """Memory of the weights in float32, in GiB; half of it in bfloat16."""
+        return self.parameters * 1e6 * 4 / 2**30
+
+    def missing(self) -> list[str]:
+        """Return the packages that are not installed."""
+        return [name for name in self.packages if find_spec(name) is None]
+
+    def commit(self, weights: object, revision: str | None) -> str | None:
+        """Return the commit to load: the one asked for, or that of the default weights, or None for the newest."""
+        return revision or (self.revision if weights == self.weights else None)
+
 
 REWARD_MODELS: dict[str, RewardModel] = {
     model.name: model
     for model in (
         RewardModel(
             "pickscore",
-            "pickscore:PickScore",
+            "clip:PickScore",
             "exp(logit_scale) cos(f(x), g(p)) / 26",
             "arXiv 2305.01569",
             "none stated; MIT of the CLIP that it was finetuned from",
@@ -46,7 +106,7 @@ REWARD_MODELS: dict[str, RewardModel] = {
         ),
         RewardModel(
             "clipscore",
-            "clipscore:ClipScore",
+            "clip:ClipScore",
             "cos(f(x), g(p))",
             "arXiv 2104.08718",
             "MIT",
@@ -56,7 +116,7 @@ REWARD_MODELS: dict[str, RewardModel] = {
         ),
         RewardModel(
             "siglip",
-            "siglip:Siglip",
+            "clip:Siglip",
             "cos(f(x), g(p))",
             "arXiv 2303.15343",
             "Apache-2.0",
@@ -69,7 +129,7 @@ REWARD_MODELS: dict[str, RewardModel] = {
         ),
         RewardModel(
             "aesthetic",
-            "aesthetic:Aesthetic",
+            "clip:Aesthetic",
             "h(f(x) / |f(x)|), h linear",
             "LAION; arXiv 2305.13301",
             "MIT (CLIP), Apache-2.0 (head)",

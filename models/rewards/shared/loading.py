@@ -1,24 +1,80 @@
-"""Weights, tokenizers and preprocessing of reward models, from a folder or the Hub; what is wrong is said in one line."""
+"""Weights, tokenizers and preprocessing of reward models, from a folder or the Hub; errors are one line."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.rewards.shared.pixels import Preprocess, read_preprocess
+from fluvial.models.rewards.table import RewardModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # One of these makes a folder one of a tokenizer.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model", "vocab.txt")
+
+Processor = tuple[str, str | None]  # folder or id of tokenizer and preprocessing, and commit
 
 
 class LoadingError(ValueError):
     """A reward model cannot be built; the message is one line."""
 
 
-def place_of(reward: str, weights: str | Path) -> str:
+@dataclass(eq=False)
+class ModelReward(ABC):
+    """Reward from a model of transformers, which is frozen.
+
+    Args:
+        weights: folder of the model, or id on the Hub.
+        revision: commit on the Hub; by default that of the default weights.
+        device: device of the model, e.g. "cuda:1"; by default that of the first samples.
+        dtype: dtype of the model, "float32", "bfloat16" or "float16".
+        batch: largest number of samples per forward pass.
+
+    Raises:
+        ValueError: the weights are not there or are of another model, or an option is wrong; in one line.
+    """
+
+    weights: str | Path
+    _: KW_ONLY
+    revision: str | None = None
+    device: str | None = None
+    dtype: str = "float32"
+    batch: int = 16
+    model: Any = field(init=False)
+    tokenizer: Any = field(init=False)
+
+    facts: ClassVar[RewardModel]
+
+    def __post_init__(self) -> None:
+        try:
+            self.where, self.precision = _device(self.device), DTYPES[check_choice("dtype", self.dtype, DTYPES)]
+            self.model = self.load(self.facts.commit(self.weights, self.revision))
+        except LoadingError as error:
+            raise LoadingError(f"{self.facts.name}: {error}") from error
+        self.model.eval().requires_grad_(False).to(device=self.where, dtype=self.precision)
+
+    @abstractmethod
+    def load(self, commit: str | None) -> Any:
+        """Return the model, and keep its tokenizer and preprocessing.
+
+        Raises:
+            LoadingError: something is missing or does not fit, in one line without the reward's name.
+        """
+
+    def placed(self, samples: Tensor) -> torch.device:
+        """Return the model's device; without one of its own, the model moves to that of the first samples."""
+        if self.where is None:
+            self.where = samples.device
+            self.model.to(self.where)
+        return self.where
+
+
+def place_of(weights: str | Path) -> str:
     """Return a folder or file of weights as it is on disk, or an id on the Hub as it is.
 
     Raises:
@@ -28,15 +84,14 @@ def place_of(reward: str, weights: str | Path) -> str:
     if path.exists():
         return str(path)
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise LoadingError(f"{reward}: there is no file or folder {text}; expected one, or an id on the Hub as owner/name")
+        raise LoadingError(f"there is no file or folder {text}; expected one, or an id on the Hub as owner/name")
     return text
 
 
-def load_model(reward: str, kind: Any, weights: str | Path, revision: str | None) -> Any:
-    """Return a model of transformers with its weights, for inference.
+def load_model(kind: Any, weights: str | Path, revision: str | None) -> Any:
+    """Return a model of transformers with its weights.
 
     Args:
-        reward: name of the reward, for messages.
         kind: class of the model.
         weights: folder or id on the Hub.
         revision: commit on the Hub.
@@ -46,78 +101,76 @@ def load_model(reward: str, kind: Any, weights: str | Path, revision: str | None
     """
     from transformers import AutoConfig
 
-    place, expected = place_of(reward, weights), kind.config_class.model_type
+    place, expected = place_of(weights), kind.config_class.model_type
     with quietly():
-        config = _attempt(reward, f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
+        config = attempt(f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
         if config.model_type != expected:
-            raise LoadingError(
-                f"{reward}: the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}"
-            )
-        model, report = _attempt(
-            reward, f"the weights {weights}", kind.from_pretrained, place, revision=revision, output_loading_info=True
+            raise LoadingError(f"the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}")
+        model, report = attempt(
+            f"the weights {weights}", kind.from_pretrained, place, revision=revision, output_loading_info=True
         )
     # Numbers of positions are constants that some versions of transformers saved.
-    check_complete(reward, weights, missing=[name for name in report["missing_keys"] if not name.endswith("_ids")])
-    return frozen(model)
+    check_complete(weights, missing=[name for name in report["missing_keys"] if not name.endswith("_ids")])
+    return model
 
 
-def check_complete(reward: str, weights: str | Path, *, missing: Sequence[str]) -> None:
+def check_complete(weights: str | Path, *, missing: Sequence[str]) -> None:
     """Raise LoadingError if tensors are missing, which would be left as they were drawn."""
     if missing:
         names = sorted(missing)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise LoadingError(
-            f"{reward}: the weights {weights} are incomplete: they lack {names[0]}{more}; download them again"
-        )
+        raise LoadingError(f"the weights {weights} are incomplete: they lack {names[0]}{more}; download them again")
 
 
-def frozen(model: Any) -> Any:
-    """Return a model in evaluation mode whose parameters need no gradient."""
-    return model.eval().requires_grad_(False)
+def check_choice(option: str, value: str, choices: Collection[str]) -> str:
+    """Return the value of an option; LoadingError if it is not one of the choices."""
+    if value not in choices:
+        raise LoadingError(f"{option} is {value!r}, expected one of {', '.join(choices)}")
+    return value
 
 
-def load_tokenizer(reward: str, place: str, revision: str | None) -> Any:
+def load_tokenizer(place: str, revision: str | None) -> Any:
     """Return the tokenizer of a folder or of an id on the Hub; LoadingError if there is none."""
     from transformers import AutoTokenizer
 
     with quietly():
-        return _attempt(reward, f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
+        return attempt(f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
 
 
-def load_preprocess(reward: str, place: str, revision: str | None) -> Preprocess:
+def load_preprocess(place: str, revision: str | None) -> Preprocess:
     """Return the preprocessing of a folder or of an id on the Hub; LoadingError if there is none, or it is not supported."""
     from transformers.image_processing_utils import BaseImageProcessor
 
     with quietly():
-        settings, _ = _attempt(
-            reward, f"the image processor of {place}", BaseImageProcessor.get_image_processor_dict, place, revision=revision
+        settings, _ = attempt(
+            f"the image processor of {place}", BaseImageProcessor.get_image_processor_dict, place, revision=revision
         )
     try:
         return read_preprocess(settings)
     except ValueError as error:
-        raise LoadingError(f"{reward}: {place} cannot be used: {error}") from error
+        raise LoadingError(f"{place} cannot be used: {error}") from error
 
 
-def hub_file(reward: str, weights: str | Path, name: str, revision: str | None) -> Path:
+def hub_file(weights: str | Path, name: str, revision: str | None) -> Path:
     """Return the path of one file: `weights` itself, the file `name` in the folder `weights`, or of that id on the Hub.
 
     Raises:
         LoadingError: there is no such file.
     """
-    place = place_of(reward, weights)
+    place = place_of(weights)
     if Path(place).is_file():
         return Path(place)
     if Path(place).is_dir():
         if (Path(place) / name).is_file():
             return Path(place) / name
-        raise LoadingError(f"{reward}: the folder {place} has no file {name}")
+        raise LoadingError(f"the folder {place} has no file {name}")
     from huggingface_hub import hf_hub_download
 
     with quietly():
-        return Path(_attempt(reward, f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
+        return Path(attempt(f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
 
 
-def read_tensors(reward: str, file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, or of a file of `torch.save`, of which nothing but tensors is unpickled.
 
     A state dict under the key `state_dict` is taken from under it.
@@ -128,17 +181,17 @@ def read_tensors(reward: str, file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        found = _attempt(reward, f"the weights {file}", load_file, file)
+        found = attempt(f"the weights {file}", load_file, file)
     else:
-        found = _attempt(reward, f"the weights {file}", torch.load, file, map_location="cpu", weights_only=True, mmap=True)
+        found = attempt(f"the weights {file}", torch.load, file, map_location="cpu", weights_only=True, mmap=True)
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise LoadingError(f"{reward}: the weights {file} hold a {type(found).__name__}, expected tensors by name")
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise LoadingError(f"the weights {file} hold a {type(found).__name__}, expected tensors by name")
     return found
 
 
-def processor_of(weights: str | Path, processor: str | None, default: tuple[str, str | None]) -> tuple[str, str | None]:
+def processor_of(weights: str | Path, processor: str | None, default: Processor) -> Processor:
     """Return the folder or id, and the commit, that the tokenizer and the preprocessing come from.
 
     Args:
@@ -154,14 +207,7 @@ def processor_of(weights: str | Path, processor: str | None, default: tuple[str,
     return default
 
 
-def dtype_of(reward: str, name: str) -> torch.dtype:
-    """Return a dtype by its name; LoadingError for another name than one of `DTYPES`."""
-    if name not in DTYPES:
-        raise LoadingError(f"{reward}: dtype is {name!r}, expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def device_of(reward: str, name: str | None) -> torch.device | None:
+def _device(name: str | None) -> torch.device | None:
     """Return a device by its name, or None for None; LoadingError if there is no such device."""
     if name is None:
         return None
@@ -169,16 +215,16 @@ def device_of(reward: str, name: str | None) -> torch.device | None:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise LoadingError(f"{reward}: device is {name!r}, which is not there ({first_line(error)})") from error
+        raise LoadingError(f"device is {name!r}, which is not there ({first_line(error)})") from error
     return device
 
 
-def _attempt(reward: str, what: str, function: Any, *args: Any, **options: Any) -> Any:
+def attempt(what: str, function: Any, *args: Any, **options: Any) -> Any:
     """Return the result of a loading function; LoadingError in one line if it raises."""
     try:
         return function(*args, **options)
     except Exception as error:
-        raise LoadingError(f"{reward}: {what} cannot be loaded: {first_line(error)}") from error
+        raise LoadingError(f"{what} cannot be loaded: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ The processors resize with PIL, whose filters work on integers: 8 bits per value
 in float64 are exact, so that the result has PIL's bits on any device. In the backward pass every rounding is the identity.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -108,6 +108,12 @@ def frames_of(images: Tensor, count: int) -> Tensor:
     chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long()
     found = videos.index_select(2, chosen.to(videos.device)).transpose(1, 2)
     return found.expand(-1, -1, 3, -1, -1)
+
+
+def check_pairs(images: Tensor, prompts: Sequence[str]) -> None:
+    """Raise ValueError unless there are as many prompts as images."""
+    if len(images) != len(prompts):
+        raise ValueError(f"there are {len(images)} images and {len(prompts)} prompts, expected one prompt per image")
 
 
 def as_bytes(images: Tensor) -> Tensor:

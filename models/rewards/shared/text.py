@@ -3,12 +3,14 @@
 Source: flow_grpo, arXiv 2505.05470, section 5.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards.shared.pixels import as_bytes, frames_of
+from fluvial.models.rewards.shared.pixels import as_bytes, check_pairs, frames_of
 
 QUOTES = {'"': '"', "“": "”", "„": "“", "«": "»"}  # opening to closing
 
@@ -67,8 +69,7 @@ def score_texts(
         frames: largest number of evenly spaced frames per video.
     """
     wanted = [target(prompt) for prompt in prompts]
-    if len(images) != len(wanted):
-        raise ValueError(f"there are {len(images)} images and {len(wanted)} prompts, expected one prompt per image")
+    check_pairs(images, prompts)
     chosen = frames_of(images.detach(), frames)
     texts = read(as_bytes(chosen.flatten(0, 1)).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
     count = chosen.shape[1]
@@ -76,12 +77,35 @@ def score_texts(
     return torch.tensor(scores, dtype=torch.float32, device=images.device).view(len(wanted), count).mean(1)
 
 
-def target_of(reward: str, target: str) -> Callable[[str], str]:
-    """Return the function from a prompt to the text to draw: `quoted` or the prompt as it is.
+TARGETS: dict[str, Callable[[str], str]] = {"quoted": quoted, "prompt": str}  # from a prompt to the text to draw
 
-    Raises:
-        ValueError: `target` is neither "quoted" nor "prompt".
+
+@dataclass(eq=False, kw_only=True)
+class TextReward(ABC):
+    """1 - min(levenshtein(t, w), |w|) / |w|, with t the text that is read and w the text that the prompt asks for.
+
+    Blanks and case are ignored, and the score is 1 if w is a part of t. Of videos the mean over frames.
+
+    Args:
+        target: "quoted", the text in the prompt's first double quotes, or "prompt", the whole prompt.
+        frames: largest number of evenly spaced frames that a video is scored by.
     """
-    if target not in ("quoted", "prompt"):
-        raise ValueError(f"{reward}: target is {target!r}, expected quoted or prompt")
-    return quoted if target == "quoted" else str
+
+    target: str = "quoted"
+    frames: int = 4
+
+    @abstractmethod
+    def read(self, images: Tensor) -> list[str]:
+        """Return the text in each of the images `[N, H, W, 3]` in uint8."""
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each image, `[B]` in float32, without gradient.
+
+        Args:
+            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
+            prompts: prompt of each image.
+
+        Raises:
+            ValueError: a prompt asks for no text.
+        """
+        return score_texts(self.read, TARGETS[self.target], images, prompts, self.frames)

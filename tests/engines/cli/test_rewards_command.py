@@ -55,7 +55,7 @@ def test_wrong_names_are_one_line(args: list[str], message: str, capsys: pytest.
 
 
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fluvial.models.rewards.shared.facts.find_spec", lambda name: None)
+    monkeypatch.setattr("fluvial.models.rewards.table.find_spec", lambda name: None)
     assert cli.run(["rewards", "siglip"]) == 0
     assert "needs pip install 'fluvial[rewards]' (sentencepiece)" in capsys.readouterr().out
 

@@ -179,5 +179,5 @@ def test_what_is_wrong_is_one_line(folder: Path, tmp_path: Path) -> None:
     ClapModel(config(enable_fusion=True, fusion_type="channel_map", patch_embed_input_channels=4)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="are a model with fusion, expected one without"):
         Clap(tmp_path)
-    with pytest.raises(ValueError, match="clap: its feature extractor has no hop_length"):
+    with pytest.raises(ValueError, match="its feature extractor has no hop_length"):
         LogMel({**extractor().to_dict(), "hop_length": None})

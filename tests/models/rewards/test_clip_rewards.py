@@ -15,9 +15,7 @@ from numpy_towers import Array, quick_gelu
 from torch import Tensor
 
 from fluvial.core.random import key, normal
-from fluvial.models.rewards.aesthetic import Aesthetic
-from fluvial.models.rewards.clipscore import ClipScore
-from fluvial.models.rewards.pickscore import PickScore
+from fluvial.models.rewards.clip import Aesthetic, ClipScore, PickScore
 from fluvial.models.rewards.shared.pixels import Preprocess
 
 PROMPTS = ["a red cat", "two dogs, one hat!", "a red cat"]
@@ -110,7 +108,7 @@ def test_gradients_flow_to_the_images_and_not_to_the_weights(name: str, folder: 
     scores = reward(images, PROMPTS)
     (grad,) = torch.autograd.grad(scores.sum(), images)
     assert grad.flatten(1).norm(dim=1).min() > 0
-    assert not any(parameter.requires_grad for parameter in reward.towers.model.parameters())
+    assert not any(parameter.requires_grad for parameter in reward.model.parameters())
     # Images are scored in steps of 1/255: a step has to be longer than that to count.
     step = 0.2 * grad / grad.flatten(1).abs().amax(1)[:, None, None, None]
     after = reward((images + step).detach(), PROMPTS)
@@ -131,7 +129,7 @@ def test_the_gradient_of_a_loss_on_the_score_is_that_of_the_model_on_unrounded_p
         small = functional.interpolate(x, (30, 30), mode="bicubic", antialias=True, align_corners=False)
         return (small - torch.tensor(preprocess.mean)[:, None, None]) / torch.tensor(preprocess.std)[:, None, None]
 
-    reward.towers.preprocess = plain
+    reward.preprocess = plain
     (wanted,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
     assert functional.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.99
     assert abs(float(found.norm() / wanted.norm()) - 1) < 0.05
@@ -154,7 +152,7 @@ def test_forms_of_clipscore(form: str, formula: Callable[[Array, Array], Array],
 
 def test_a_lower_precision_is_near(folder: Path) -> None:
     reward = build("pickscore", folder, dtype="bfloat16", device="cpu")
-    assert {parameter.dtype for parameter in reward.towers.model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in reward.model.parameters()} == {torch.bfloat16}
     found = reward(tiny_rewards.images(), PROMPTS)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected("pickscore", folder), atol=0.02)

@@ -170,7 +170,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 
 def test_heads_of_the_published_model_are_known() -> None:
     """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
-    from fluvial.models.rewards.shared.open_clip import config_of
+    from fluvial.models.rewards.hpsv2 import config_of
 
     tensors = {name: torch.empty(0) for name in ("logit_scale",)}
     shapes = {

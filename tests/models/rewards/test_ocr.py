@@ -81,7 +81,7 @@ def broken(**options: object) -> None:
 
 
 def test_what_is_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="ocr: target is 'word', expected quoted or prompt"):
+    with pytest.raises(ValueError, match="ocr: target is 'word', expected one of quoted, prompt"):
         Ocr(target="word")
     with pytest.raises(ValueError, match="ocr: confidence is 2, expected a number from 0 to 1"):
         Ocr(confidence=2)
@@ -89,6 +89,6 @@ def test_what_is_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="ocr: RapidOCR cannot be started: OSError: no model") as caught:
         Ocr()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("fluvial.models.rewards.shared.facts.find_spec", lambda name: None)
+    monkeypatch.setattr("fluvial.models.rewards.table.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ocr: rapidocr, onnxruntime is not installed: pip install 'fluvial\[rewards\]'"):
         Ocr()

@@ -131,6 +131,6 @@ def test_old_settings_are_read_as_new_ones() -> None:
 def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
     from fluvial.models.rewards.shared.loading import load_preprocess
 
-    with pytest.raises(ValueError, match=f"mine: the image processor of {tmp_path} cannot be loaded") as caught:
-        load_preprocess("mine", str(tmp_path), None)
+    with pytest.raises(ValueError, match=f"the image processor of {tmp_path} cannot be loaded") as caught:
+        load_preprocess(str(tmp_path), None)
     assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.models.rewards.shared.text import levenshtein, quoted, score_texts, target_of, text_score
+from fluvial.models.rewards.shared.text import levenshtein, quoted, score_texts, text_score
 
 WORDS = st.text(alphabet="abcd", max_size=6)
 
@@ -54,9 +54,6 @@ def test_the_target_is_between_the_first_double_quotes() -> None:
             quoted(prompt)
     with pytest.raises(ValueError, match="is empty"):
         text_score("x", "  ")
-    assert target_of("ocr", "prompt")("a shop") == "a shop"
-    with pytest.raises(ValueError, match="ocr: target is 'words', expected quoted or prompt"):
-        target_of("ocr", "words")
 
 
 def test_readings_of_frames_are_averaged() -> None:

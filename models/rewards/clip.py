@@ -1,0 +1,248 @@
+"""Rewards from models with two towers (CLIP, SigLIP): embeddings of images and prompts, and their cosine similarity.
+
+Sources: PickScore, arXiv 2305.01569, divided by 26 as flow_grpo does, which brings scores near 1; CLIPScore, arXiv
+2104.08718; SigLIP, arXiv 2303.15343 and 2502.14786; LAION's improved aesthetic predictor, as in DDPO, arXiv 2305.13301.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fluvial.models.rewards.shared.convert import LinearHead
+from fluvial.models.rewards.shared.loading import (
+    LoadingError,
+    ModelReward,
+    Processor,
+    check_choice,
+    hub_file,
+    load_model,
+    load_preprocess,
+    load_tokenizer,
+    processor_of,
+    read_tensors,
+)
+from fluvial.models.rewards.shared.pixels import check_pairs, frames_of, in_batches
+from fluvial.models.rewards.table import REWARD_MODELS, VIT_L
+
+# Processor of the models that are finetuned from OpenCLIP's ViT-H/14, and its commit.
+VIT_H = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "1c2b8495b28150b8a4922ee1c8edee224c284c0c")
+# sac+logos+ava1-l14-linearMSE.pth, as TRL publishes it.
+HEAD, REVISION, FILE = "trl-lib/ddpo-aesthetic-predictor", "cf4bd10345610935a80a5d3be9a3133c50f121e4", "aesthetic-model.pth"
+
+Forms = dict[str, Callable[[Tensor, Any], Tensor]]  # function of the cosine c and the model m, by name
+
+
+class Towers(ModelReward):
+    """Reward from a model with a tower for prompts and another one."""
+
+    def embed_texts(self, prompts: Sequence[str]) -> Tensor:
+        """Return the embedding of each prompt, `[B, D]`, of length 1, in float32; equal prompts are embedded once."""
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+
+        def embedded(rows: Tensor) -> Tensor:
+            return self.unit(self.model.text_model(**{name: ids[rows] for name, ids in inputs.items()}), "text_projection")
+
+        with torch.no_grad():
+            inputs = {name: ids.to(self.where) for name, ids in self.tokenize(list(numbers)).items()}
+            found = in_batches(embedded, torch.arange(len(numbers), device=self.where), self.batch)
+        return found[torch.tensor([numbers[prompt] for prompt in prompts], device=found.device)]
+
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the input of the text tower, padded and cut to its length.
+
+        CLIP's tower attends backwards alone, so that padding changes nothing; SigLIP's was trained with padding.
+        """
+        most = self.model.config.text_config.max_position_embeddings
+        inputs = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=most, return_tensors="pt")
+        return {"input_ids": inputs["input_ids"]}
+
+    def unit(self, output: Any, projection: str) -> Tensor:
+        """Return the pooled output of a tower, projected if the model has a projection (SigLIP has none), of length 1."""
+        projected = getattr(self.model, projection, nn.Identity())(output.pooler_output)
+        return functional.normalize(projected.float(), dim=-1)
+
+
+@dataclass(eq=False, kw_only=True)
+class ImageTowers(Towers):
+    """Reward from the two towers of an image-text model; of videos the mean over frames.
+
+    Args:
+        processor: folder or id of tokenizer and preprocessing; by default those in the folder of weights, or those of
+            the published model.
+        frames: largest number of evenly spaced frames that a video is scored by.
+    """
+
+    processor: str | None = None
+    frames: int = 8
+    preprocess: Callable[[Tensor], Tensor] = field(init=False)
+
+    kind: ClassVar[str] = "CLIPModel"  # class of transformers
+    folder_processor: ClassVar[Processor | None] = None  # for a folder of weights without a processor
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`."""
+        import transformers
+
+        model = load_model(getattr(transformers, self.kind), self.weights, commit)
+        place = processor_of(self.weights, self.processor, self.default_processor(commit))
+        self.preprocess = load_preprocess(*place)
+        self.load_tokenizer(model, *place)
+        return model
+
+    def load_tokenizer(self, model: Any, place: str, commit: str | None) -> None:
+        """Keep the tokenizer; LoadingError if it has more tokens than the text tower."""
+        self.tokenizer = load_tokenizer(place, commit)
+        if len(self.tokenizer) > (size := model.config.text_config.vocab_size):
+            raise LoadingError(
+                f"the tokenizer of {place} has {len(self.tokenizer)} tokens and the weights {size}: give both of one model "
+                "(weights, processor)"
+            )
+
+    def default_processor(self, commit: str | None) -> Processor:
+        """Return the processor where neither `processor` nor the folder of weights has one."""
+        is_folder = Path(self.weights).expanduser().is_dir()
+        return self.folder_processor if is_folder and self.folder_processor else (str(self.weights), commit)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each image, `[B]` in float32, differentiable in the images.
+
+        Args:
+            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
+            prompts: prompt of each image.
+
+        Raises:
+            ValueError: there are not as many prompts as images.
+        """
+        check_pairs(images, prompts)
+        seen = self.embed_images(images)
+        return self.score((seen * self.embed_texts(prompts)[:, None]).sum(-1))
+
+    def score(self, cosines: Tensor) -> Tensor:
+        """Return the score of each sample, `[B]`, from the cosine similarity of its frames and its prompt, `[B, n]`."""
+        return cosines.mean(1)
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """Return the embedding of each frame, `[B, n, D]`, of length 1, in float32."""
+        device, frames = self.placed(images), frames_of(images, self.frames)
+
+        def embedded(part: Tensor) -> Tensor:
+            pixels = self.preprocess(part.to(device)).to(self.precision)
+            return self.unit(self.model.vision_model(pixel_values=pixels), "visual_projection")
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
+            return in_batches(embedded, frames.flatten(0, 1), self.batch).unflatten(0, frames.shape[:2])
+
+
+def scale(model: Any) -> Tensor:
+    """Return the factor exp(logit_scale) of a model's logits."""
+    return model.logit_scale.float().exp()
+
+
+@dataclass(eq=False)
+class PickScore(ImageTowers):
+    """exp(logit_scale) cos(f(x), g(p)) / 26, with a CLIP model finetuned on people's choices between two images."""
+
+    facts = REWARD_MODELS["pickscore"]
+    weights: str | Path = facts.weights
+
+    def score(self, cosines: Tensor) -> Tensor:
+        """Return the scaled mean over frames."""
+        return scale(self.model) * cosines.mean(1) / 26
+
+    def default_processor(self, commit: str | None) -> Processor:
+        """Return that of the ViT-H/14 that PickScore was finetuned from."""
+        return VIT_H
+
+
+@dataclass(eq=False, kw_only=True)
+class Similarity(ImageTowers):
+    """A form of the cosine similarity of an image and its prompt; of videos the mean over frames."""
+
+    form: str = "cosine"
+
+    forms: ClassVar[Forms]
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`; the form is checked first."""
+        check_choice("form", self.form, self.forms)
+        return super().load(commit)
+
+    def score(self, cosines: Tensor) -> Tensor:
+        """Return the mean over frames of the form."""
+        return self.forms[self.form](cosines, self.model).mean(1)
+
+
+@dataclass(eq=False)
+class ClipScore(Similarity):
+    """cos(f(x), g(p)) with a CLIP model.
+
+    Args:
+        form: "cosine" c, "logits" exp(logit_scale) c / 30, or "paper" 2.5 max(c, 0).
+    """
+
+    facts = REWARD_MODELS["clipscore"]
+    weights: str | Path = facts.weights
+
+    folder_processor = VIT_L
+    forms: ClassVar[Forms] = {
+        "cosine": lambda c, m: c,  # UniRL, Flow-Factory
+        "logits": lambda c, m: scale(m) * c / 30,  # flow_grpo
+        "paper": lambda c, m: 2.5 * c.clamp(min=0),  # arXiv 2104.08718
+    }
+
+
+@dataclass(eq=False)
+class Siglip(Similarity):
+    """cos(f(x), g(p)) with a SigLIP model.
+
+    SigLIP 2 of a fixed resolution has the same architecture; its models of native aspect ratio (NaFlex) have another.
+
+    Args:
+        form: "cosine" c, "logit" exp(logit_scale) c + logit_bias, or "probability", the sigmoid of the logit.
+    """
+
+    facts = REWARD_MODELS["siglip"]
+    weights: str | Path = facts.weights
+
+    kind = "SiglipModel"
+    forms: ClassVar[Forms] = {
+        "cosine": lambda c, m: c,
+        "logit": lambda c, m: scale(m) * c + m.logit_bias.float(),
+        "probability": lambda c, m: (scale(m) * c + m.logit_bias.float()).sigmoid(),
+    }
+
+
+@dataclass(eq=False)
+class Aesthetic(ImageTowers):
+    """h(f(x) / |f(x)|), with f the image tower of CLIP ViT-L/14 and h linear layers 768-1024-128-64-16-1.
+
+    There are no activations between the layers, which were trained on people's ratings from 1 to 10 and are computed in
+    float32. Prompts are not used.
+
+    Args:
+        head: file of the head, folder with `aesthetic-model.pth`, or id on the Hub.
+    """
+
+    facts = REWARD_MODELS["aesthetic"]
+    weights: str | Path = facts.weights
+    _: KW_ONLY
+    head: str | Path = HEAD
+
+    folder_processor = VIT_L
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`; the head comes first, because it is small."""
+        file = hub_file(self.head, FILE, REVISION if self.head == HEAD else None)
+        tensors = read_tensors(file)
+        model = super().load(commit)
+        self.layers = LinearHead(tensors, model.config.projection_dim, file)
+        return model
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each image, `[B]` in float32, differentiable in the images."""
+        return self.layers(self.embed_images(images)).mean(1)
