@@ -11,19 +11,6 @@ if TYPE_CHECKING:
     from fluvial.models.pipelines.open import load_adapter, open_model
     from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, check_model, is_recorded
 
-_WHERE = {
-    "Cond": "protocol",
-    "DiffusionModel": "protocol",
-    "LoraConfig": "lora",
-    "Prediction": "protocol",
-    "Schedule": "protocol",
-    "add_lora": "lora",
-    "check_model": "protocol",
-    "is_recorded": "protocol",
-    "load_adapter": "pipelines.open",
-    "open_model": "pipelines.open",
-}
-
 __all__ = [
     "Cond",
     "DiffusionModel",
@@ -39,6 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    module = {"LoraConfig": "lora", "add_lora": "lora", "load_adapter": "pipelines.open", "open_model": "pipelines.open"}
+    return getattr(importlib.import_module(f"{__name__}.{module.get(name, 'protocol')}"), name)

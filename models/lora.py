@@ -4,7 +4,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -129,11 +129,6 @@ def use_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, disabled
 
 
-def without_lora(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context without any adapter, in which the module is the reference policy."""
-    return use_adapter(module, None)
-
-
 def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter by their names without the adapter's, which all adapters share.
 
@@ -223,6 +218,15 @@ def lora_layers(module: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers by their names without adapters; PEFT puts an adapted layer within one of its own."""
+    return {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and ".lora_" not in name
+    }
 
 
 def _layers_with(module: nn.Module, adapter: str) -> dict[str, Any]:

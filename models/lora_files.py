@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fluvial.models.lora import adapter_parameters
+from fluvial.models.lora import adapter_parameters, linear_layers
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # of diffusers and of PEFT
 # What files put before the name of a layer, the longest first.
@@ -56,12 +56,7 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         return _joined({f"{name}.": part for name, part in parts.items()})
     file = _file(path)
     tensors, settings = _read(file)
-    # Where there are adapters, PEFT has put the layer within one of its own, and the factors beside it.
-    linear = {
-        name.removesuffix(".base_layer"): layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and ".lora_" not in name
-    }
+    linear = linear_layers(module)
     found, alphas, unknown = _matched(tensors, linear)
     if unknown and convert is not None:
         try:

@@ -1,8 +1,6 @@
 """Padding of prompts, cut off where a network masks it: a short prompt then costs no more than it must."""
 
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from fluvial.models.guidance import Guided
 from fluvial.models.protocol import Cond
@@ -10,28 +8,13 @@ from fluvial.models.protocol import Cond
 MULTIPLE = 32  # tokens; lengths are rounded up to it, so that shapes repeat
 
 
-class TrimsPadding(Protocol):
-    """The members of a model whose network masks padding, so that cutting it off leaves the prediction unchanged.
-
-    They are optional. A model whose network attends to padding tokens has none of them.
-    """
-
-    @property
-    def text_tokens(self) -> int:
-        """Number of tokens that `encode` pads a prompt to."""
-        ...
-
-    def prompt_tokens(self, cond: Cond) -> Tensor:
-        """Return the number of tokens of each prompt, without padding, `[B]`."""
-        ...
-
-    def trimmed(self, cond: Cond, tokens: int) -> Cond:
-        """Return the conditioning with the first `tokens` tokens of each prompt."""
-        ...
-
-
 def trims_padding(model: Any) -> bool:
-    """Return whether a model has the members of `TrimsPadding`."""
+    """Return whether the model's network masks padding, so that cutting it off leaves the prediction unchanged.
+
+    Such a model has three optional members: `text_tokens`, the number of tokens that `encode` pads a prompt to;
+    `prompt_tokens(cond)`, the number of tokens of each prompt without padding, `[B]`; and `trimmed(cond, tokens)`, the
+    conditioning with the first tokens of each prompt.
+    """
     return all(hasattr(model, name) for name in ("text_tokens", "prompt_tokens", "trimmed"))
 
 
@@ -44,7 +27,7 @@ def trimmed(model: Any, cond: Cond, tokens: int | None) -> Cond:
     """Return conditioning, with or without guidance, cut to a number of tokens; None leaves it as it is.
 
     Args:
-        model: model with the members of `TrimsPadding`, where a number is given.
+        model: model for which `trims_padding` holds, where a number is given.
         cond: conditioning as `encode` returns it, or `Guided`.
         tokens: number of tokens that no prompt exceeds.
     """

@@ -3,6 +3,7 @@
 import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 SHIFT = 3.0
 
 
+@dataclass(eq=False)
 class PixelModel(ABC):
     """A small network with fixed settings whose samples are pixels; a subclass adds its prompts and its schedule.
 
@@ -26,14 +28,27 @@ class PixelModel(ABC):
         seed: seed of random weights.
     """
 
+    weights: Path | None
+    _: KW_ONLY
+    seed: int = 0
+
     name: ClassVar[str]  # of the model, for messages
+    event: ClassVar[tuple[int, int, int]]  # shape of a sample
     network: ClassVar[str]  # class of diffusers
     settings: ClassVar[Mapping[str, Any]]  # keyword arguments of the class
-    prediction: Prediction = "velocity"
+    prediction: ClassVar[Prediction] = "velocity"
     guide = staticmethod(classifier_free)
 
-    def __init__(self, weights: Path | None, *, seed: int = 0) -> None:
-        self.weights, self.seed = weights, seed
+    def latent_shape(self, height: int | None = None, width: int | None = None, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of a sample, `[1, height, width]`; ValueError for another than the only supported size."""
+        _, rows, columns = self.event
+        size = (rows if height is None else height, columns if width is None else width, frames)
+        if size != (rows, columns, 1):
+            raise ValueError(
+                f"the size is {size[0]}x{size[1]} of {frames} frames, expected {rows}x{columns} of 1: "
+                f"{self.name} has one size"
+            )
+        return self.event
 
     def build(self, *, empty: bool = False) -> nn.Module:
         """Return the network with its weights, in float32, or `empty`, with parameters on the meta device.

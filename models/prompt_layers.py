@@ -6,7 +6,7 @@ depends on the noise level or the image, such as the text stream of an MM-DiT's 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
 from functools import cache
@@ -54,17 +54,11 @@ class PromptLayers:
         if self._layers and torch.is_grad_enabled():
             raise ValueError("prompt layers: gradients are enabled, and stored results have none: use torch.no_grad()")
         self._calls = [0] * len(self._layers)
-        own = [layer.__dict__.get("forward") for layer in self._layers]  # of a layer whose forward was replaced before
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
         try:
-            yield
+            with replaced_forwards(self._layers, self._forwards):
+                yield
         finally:
-            for layer, before, results, calls in zip(self._layers, own, self._results, self._calls, strict=True):
-                if before is None:
-                    del layer.__dict__["forward"]
-                else:
-                    layer.__dict__["forward"] = before
+            for results, calls in zip(self._results, self._calls, strict=True):
                 if not calls:
                     results.clear()
 
@@ -79,6 +73,22 @@ class PromptLayers:
             return results[call]
 
         return remembered
+
+
+@contextmanager
+def replaced_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Give each layer another forward inside the context; afterwards it has the one from before."""
+    own = [layer.__dict__.get("forward") for layer in layers]  # of a layer whose forward was replaced before
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            if before is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = before
 
 
 def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[nn.Module]:

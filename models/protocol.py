@@ -132,21 +132,6 @@ class PipelineModel(DiffusionModel, Protocol):
         ...
 
 
-# How each method is called, with a placeholder for each argument.
-_CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "build": ((), ("empty",)),
-    "blocks": (("module",), ()),
-    "latent_shape": (("height", "width", "frames"), ()),
-    "schedule": (("steps", "shape"), ()),
-    "check_prompt": (("prompt",), ()),
-    "encode": (("prompts",), ()),
-    "predict": (("module", "x", "level", "cond"), ("timestep",)),
-    "decode": (("latents",), ()),
-    "guide": (("v", "v_uncond", "scale"), ()),
-}
-_PIPELINE_CALLS = {**_CALLS, "with_weights": (("folder",), ()), "release": ((), ())}
-
-
 def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
     """Check that an object has the members of `DiffusionModel`, and that its methods take their arguments.
 
@@ -158,10 +143,12 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
     Raises:
         ValueError: a member is missing or has another signature; the message lists all missing members.
     """
-    calls = _PIPELINE_CALLS if pipeline else _CALLS
+    declared = {**vars(DiffusionModel), **(vars(PipelineModel) if pipeline else {})}
+    public = {name: member for name, member in declared.items() if not name.startswith("_")}
+    calls = {name: inspect.signature(member) for name, member in public.items() if inspect.isfunction(member)}
     protocol = (PipelineModel if pipeline else DiffusionModel).__name__
     # A class need not have what its objects get when they are made.
-    members = (*calls,) if isinstance(model, type) else ("prediction", "lora_targets", "weights", *calls)
+    members = calls if isinstance(model, type) else public
     what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
     if missing := [member for member in members if not hasattr(model, member)]:
         raise ValueError(f"{name} is {what}, which is not a {protocol}: it has no {', '.join(missing)}")
@@ -171,8 +158,10 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
         raise ValueError(f"{name}.prediction is {model.prediction!r}, expected {' or '.join(PREDICTIONS)}")
     if isinstance(model.lora_targets, str):
         raise ValueError(f"{name}.lora_targets is the string {model.lora_targets!r}, expected a sequence of strings")
-    for method, (positional, named) in calls.items():
-        given = getattr(model, method)
+    for method, call in calls.items():
+        given, parameters = getattr(model, method), list(call.parameters.values())[1:]
+        named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
         expected = ", ".join([*positional, *(f"{key}=..." for key in named)])
         if not callable(given):
             raise ValueError(f"{name}.{method} is of type {type(given).__name__}, expected a method of ({expected})")

@@ -38,18 +38,8 @@ def _handwriting() -> nn.Module:
     return SD3Transformer2DModel(**CONFIG)
 
 
-def _handwriting_inputs(samples: int, resolution: int) -> dict[str, Any]:
-    return _inputs(samples, (1, 8, 32), text=(4, 14), pooled=40)
-
-
 def _published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
-    """Return a published model by the settings that come with fluvial, with what its adapter trains.
-
-    Args:
-        name: name of the model on the Hub, without its owner.
-        inputs: inputs of its network.
-        resolution: default in pixels.
-    """
+    """Return a model of the Hub by its name without the owner: its settings come with fluvial, the rest with its adapter."""
     folder = CONFIGURATIONS / name
     adapter: type[Pipeline] = built_in()[read_settings(folder / "model_index.json")["_class_name"]]
 
@@ -61,8 +51,7 @@ def _published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resol
         )
         return made
 
-    lists = getattr(adapter, "block_lists", ("blocks",))
-    return ModelShape(build, lists, adapter.lora_targets, inputs, resolution)
+    return ModelShape(build, adapter.block_lists, adapter.lora_targets, inputs, resolution)
 
 
 def _sd3_inputs(samples: int, resolution: int) -> dict[str, Any]:
@@ -114,7 +103,7 @@ MODELS: dict[str, ModelShape] = {
         _handwriting,
         ("transformer_blocks",),
         (*SD3.lora_targets, "net.0.proj", "net.2", "linear"),
-        _handwriting_inputs,
+        lambda samples, resolution: _inputs(samples, (1, 8, 32), text=(4, 14), pooled=40),
         resolution=None,
         micro_batch=64,
     ),

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.models.prompt_layers import replaced_forwards
 from fluvial.models.protocol import DiffusionModel
 
 
@@ -59,18 +60,9 @@ class StepCache:
         if torch.is_grad_enabled():
             raise ValueError("step cache: gradients are enabled, and blocks left out have none: use torch.no_grad()")
         self._begin(exact=exact)
-        own = [block.__dict__.get("forward") for block in self._blocks]  # of a block whose forward was replaced before
-        for block, forward in zip(self._blocks, self._forwards, strict=True):
-            block.__dict__["forward"] = forward
-        try:
+        with replaced_forwards(self._blocks, self._forwards):
             yield
             self._end_pass()
-        finally:
-            for block, before in zip(self._blocks, own, strict=True):
-                if before is None:
-                    del block.__dict__["forward"]
-                else:
-                    block.__dict__["forward"] = before
 
     def _begin(self, *, exact: bool) -> None:
         self._exact, self._number, self._last = exact, -1, len(self._blocks)

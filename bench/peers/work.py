@@ -85,7 +85,7 @@ class PeerModel(Handwriting):
         """Return the transformer with random weights, the same in each call."""
         return self.size.build("full", torch.device("cpu"))
 
-    def latent_shape(self, height: int = 0, width: int = 0, frames: int = 1) -> tuple[int, ...]:
+    def latent_shape(self, height: int | None = None, width: int | None = None, frames: int = 1) -> tuple[int, ...]:
         """Return the only shape."""
         return self.size.event
 

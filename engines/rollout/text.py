@@ -28,7 +28,7 @@ class TextLengths:
     """Finds the length that prompts are padded to, for a model that masks padding.
 
     Args:
-        model: the model; for one without the members of `TrimsPadding` nothing is trimmed.
+        model: the model; nothing is trimmed unless `models.padding.trims_padding` holds for it.
         world: process group that the samples are spread over; None where this process makes all of them.
     """
 

@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from fluvial.models import Cond
-from fluvial.models.pipelines.qwen_image import PATCH, QwenCond
-from fluvial.models.pipelines.sd3 import TextCond
+from fluvial.models.pipelines.base import PATCH, TextCond, pack, unpack
+from fluvial.models.pipelines.qwen_image import QwenCond
 
 Shape = tuple[int, ...]
 
@@ -30,15 +29,11 @@ class Architecture(NamedTuple):
 
     def unpack(self, samples: Tensor, shape: Shape) -> Tensor:
         """Return samples `[..., C, H, W]` of a batch's samples."""
-        if not self.packed:
-            return samples
-        return rearrange(samples, "... (h w) (c p q) -> ... c (h p) (w q)", h=shape[-2] // PATCH, p=PATCH, q=PATCH)
+        return unpack(samples, shape[-2]) if self.packed else samples
 
     def pack(self, samples: Tensor) -> Tensor:
         """Return samples `[..., C, H, W]` as a batch holds them."""
-        if not self.packed:
-            return samples
-        return rearrange(samples, "... c (h p) (w q) -> ... (h w) (c p q)", p=PATCH, q=PATCH)
+        return pack(samples) if self.packed else samples
 
 
 def _sd3(fields: Mapping[str, Tensor]) -> TextCond:

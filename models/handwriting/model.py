@@ -1,6 +1,7 @@
 """The handwriting model: a small SD3 transformer that generates 4-digit codes as 1x8x32 images, in pixel space."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,26 +32,17 @@ ONE_HOT = 1.5
 
 
 class CodeCond(NamedTuple):
-    """Conditioning of the handwriting models."""
+    """Conditioning of the built-in models; the sizes are those of handwriting."""
 
-    tokens: Tensor  # [B, 4, 14] digit and position of each character, one-hot
-    pooled: Tensor  # [B, 40] all digits, one-hot
+    tokens: Tensor  # [B, 4, 14] each character and its position, one-hot
+    pooled: Tensor  # [B, 40] all characters, one-hot
 
 
 class Codes:
     """Prompts and image size of the handwriting models."""
 
-    def latent_shape(self, height: int = SIZE, width: int = DIGITS * SIZE, frames: int = 1) -> tuple[int, ...]:
-        """Return (1, 8, 32), the shape of the only supported size."""
-        if (height, width, frames) != (SIZE, DIGITS * SIZE, 1):
-            raise ValueError(
-                f"the size is {height}x{width} of {frames} frames, expected {SIZE}x{DIGITS * SIZE} of 1: codes have one size"
-            )
-        return (1, SIZE, DIGITS * SIZE)
-
-    def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError unless the prompt is a code of four digits."""
-        check_code(prompt)
+    event = (1, SIZE, DIGITS * SIZE)
+    check_prompt = staticmethod(check_code)
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
         """Return the codes one-hot, with zeros for the empty prompt; the first linear layers of the network embed them.
@@ -64,15 +56,9 @@ class Codes:
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
 
 
+@dataclass(eq=False)
 class Handwriting(Codes, PixelTransformer):
-    """The model protocol over the handwriting transformer, which predicts a velocity.
-
-    Args:
-        weights: folder of the transformer as diffusers saves it; None for random weights.
-        seed: seed of random weights.
-    """
+    """The model protocol over the handwriting transformer, which predicts a velocity; see `PixelModel`."""
 
     name, settings = "handwriting", CONFIG
-
-    def __init__(self, weights: Path | None = BASE, *, seed: int = 0) -> None:
-        super().__init__(weights, seed=seed)
+    weights: Path | None = BASE

@@ -1,9 +1,10 @@
 """The handwriting UNet: a small convolutional epsilon-prediction model for 1x8x32 images of 4-digit codes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +43,15 @@ SCHEDULER = {
 }
 
 
+@dataclass(eq=False)
 class HandwritingUNet(Codes, PixelModel):
-    """The model protocol over the handwriting UNet, which predicts epsilon and attends to the tokens of a prompt only.
-
-    Args:
-        weights: folder of the UNet as diffusers saves it; None for random weights.
-        seed: seed of random weights.
-    """
+    """The model protocol over the handwriting UNet, which predicts epsilon and attends to the tokens of a prompt only."""
 
     name, network, settings = "handwriting-unet", "UNet2DConditionModel", CONFIG_UNET
-    prediction: Prediction = "epsilon"
+    weights: Path | None = BASE_UNET
+    prediction: ClassVar[Prediction] = "epsilon"
     prompt_layers = ("*.attn2.to_k", "*.attn2.to_v")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_in", "proj_out", "time_emb_proj")
-
-    def __init__(self, weights: Path | None = BASE_UNET, *, seed: int = 0) -> None:
-        super().__init__(weights, seed=seed)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the down blocks, the middle block and the up blocks."""

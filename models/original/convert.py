@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.original.layout import LAYOUTS, Original, Place
+from fluvial.models.lora import linear_layers
+from fluvial.models.original.layout import LAYOUTS, Original
 
 KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha"}
 
@@ -26,7 +27,10 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
         place = original.place(name)
         key = original.layout.prefix + place.name
         found.setdefault(key, {})[place.part] = swap_halves(tensor) if place.swapped else tensor
-    return {name: _joined(parts) for name, parts in found.items()}
+    return {
+        name: torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
+        for name, parts in found.items()
+    }
 
 
 def adapter_to_original(
@@ -46,13 +50,14 @@ def adapter_to_original(
     Raises:
         ValueError: a layer has no original name.
     """
-    groups, kohya = _groups(original, network), original.layout.kohya
+    groups, linear, kohya = _groups(original, network), linear_layers(network), original.layout.kohya
     endings = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
     found: dict[str, Tensor] = {}
     for stem in dict.fromkeys(original.stem(layer).name for layer in factors):
         layers = groups[stem]
-        like = next(factors[layer] for layer in layers if layer in factors)
-        pairs = [factors[layer] if layer in factors else _nothing(network.get_submodule(layer), like) for layer in layers]
+        a, b = next(factors[layer] for layer in layers if layer in factors)
+        nothing = {layer: (torch.zeros_like(a), b.new_zeros(linear[layer].out_features, b.shape[1])) for layer in layers}
+        pairs = [factors.get(layer, nothing[layer]) for layer in layers]
         down, up = torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
         if original.stem(layers[0]).swapped:
             up = swap_halves(up)
@@ -77,7 +82,7 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
         raise ValueError(f"{pipeline} has no original layout")
     config: Any = network.config
     original = Original(pipeline, config)
-    groups = _groups(original, network)
+    groups, linear = _groups(original, network), linear_layers(network)
     stems: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         stem, _, kind = key.removesuffix(".weight").rpartition(".")
@@ -90,7 +95,7 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
             raise ValueError(f"{stem} has no factor {missing.pop()}")
         layers, down, up = groups[stem], held["A"], held["B"]
         up = swap_halves(up) if original.stem(layers[0]).swapped else up
-        rows = up.split([_rows(network.get_submodule(layer)) for layer in layers])
+        rows = up.split([linear[layer].out_features for layer in layers])
         apart = _have_own_factors(rows, len(down))
         for number, (layer, b) in enumerate(zip(layers, rows, strict=True)):
             share = len(down) // len(layers) if apart else len(down)
@@ -108,29 +113,12 @@ def swap_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2)[::-1])
 
 
-def _joined(parts: Mapping[int, Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([parts[part] for part in sorted(parts)])
-
-
 def _groups(original: Original, network: nn.Module) -> dict[str, list[str]]:
     """Return the linear layers of each adapter by the part of its keys before the factor, in the order they are joined."""
-    places: dict[str, list[tuple[Place, str]]] = {}
-    for name, layer in network.named_modules():
-        if isinstance(layer, nn.Linear) and ".lora_" not in name:
-            plain = name.removesuffix(".base_layer")
-            place = original.stem(plain)
-            places.setdefault(place.name, []).append((place, plain))
-    return {stem: [name for _, name in sorted(found, key=lambda each: each[0].part)] for stem, found in places.items()}
-
-
-def _nothing(layer: nn.Module, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return factors of zero for a layer."""
-    a, b = like
-    return torch.zeros_like(a), b.new_zeros(_rows(layer), b.shape[1])
-
-
-def _rows(layer: Any) -> int:
-    return int(layer.out_features)
+    groups: dict[str, list[str]] = {}
+    for layer in linear_layers(network):
+        groups.setdefault(original.stem(layer).name, []).append(layer)
+    return {stem: sorted(layers, key=lambda layer: original.stem(layer).part) for stem, layers in groups.items()}
 
 
 def _have_own_factors(rows: Sequence[Tensor], rank: int) -> bool:

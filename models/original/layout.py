@@ -9,8 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fluvial.models.original.unet import unet_names
-
+RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a block: the first in a name
 
 
@@ -199,17 +205,65 @@ def _z_image(config: Any) -> Names:
     return names
 
 
-def _qwen_image(config: Any) -> Names:
-    return {}
+def _sdxl(config: Any) -> Names:
+    """Return the table of a UNet.
+
+    The original numbers the blocks of all resolutions in one list, each with its resnet, its attention and its resampling as
+    submodules 0, 1 and 2.
+    """
+    names = {
+        "conv_in": "input_blocks.0.0",
+        "conv_norm_out": "out.0",
+        "conv_out": "out.2",
+        **_embedders("time_embed", "time_embedding", first="0", second="2"),
+        **_embedders("label_emb.0", "add_embedding", first="0", second="2"),
+        **_attention("mid_block.attentions.0", "middle_block.1", config),
+    }
+    for part in (0, 1):
+        names |= _resnet(f"mid_block.resnets.{part}", f"middle_block.{2 * part}")
+    each, stages = config["layers_per_block"], len(config["block_out_channels"])
+    # The down blocks follow the first convolution, and have one place more for the downsampling.
+    for side, blocks, first, layers in (("down", "input_blocks", 1, each), ("up", "output_blocks", 0, each + 1)):
+        for stage in range(stages):
+            attends = "CrossAttn" in config[f"{side}_block_types"][stage]
+            for layer in range(layers):
+                ours, place = f"{side}_blocks.{stage}", f"{blocks}.{first + stage * (each + 1) + layer}"
+                names |= _resnet(f"{ours}.resnets.{layer}", f"{place}.0")
+                if attends:
+                    names |= _attention(f"{ours}.attentions.{layer}", f"{place}.1", config)
+            if side == "up":
+                names[f"{ours}.upsamplers.0.conv"] = f"{place}.{2 if attends else 1}.conv"
+            else:
+                names[f"{ours}.downsamplers.0.conv"] = f"{blocks}.{(stage + 1) * (each + 1)}.0.op"
+    return names
+
+
+def _resnet(ours: str, theirs: str) -> dict[str, str]:
+    return {f"{ours}.{layer}": f"{theirs}.{original}" for layer, original in RESNET.items()}
+
+
+def _attention(ours: str, theirs: str, config: Any) -> dict[str, str]:
+    """Return the rows of the transformer of a block, whose layers have the same names in both."""
+    depths = config["transformer_layers_per_block"]
+    depth = depths if isinstance(depths, int) else max(depths)
+    inner = ["norm1", "norm2", "norm3", "ff.net.0.proj", "ff.net.2"]
+    inner += [f"{kind}.{layer}" for kind in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    layers = [
+        "norm",
+        "proj_in",
+        "proj_out",
+        *(f"transformer_blocks.{block}.{layer}" for block in range(depth) for layer in inner),
+    ]
+    return {f"{ours}.{layer}": f"{theirs}.{layer}" for layer in layers}
 
 
 # By the class of diffusers' pipeline. Files of SD3 and SDXL hold the other networks, too, so that names have a prefix.
 LAYOUTS: dict[str, Layout] = {
     "StableDiffusion3Pipeline": Layout(_sd3, prefix="model.diffusion_model.", kohya=True),
     "FluxPipeline": Layout(_flux, kohya=True),
-    "QwenImagePipeline": Layout(_qwen_image, same=True),
+    "QwenImagePipeline": Layout(lambda config: {}, same=True),
     "WanPipeline": Layout(_wan),
     "ZImagePipeline": Layout(_z_image, same=True, adapters_renamed=False),
-    "StableDiffusionXLPipeline": Layout(unet_names, prefix="model.diffusion_model.", kohya=True),
+    "StableDiffusionXLPipeline": Layout(_sdxl, prefix="model.diffusion_model.", kohya=True),
 }
 ARCHITECTURES = "SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"

@@ -9,12 +9,12 @@ import copy
 import hashlib
 import os
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,9 +28,17 @@ from fluvial.models.pipelines.folder import entries, local_folder, parts_of, qui
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
+PATCH = 2  # latents per token along each side
 
 
-class Pipeline(ABC):
+class TextCond(NamedTuple):
+    """Conditioning of a network by a prompt."""
+
+    tokens: Tensor  # [B, L, D] embedding of each token; of several encoders as the pipeline joins them
+    pooled: Tensor | None = None  # [B, P] pooled embedding, for networks that take one
+
+
+class Pipeline:
     """The model protocol over a pipeline's folder; the subclass of an architecture adds the rest.
 
     Args:
@@ -51,9 +59,14 @@ class Pipeline(ABC):
     network: str  # class of diffusers' network, which is trained
     part: ClassVar[str] = "transformer"  # folder of the network
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
+    packed: ClassVar[bool] = False  # whether the network takes tokens of 2 x 2 latents
+    # np.linspace or torch.linspace, which round differently, for a pipeline with levels of its own before the shift.
+    linspace: ClassVar[Callable[..., Any] | None] = None
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
+    encoding: ClassVar[Mapping[str, Any]] = {}  # further arguments of the pipeline's encode_prompt
+    encoded: ClassVar[tuple[str, ...]]  # names of what it returns in the conditioning; "" leaves one out
     lora_targets: ClassVar[tuple[str, ...]]
-    conditioning: ClassVar[type]  # type of the conditioning, whose fields are the tensors of `text`
+    conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the tensors of `text`
     prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
@@ -94,17 +107,47 @@ class Pipeline(ABC):
         self._vae: Any = None
         self._fingerprint = ""
 
-    @abstractmethod
+    @property
+    def patch(self) -> int:
+        """Latents per token of the network along each side."""
+        return PATCH
+
+    @property
+    def positions(self) -> int | None:
+        """Largest number of tokens along each side; None if there is no limit."""
+        return None
+
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """See `DiffusionModel.latent_shape`."""
+        """Return (C, height / s, width / s) for a VAE that scales by s.
 
-    @abstractmethod
+        Raises:
+            ValueError: it is a video, height or width is not a multiple of s times the patch, or there are too many tokens.
+        """
+        check_still(frames)
+        multiple = self.vae_scale * self.patch
+        check_size(height, width, multiple=multiple, most=None if self.positions is None else multiple * self.positions)
+        channels = self.config["in_channels"] // (PATCH**2 if self.packed else 1)
+        return (channels, height // self.vae_scale, width // self.vae_scale)
+
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """See `DiffusionModel.schedule`."""
+        """Return the pipeline's schedule; some schedulers shift it by the number of tokens."""
+        tokens = (shape[-2] // self.patch) * (shape[-1] // self.patch)
+        sigmas = None if self.linspace is None else self.linspace(1.0, 1 / steps, steps).tolist()
+        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=sigmas)
 
-    @abstractmethod
     def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        """See `DiffusionModel.predict`."""
+        """Return v `[B, *event]`, see `DiffusionModel.predict`."""
+        v = module(
+            hidden_states=pack(x) if self.packed else x,
+            encoder_hidden_states=cond.tokens.to(x.dtype),
+            **self.inputs(x, level * 1000 if timestep is None else timestep, cond),
+            return_dict=False,
+        )[0]
+        return unpack(v, x.shape[-2]) if self.packed else v
+
+    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+        """Return the network's arguments apart from the sample and the tokens of the prompt."""
+        return {"timestep": timestep}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]."""
@@ -122,7 +165,6 @@ class Pipeline(ABC):
         config, latents = self.vae.config, self.encode_with_vae(images, key)
         return (latents if config.shift_factor is None else latents - config.shift_factor) * config.scaling_factor
 
-    @abstractmethod
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
         """Return the encoding of a prompt as tensors `[1, ...]` by name.
 
@@ -130,14 +172,17 @@ class Pipeline(ABC):
             encoders: diffusers' pipeline with its tokenizers and text encoders, without its VAE and the network's weights.
             prompt: the prompt.
         """
+        options = {"device": self.device, "max_sequence_length": self.text_tokens, **self.encoding}
+        returned = zip(self.encoded, encoders.encode_prompt(prompt, **options), strict=True)
+        return {name: tensor for name, tensor in returned if name}
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of a batch of encoded prompts, tensors `[B, ...]` by the names that `text` gives them."""
         return self.conditioning(**texts)
 
-    @abstractmethod
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit among those of diffusers' pipeline, and that limit in tokens."""
+        return tokenizers.tokenizer, self.text_tokens
 
     def build(self, *, empty: bool = False) -> nn.Module:
         """Return the network with its weights, in float32, or `empty`, with parameters on the meta device.
@@ -356,6 +401,16 @@ class Pipeline(ABC):
                     stream.seek(max(0, size - EDGE))
                     digest.update(stream.read(EDGE))
         return digest.hexdigest()
+
+
+def pack(x: Tensor) -> Tensor:
+    """Return latents `[..., C, H, W]` as tokens `[..., H W / 4, 4 C]`."""
+    return rearrange(x, "... c (h p) (w q) -> ... (h w) (c p q)", p=PATCH, q=PATCH)
+
+
+def unpack(tokens: Tensor, height: int) -> Tensor:
+    """Return tokens `[..., H W / 4, 4 C]` as latents `[..., C, H, W]` of a height."""
+    return rearrange(tokens, "... (h w) (c p q) -> ... c (h p) (w q)", h=height // PATCH, p=PATCH, q=PATCH)
 
 
 def check_still(frames: int) -> None:

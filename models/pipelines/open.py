@@ -79,8 +79,7 @@ def built_in() -> dict[str, type[Pipeline]]:
     from fluvial.models.pipelines.flux import Flux
     from fluvial.models.pipelines.qwen_image import QwenImage
     from fluvial.models.pipelines.sd3 import SD3
-    from fluvial.models.pipelines.sdxl import StableDiffusionXL
-    from fluvial.models.pipelines.unet import StableDiffusion
+    from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
     from fluvial.models.pipelines.wan import Wan
     from fluvial.models.pipelines.z_image import ZImage
 

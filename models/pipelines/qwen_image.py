@@ -4,16 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key
 from fluvial.models.lora import JOINT_ATTENTION
-from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
-from fluvial.models.protocol import Schedule
-
-PATCH = 2  # latents per token along each side
+from fluvial.models.pipelines.base import PATCH, Pipeline, pack, unpack
 
 
 class QwenCond(NamedTuple):
@@ -34,6 +30,8 @@ class QwenImage(Pipeline):
     network = "QwenImageTransformer2DModel"
     conditioning = QwenCond
     block_lists = ("transformer_blocks",)
+    packed = True
+    linspace = staticmethod(np.linspace)
     text_lengths = (512, 1024)
     prompt_layers = ("txt_norm", "txt_in")
     lora_targets = JOINT_ATTENTION
@@ -42,21 +40,6 @@ class QwenImage(Pipeline):
     def vae_scale(self) -> int:
         """Pixels per latent along each side."""
         return 2 ** len(self.vae_config["temperal_downsample"])  # the VAE's spelling
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s) for a VAE that scales by s.
-
-        Raises:
-            ValueError: height or width is not a multiple of 2 s.
-        """
-        check_still(frames)
-        check_size(height, width, multiple=self.vae_scale * PATCH)
-        return (self.config["in_channels"] // PATCH**2, height // self.vae_scale, width // self.vae_scale)
-
-    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: levels 1 to 1 / steps, shifted by the scheduler for the number of tokens."""
-        tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
-        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=np.linspace(1.0, 1 / steps, steps).tolist())
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that the template leaves for the prompt."""
@@ -79,27 +62,21 @@ class QwenImage(Pipeline):
         """Return the conditioning with the first tokens of each prompt."""
         return QwenCond(cond.tokens[:, :tokens], cond.mask[:, :tokens])
 
-    def predict(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: QwenCond, *, timestep: Tensor | None = None
-    ) -> Tensor:
-        """Return v `[B, C, H, W]`."""
-        height, width = x.shape[-2] // PATCH, x.shape[-1] // PATCH
-        v = module(
-            hidden_states=_packed(x),
-            encoder_hidden_states=cond.tokens.to(x.dtype),
-            encoder_hidden_states_mask=cond.mask,
-            timestep=(sigma * 1000 if timestep is None else timestep) / 1000,
-            img_shapes=[[(1, height, width)]] * len(x),
-            return_dict=False,
-        )[0]
-        return _unpacked(v, height)
+    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+        """See `Pipeline.inputs`; the network takes timesteps from 0 to 1."""
+        height, width = (side // PATCH for side in x.shape[-2:])
+        return {
+            "timestep": timestep / 1000,
+            "encoder_hidden_states_mask": cond.mask,
+            "img_shapes": [[(1, height, width)]] * len(x),
+        }
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor | float) -> Tensor:
         """Return the guided velocity, v_uncond + g (v - v_uncond), each token rescaled to the norm of v's token."""
-        guided = _packed(classifier_free(v, v_uncond, scale))
-        length = torch.linalg.vector_norm(_packed(v).to(guided.dtype), dim=-1, keepdim=True)
+        guided = pack(classifier_free(v, v_uncond, scale))
+        length = torch.linalg.vector_norm(pack(v).to(guided.dtype), dim=-1, keepdim=True)
         ratio = length / torch.linalg.vector_norm(guided, dim=-1, keepdim=True)
-        return _unpacked(guided * ratio, v.shape[-2] // PATCH)
+        return unpack(guided * ratio, v.shape[-2])
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]; the VAE takes each as a video of one frame."""
@@ -112,11 +89,3 @@ class QwenImage(Pipeline):
         config = self.vae.config
         mean, std = (images.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
         return (self.encode_with_vae(images.unsqueeze(2), key).squeeze(2) - mean) / std
-
-
-def _packed(x: Tensor) -> Tensor:
-    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=PATCH, q=PATCH)
-
-
-def _unpacked(tokens: Tensor, height: int) -> Tensor:
-    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=height, p=PATCH, q=PATCH)

@@ -1,23 +1,16 @@
-"""Stable Diffusion 1 and 2: UNets that attend to CLIP tokens and predict epsilon or v, which is converted to epsilon."""
+"""Stable Diffusion 1, 2 and XL: UNets that attend to CLIP tokens and predict epsilon or v, which is converted to epsilon."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
-from fluvial.models.pipelines.base import Pipeline, check_size, check_still
+from fluvial.models.pipelines.base import Pipeline, TextCond
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
-
-
-class UNetCond(NamedTuple):
-    """Conditioning of a UNet."""
-
-    tokens: Tensor  # [B, L, D] CLIP embeddings, of both encoders along the last dimension for XL
-    pooled: Tensor | None = None  # [B, P] pooled embedding of the larger encoder, for XL
 
 
 class StableDiffusion(Pipeline):
@@ -31,7 +24,6 @@ class StableDiffusion(Pipeline):
 
     pipeline = "StableDiffusionPipeline"
     network = "UNet2DConditionModel"
-    conditioning = UNetCond
     part = "unet"
     text_lengths = (77, 77)
     prompt_layers: ClassVar[tuple[str, ...]] = ("*.attn2.to_k", "*.attn2.to_v")
@@ -53,11 +45,10 @@ class StableDiffusion(Pipeline):
         down, mid, up = (module.get_submodule(name) for name in ("down_blocks", "mid_block", "up_blocks"))
         return [*down.children(), mid, *up.children()]
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s) for a VAE that scales by s; ValueError if the size is not a multiple of s."""
-        check_still(frames)
-        check_size(height, width, multiple=self.vae_scale)
-        return (self.config["in_channels"], height // self.vae_scale, width // self.vae_scale)
+    @property
+    def patch(self) -> int:
+        """Latents per token: a UNet has no patches."""
+        return 1
 
     def scheduler(self) -> Any:
         """Return diffusers' DDIMScheduler with the noise levels and the spacing of the folder's scheduler."""
@@ -86,17 +77,13 @@ class StableDiffusion(Pipeline):
             f"{self.folder}'s scheduler has no {steps} steps whose alpha_bar rises from above 0: use another number of steps"
         )
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the CLIP tokenizer and its limit; both of XL have the same."""
-        return tokenizers.tokenizer, self.text_tokens
-
     def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]`."""
         encoders.tokenizer.model_max_length = self.text_tokens  # the pipeline pads to it
         return {"tokens": encoders.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)[0]}
 
     def predict(
-        self, module: nn.Module, x: Tensor, level: Tensor, cond: UNetCond, *, timestep: Tensor | None = None
+        self, module: nn.Module, x: Tensor, level: Tensor, cond: TextCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return epsilon `[B, C, H, W]` at cumulative signal powers level `[B]`.
 
@@ -114,3 +101,23 @@ class StableDiffusion(Pipeline):
         output: Tensor = module(x, **given)[0]
         power = per_sample(level, x)
         return torch.sqrt(power) * output + torch.sqrt(1 - power) * x if self.predicts_v else output
+
+
+class StableDiffusionXL(StableDiffusion):
+    """The model protocol over a StableDiffusionXLPipeline (arXiv 2307.01952), an epsilon-prediction model.
+
+    With `force_zeros_for_empty_prompt` in the folder, the empty prompt is encoded to zeros, as in the pipeline without a
+    negative prompt.
+    """
+
+    pipeline = "StableDiffusionXLPipeline"
+    prompt_layers: ClassVar[tuple[str, ...]] = (*StableDiffusion.prompt_layers, "add_embedding")
+    lora_targets: ClassVar[tuple[str, ...]] = (*StableDiffusion.lora_targets, "proj_in", "proj_out")
+
+    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+        """Return tokens `[1, L, D]` and pooled `[1, P]`."""
+        encoders.tokenizer.model_max_length = encoders.tokenizer_2.model_max_length = self.text_tokens
+        tokens, _, pooled, _ = encoders.encode_prompt(prompt, device=self.device, do_classifier_free_guidance=False)
+        if not prompt and encoders.config.force_zeros_for_empty_prompt:
+            tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
+        return {"tokens": tokens, "pooled": pooled}

@@ -1,23 +1,41 @@
 """Wan 2.1 and 2.2: videos from text, with one transformer, or with one each for high and low noise levels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
-from fluvial.models.pipelines.base import Pipeline, check_size, flow_schedule
-from fluvial.models.pipelines.experts import EXPERTS, Experts
+from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import read_index, read_settings
-from fluvial.models.protocol import Schedule
+
+EXPERTS = ("transformer", "transformer_2")  # for high noise levels, and for low ones
 
 
-class WanCond(NamedTuple):
-    """Conditioning of Wan's transformer."""
+class Experts(nn.ModuleDict):
+    """Two networks: `transformer` for samples at timesteps of at least `boundary`, `transformer_2` for those below.
 
-    tokens: Tensor  # [B, L, D] UMT5 embeddings, zero at padding tokens
+    A batch with timesteps on one side runs one network, any other batch both. All ranks run the same networks, so that they
+    gather the same parameters; therefore each forward pass reads two numbers from the device.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module], *, boundary: float) -> None:
+        super().__init__(networks)
+        self.boundary = boundary
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
+        """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
+        low = timestep < self.boundary
+        wanted = torch.stack([(~low).any(), low.any()]).to(torch.int32)
+        if distributed.is_initialized():
+            distributed.all_reduce(wanted, op=distributed.ReduceOp.MAX)
+        names = [name for name, runs in zip(EXPERTS, wanted.tolist(), strict=True) if runs]
+        outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **given)[0] for name in names]
+        return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)
 
 
 class Wan(Pipeline):
@@ -32,8 +50,10 @@ class Wan(Pipeline):
 
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"
-    conditioning = WanCond
+    block_lists = ("blocks",)
     text_lengths = (512, 512)
+    encoding: ClassVar[dict[str, Any]] = {"do_classifier_free_guidance": False}
+    encoded = ("tokens", "")
     prompt_layers = ("*condition_embedder.text_embedder", "*.attn2.to_k", "*.attn2.to_v", "*.attn2.norm_k")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
     serving_solver = "unipc"  # that of the folder's scheduler
@@ -55,8 +75,13 @@ class Wan(Pipeline):
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks in the order they run."""
-        lists = [f"{part}.blocks" for part in EXPERTS] if isinstance(module, Experts) else ["blocks"]
-        return [block for name in lists for block in module.get_submodule(name).children()]
+        networks = module.values() if isinstance(module, Experts) else [module]
+        return [*chain.from_iterable(map(super().blocks, networks))]
+
+    @property
+    def patch(self) -> int:
+        """Latents per token of the network along each side."""
+        return int(self.config["patch_size"][-1])
 
     @property
     def vae_scale(self) -> int:
@@ -72,8 +97,8 @@ class Wan(Pipeline):
         rate = self.vae_config.get("scale_factor_temporal", 4)  # absent in older folders
         if frames < 1 or (frames - 1) % rate:
             raise ValueError(f"frames is {frames}, expected 1 plus a multiple of {rate}")
-        check_size(height, width, multiple=self.vae_scale * self.config["patch_size"][-1])
-        return (self.config["in_channels"], 1 + (frames - 1) // rate, height // self.vae_scale, width // self.vae_scale)
+        channels, *sides = super().latent_shape(height, width)
+        return (channels, 1 + (frames - 1) // rate, *sides)
 
     def scheduler(self) -> Any:
         """Return diffusers' flow-matching scheduler with the folder's shift; ValueError if the folder's is not of a flow."""
@@ -85,30 +110,6 @@ class Wan(Pipeline):
         if not settings.get("use_flow_sigmas"):
             raise ValueError(f"{self.folder} has a UniPCMultistepScheduler without use_flow_sigmas, expected with")
         return FlowMatchEulerDiscreteScheduler(shift=settings.get("flow_shift", 1.0) if self.shift is None else self.shift)
-
-    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the schedule of the scheduler; it is the same for all sizes."""
-        return flow_schedule(self.scheduler(), steps, tokens=0)
-
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
-        """Return the UMT5 tokenizer and its limit."""
-        return tokenizers.tokenizer, self.text_tokens
-
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
-        """Return tokens `[1, L, D]`."""
-        options = {"max_sequence_length": self.text_tokens, "device": self.device}
-        return {"tokens": encoders.encode_prompt(prompt, do_classifier_free_guidance=False, **options)[0]}
-
-    def predict(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: WanCond, *, timestep: Tensor | None = None
-    ) -> Tensor:
-        """Return v `[B, C, F, H, W]`."""
-        return module(
-            hidden_states=x,
-            timestep=sigma * 1000 if timestep is None else timestep,
-            encoder_hidden_states=cond.tokens.to(x.dtype),
-            return_dict=False,
-        )[0]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos `[B, 3, frames, height, width]`, float in [0, 1]."""

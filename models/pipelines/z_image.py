@@ -5,10 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.pipelines.base import Pipeline, check_size, check_still, flow_schedule
-from fluvial.models.protocol import Schedule
-
-PATCH = 2  # latents per token along each side
+from fluvial.models.pipelines.base import Pipeline
 
 
 class ZImageCond(NamedTuple):
@@ -32,25 +29,15 @@ class ZImage(Pipeline):
     network = "ZImageTransformer2DModel"
     conditioning = ZImageCond
     block_lists = ("noise_refiner", "context_refiner", "layers")
+    linspace = staticmethod(torch.linspace)
     text_lengths = (512, 512)
     prompt_layers = ("cap_embedder", "context_refiner.*")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return (C, height / s, width / s) for a VAE that scales by s.
-
-        Raises:
-            ValueError: height or width is not a multiple of 2 s, or has more patches than positions.
-        """
-        check_still(frames)
-        multiple = self.vae_scale * PATCH
-        check_size(height, width, multiple=multiple, most=multiple * min(self.config["axes_lens"][1:]))
-        return (self.config["in_channels"], height // self.vae_scale, width // self.vae_scale)
-
-    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the pipeline's schedule: levels 1 to 1 / steps, shifted by the scheduler."""
-        tokens = (shape[-2] // PATCH) * (shape[-1] // PATCH)
-        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=torch.linspace(1.0, 1 / steps, steps).tolist())
+    @property
+    def positions(self) -> int:
+        """Largest number of tokens along each side."""
+        return min(self.config["axes_lens"][1:])
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that its chat template leaves for the prompt."""

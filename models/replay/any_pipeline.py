@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
@@ -22,7 +23,6 @@ from fluvial.core.table import Record
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.arguments import exactly, shown
 from fluvial.models.replay.capture import SCALES, Capture, same_steps
 from fluvial.models.replay.checks import check_images, check_initial_noise, check_steps, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
@@ -32,6 +32,7 @@ from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, check_repl
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
 
 class _Known(NamedTuple):
@@ -280,7 +281,7 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
-        return f"{super()._encoders()} {self.compute} {exactly(self.asked)}"
+        return f"{super()._encoders()} {self.compute} {_exactly(self.asked)}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
@@ -332,7 +333,7 @@ class AnyPipeline(Pipeline):
             capture.watching(pipe, scheduler),
             scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
         ):
-            with foreign(self.pipeline, f"be called with {shown(self.asked)}"):
+            with foreign(self.pipeline, f"be called with {_shown(self.asked)}"):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
@@ -359,6 +360,29 @@ class AnyPipeline(Pipeline):
                 return _pixels(pipe(**{**self.asked, **once})[0])
         finally:
             pipe.scheduler = own
+
+
+def _shown(asked: Mapping[str, Any]) -> str:
+    """Return the arguments of a pipeline's call in one line, for messages."""
+
+    def short(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"tensor{list(value.shape)}"
+        text = " ".join(repr(value).split())
+        return text if len(text) <= 60 else f"{text[:60]}..."
+
+    return ", ".join(f"{name}={short(value)}" for name, value in asked.items() if name not in UNSHOWN)
+
+
+def _exactly(asked: Mapping[str, Any]) -> str:
+    """Return the arguments of a pipeline's call with all values of tensors and images, for a fingerprint."""
+
+    def whole(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{value.dtype} {value.tolist()}"
+        return f"{value.size} {value.tobytes()!r}" if isinstance(value, Image.Image) else repr(value)
+
+    return ", ".join(f"{name}={whole(value)}" for name, value in asked.items() if name not in UNSHOWN)
 
 
 def _pixels(made: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Restore the pipeline's own scheduler before saving the pipeline: diffusers canno
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,24 +43,18 @@ class _Scheduled(NamedTuple):
     plan: Plan
 
 
+@dataclass(eq=False, kw_only=True)
 class Recorder:
     """The steps of one call of a pipeline; made by `RecordingScheduler.recording`, which documents its arguments."""
 
-    def __init__(
-        self,
-        *,
-        key: Key | None,
-        generator: Generators | None,
-        window: Collection[int] | None,
-        record: Record,
-        on_step: Observer | None,
-    ) -> None:
-        self.key, self.generator = key, generator
-        self.window, self.record = window, record
-        self.on_step = on_step
-        self._scheduled: _Scheduled | None = None
-        self._steps: list[Step] = []
-        self._final: Tensor | None = None
+    key: Key | None
+    generator: Generators | None
+    window: Collection[int] | None
+    record: Record
+    on_step: Observer | None
+    _scheduled: _Scheduled | None = None
+    _steps: list[Step] = field(default_factory=list)
+    _final: Tensor | None = None
 
     @property
     def sigmas(self) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import LoraConfig, add_lora, use_adapter, without_lora
+from fluvial.models.lora import LoraConfig, add_lora, use_adapter
 
 MODEL = Handwriting()
 LORA = LoraConfig(rank=2, alpha=3.0)  # alpha / rank is neither 1 nor a power of two
@@ -65,7 +65,7 @@ def loss_of(module: nn.Module, others: Sequence[str | None]) -> Any:
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         trained, target = velocity(module, items), items["x"]
         for weight, other in enumerate(others, start=1):
-            with torch.no_grad(), use_adapter(module, other) if other else without_lora(module):
+            with torch.no_grad(), use_adapter(module, other):
                 target = target + weight * velocity(module, items)
         error = (trained - target).square().mean((1, 2, 3))
         return error, Info(error.detach())

@@ -23,7 +23,6 @@ from fluvial.models.lora import (
     lora_layers,
     merge_lora,
     use_adapter,
-    without_lora,
 )
 
 ALL = ("default", "old", "ref")
@@ -139,7 +138,7 @@ def test_without_lora_is_the_reference() -> None:
     perturb(module)
     base, with_adapters = run(MODEL.build()), run(module)
     assert not torch.allclose(base, with_adapters, atol=1e-3)
-    with without_lora(module):
+    with use_adapter(module, None):
         assert torch.equal(run(module), base)
     assert torch.equal(run(module), with_adapters)
 
@@ -155,7 +154,7 @@ def test_each_adapter_is_active_in_its_context() -> None:
     trained = [parameter.requires_grad for parameter in module.parameters()]
     with use_adapter(module, "old"):
         assert torch.equal(run(module), want["old"])
-        with without_lora(module):
+        with use_adapter(module, None):
             with use_adapter(module, "ref"):
                 assert torch.equal(run(module), want["ref"])
                 assert [parameter.requires_grad for parameter in module.parameters()] == trained
@@ -180,7 +179,7 @@ def test_a_missing_adapter_is_named() -> None:
         blend_adapter(module, "default", "ref", 0.5)
     with pytest.raises(ValueError, match="the module has none"):
         adapter_parameters(plain, "default")
-    with without_lora(plain):
+    with use_adapter(plain, None):
         assert run(plain).isfinite().all()
 
 

@@ -17,7 +17,7 @@ from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.export import write_lora
 from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World
-from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, use_adapter, without_lora
+from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, use_adapter
 
 ITEMS, MICRO_BATCH = 4, 1
 KINDS: dict[str, dict[str, Any]] = {"copies": {}, "shards": {"replicas": 1}}  # adapters are copied by default
@@ -46,7 +46,7 @@ def loss_of(module: nn.Module) -> Any:
         with torch.no_grad():
             with use_adapter(module, "old"):
                 target = items["y"] + module(items["x"])
-            with without_lora(module):
+            with use_adapter(module, None):
                 target = target - module(items["x"])
         error = (module(items["x"]) - target) ** 2
         return error, Info(error.detach())

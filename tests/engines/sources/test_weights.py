@@ -19,7 +19,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.sources.weight_sync import WeightSync
 from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, use_adapter
 from fluvial.models.lora_layer import Product
-from fluvial.models.pipelines.experts import EXPERTS
+from fluvial.models.pipelines.wan import EXPERTS
 
 
 @pytest.fixture(scope="module")

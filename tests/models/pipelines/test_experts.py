@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import ROWS, save
 
 from fluvial.engines.fsdp.world import init_world
-from fluvial.models.pipelines.experts import EXPERTS
+from fluvial.models.pipelines.wan import EXPERTS
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import DiffusionModel
-from fluvial.models.pipelines.experts import EXPERTS
 from fluvial.models.pipelines.flux import Flux
+from fluvial.models.pipelines.wan import EXPERTS
 
 
 @pytest.fixture(scope="module")

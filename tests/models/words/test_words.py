@@ -220,7 +220,7 @@ def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
     other = model.predict(module, x, sigma, model.encode(["rover", "act"]))
     assert not torch.allclose(v[0], other[0], atol=1e-5)
     assert len(model.blocks(module)) == CONFIG["num_layers"]
-    with pytest.raises(ValueError, match="the size is 8x8 of 1 frames, expected 24x96 of 1: words have one size"):
+    with pytest.raises(ValueError, match="the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size"):
         model.latent_shape(8, 8)
 
 
