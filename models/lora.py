@@ -109,12 +109,7 @@ def use_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
     The set of trained parameters does not change. Contexts may be nested. With activation checkpointing, the backward pass
     must end inside the context of its forward pass, because it computes the activations again.
 
-    Args:
-        module: network with adapters.
-        name: name of the adapter; None for no adapter.
-
-    Raises:
-        ValueError: the module has no adapter of that name.
+    Raises ValueError if the module has no adapter of that name.
     """
     layers = list(lora_layers(module).values()) if name is None else list(_layers_with(module, name).values())
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
@@ -133,10 +128,7 @@ def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter by their names without the adapter's, which all adapters share.
 
     In a sharded module these are the shards. Parameters that FSDP holds gathered are freed, so that the next forward pass
-    sees what is written to the shards.
-
-    Raises:
-        ValueError: the module has no adapter of that name.
+    sees what is written to the shards. Raises ValueError if the module has no adapter of that name.
     """
     from torch.distributed.fsdp import FSDPModule  # takes seconds, which help must not wait for
 
@@ -151,10 +143,7 @@ def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
     """Return the full names of an adapter's parameters, by their names without the adapter's.
 
     The short name is the one in the files of PEFT and diffusers: `block.to_q.lora_A.weight` for
-    `block.to_q.lora_A.old.weight`.
-
-    Raises:
-        ValueError: the module has no adapter of that name.
+    `block.to_q.lora_A.old.weight`. Raises ValueError if the module has no adapter of that name.
     """
     factors = [f"{layer}.lora_{factor}" for layer in _layers_with(module, name) for factor in "AB"]
     return {f"{factor}.weight": f"{factor}.{name}.weight" for factor in factors}
@@ -172,8 +161,7 @@ def lora_settings(module: nn.Module) -> dict[str, Any] | None:
 def copy_adapter(module: nn.Module, source: str, into: str) -> None:
     """Copy one adapter to another, in place: into <- source. Each rank copies its own shards.
 
-    Raises:
-        ValueError: the module has no adapter of one of the names.
+    Raises ValueError if the module has no adapter of one of the names.
     """
     values, targets = _shards(module, source), _shards(module, into)
     for name, target in targets.items():
@@ -194,11 +182,7 @@ def blend_adapter(module: nn.Module, source: str, into: str, decay: float) -> No
 
 
 def merge_lora(module: nn.Module, adapter: str = "default") -> None:
-    """Merge an adapter into the weights and remove all adapters, in place; the module then has no LoRA layers.
-
-    Raises:
-        ValueError: the module has no adapter of that name.
-    """
+    """Merge an adapter into the weights and remove all adapters, in place; ValueError if there is none of that name."""
     for name, layer in _layers_with(module, adapter).items():
         layer.merge(adapter_names=[adapter])
         parent, _, attribute = name.rpartition(".")

@@ -1,6 +1,5 @@
 """Built-in networks whose samples are the pixels of small images: a class of diffusers with fixed settings, and weights."""
 
-import json
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.lora import JOINT_ATTENTION
+from fluvial.models.pipelines.folder import load_network, read_settings
 from fluvial.models.protocol import Prediction, Schedule
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -72,10 +72,7 @@ class PixelModel(ABC):
             raise ValueError(
                 f"{weights} is incomplete: there is no {FILE}; only weights in the safetensors format are loaded"
             )
-        found = json.loads(config.read_text())
-        if not isinstance(found, dict):
-            held = type(found).__name__
-            raise ValueError(f"{config} is not of a model: it holds a {held}, expected a JSON object of settings")
+        found = read_settings(config)
         if different := [setting for setting, value in self.settings.items() if found.get(setting) != value]:
             raise ValueError(f"{config} is not of the {self.name} model: {', '.join(different)} differ")
         if empty:
@@ -83,10 +80,7 @@ class PixelModel(ABC):
 
             with init_empty_weights(include_buffers=False):
                 return kind(**self.settings)
-        module = kind.from_pretrained(weights, use_safetensors=True, local_files_only=True)
-        if missing := [key for key, tensor in module.state_dict().items() if tensor.is_meta]:
-            raise ValueError(f"{weights} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
-        return module
+        return load_network(kind, weights)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images in [0, 1]; the samples are pixels in [-1, 1]."""

@@ -24,7 +24,7 @@ from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.device import default_device, has_values
 from fluvial.models.pipelines import unfilled
-from fluvial.models.pipelines.folder import entries, local_folder, parts_of, quietly, read_settings
+from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
@@ -212,11 +212,7 @@ class Pipeline:
                 return kind.from_config(read_settings(self.folder / part / "config.json"))
         folder = self.weights if isinstance(self.weights, Path) else self.weights[part]
         with quietly():
-            module = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-        if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
-            first, more = missing[0], len(missing) - 1
-            raise ValueError(f"{folder} is incomplete: {first} and {more} more tensors are missing")
-        return module
+            return load_network(kind, folder)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks, in the order they run."""
@@ -268,15 +264,13 @@ class Pipeline:
         if self._vae is None:
             import diffusers
 
+            kind, folder = self.parts["vae"], self.folder / "vae"
             if not has_values(self.device):
-                kind, folder = self.parts["vae"], self.folder / "vae"
                 self._vae = unfilled.network(diffusers, kind, folder, dtype=self.dtype, device=self.device)
                 return self._vae
+            options = {"torch_dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
             with quietly():
-                kind = getattr(diffusers, self.parts["vae"])
-                vae = kind.from_pretrained(
-                    self.folder / "vae", torch_dtype=self.dtype, use_safetensors=True, local_files_only=True
-                )
+                vae = getattr(diffusers, kind).from_pretrained(folder, **options)
             self._vae = vae.requires_grad_(False).eval().to(self.device)
         return self._vae
 
@@ -361,8 +355,6 @@ class Pipeline:
 
     def _load(self, *wanted: str) -> Any:
         """Return diffusers' pipeline with the parts whose names start with `wanted`, and the network on the meta device."""
-        from diffusers import DiffusionPipeline
-
         left_out = {name: None for name, kind in entries(self.folder).items() if kind is None or not name.startswith(wanted)}
         if not has_values(self.device):
             parts = {name: kind for name, kind in self.parts.items() if name.startswith(wanted)}
@@ -371,15 +363,16 @@ class Pipeline:
                 return unfilled.pipeline(
                     self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, device=self.device
                 )
+        # Some pipelines read the settings of the network.
+        return self._opened(**{**left_out, self.part: self.build_part(self.part, empty=True)})
+
+    def _opened(self, **parts: Any) -> Any:
+        """Return diffusers' pipeline with other parts than the folder's, or None for one to leave out."""
+        from diffusers import DiffusionPipeline
+
+        options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": self.trust_remote_code}
         with quietly():
-            return DiffusionPipeline.from_pretrained(
-                self.folder,
-                **{**left_out, self.part: self.build_part(self.part, empty=True)},  # some pipelines read its settings
-                torch_dtype=self.dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=self.trust_remote_code,
-            )
+            return DiffusionPipeline.from_pretrained(self.folder, **parts, torch_dtype=self.dtype, **options)
 
     def _encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""

@@ -61,6 +61,14 @@ def read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
+def load_network(kind: Any, folder: Path) -> Any:
+    """Return a network of a class of diffusers with the weights of a folder; ValueError if tensors are missing."""
+    module = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+    if missing := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+    return module
+
+
 def entries(folder: Path) -> dict[str, str | None]:
     """Return the class of each part of a pipeline by name; None for a part that it was saved without."""
     # The other entries of the index are settings.

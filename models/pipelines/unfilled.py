@@ -14,14 +14,7 @@ from fluvial.models.pipelines.folder import read_settings
 
 
 def network(library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a network of diffusers or transformers in the dtype, frozen, on the device, without values.
-
-    Args:
-        library: the module `diffusers` or `transformers`.
-        kind: name of the class.
-        folder: folder with its config.json.
-        dtype, device: of its parameters and buffers.
-    """
+    """Return a network of the library diffusers or transformers in the dtype, frozen, on the device, without values."""
     made = getattr(library, kind)
     with torch.device("meta"):
         if library.__name__ == "diffusers":
@@ -71,15 +64,7 @@ class Tokens:
 def pipeline(
     kind: str, parts: dict[str, str], folder: Path, *, extra: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return diffusers' pipeline with the named parts, and without the others.
-
-    Args:
-        kind: class of the pipeline.
-        parts: class of each tokenizer and text encoder by name.
-        folder: folder of the pipeline.
-        extra: parts that are built already.
-        dtype, device: of the text encoders.
-    """
+    """Return diffusers' pipeline with tokenizers and text encoders, given as classes by name, and parts that are built."""
     import diffusers
     import transformers
 

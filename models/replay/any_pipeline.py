@@ -286,18 +286,11 @@ class AnyPipeline(Pipeline):
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
-            from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+            from diffusers import FlowMatchEulerDiscreteScheduler
 
             stand_in = _stand_in(self.build(empty=True), self.device, self.compute)
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = DiffusionPipeline.from_pretrained(
-                    self.folder,
-                    transformer=None,
-                    torch_dtype=self.dtype,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=self.trust_remote_code,
-                )
+                pipe = self._opened(transformer=None)
                 for part in pipe.components.values():
                     if isinstance(part, nn.Module):
                         part.requires_grad_(False).eval().to(self.device)

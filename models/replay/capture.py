@@ -127,12 +127,9 @@ class _Group(NamedTuple):
 
 
 class Capture:
-    """Record the transformer's inputs and outputs within each step until the scheduler receives the velocity.
+    """Record the inputs and outputs of a part within each step until the scheduler receives the velocity.
 
-    Args:
-        pipe: the pipeline.
-        component: name of the watched part.
-        asked: arguments of the pipeline's call.
+    `asked` are the arguments of the pipeline's call.
 
     Raises:
         ValueError: the pipeline does not take those arguments.
@@ -167,13 +164,7 @@ class Capture:
                 handle.remove()
 
     def step(self, step: int, x: Tensor, v: Tensor, recorded: bool) -> None:
-        """Find the calls and combinations that give the velocity of a step.
-
-        Args:
-            step: step of the schedule.
-            x: sample that the scheduler is given.
-            v: velocity that the scheduler is given.
-            recorded: whether the step is recorded; other steps are only checked to follow each other.
+        """Find the calls and combinations that give a step's velocity v; steps that are not recorded are only checked.
 
         Raises:
             ReplayError: the step does not start from the output of the one before, or its velocity is not understood.

@@ -18,25 +18,14 @@ class ReplayError(ValueError):
 
 
 def refusal(pipeline: str, reason: str, *, step: int | None = None) -> ReplayError:
-    """Return the error that refuses a pipeline.
-
-    Args:
-        pipeline: class of the pipeline.
-        reason: what differs.
-        step: step of the schedule at which it differs.
-    """
+    """Return the error that refuses a pipeline for a reason, which may hold at one step of the schedule."""
     where = "" if step is None else f" at step {step}"
     return ReplayError(f"{pipeline} cannot be trained without an adapter:{where} {reason}")
 
 
 @contextmanager
 def foreign(pipeline: str, doing: str) -> Iterator[None]:
-    """Turn any exception of a pipeline's own code into a ValueError of one line.
-
-    Args:
-        pipeline: class of the pipeline.
-        doing: what fails, e.g. "decode samples".
-    """
+    """Turn any exception of a pipeline's own code into a ValueError of one line that says what fails: "decode samples"."""
     try:
         yield
     except ReplayError:
@@ -46,13 +35,7 @@ def foreign(pipeline: str, doing: str) -> Iterator[None]:
 
 
 def check_chain(pipeline: str, step: int, x: Tensor, output: Tensor) -> None:
-    """Check that a step starts from the output of the step before, which the rollout relies on.
-
-    Args:
-        pipeline: class of the pipeline.
-        step: step of the schedule.
-        x: sample that the step starts from.
-        output: sample that the previous step returned.
+    """Check that the sample of a step is the output of the step before, which the rollout relies on.
 
     Raises:
         ReplayError: they differ, as in pipelines that inpaint or edit.
@@ -90,12 +73,9 @@ def check_steps(pipeline: str, taken: Sequence[int], steps: int) -> None:
 def check_initial_noise(pipeline: str, x: Tensor) -> None:
     """Check that initial samples are standard normal noise, drawn per sample, because a rollout starts from such noise.
 
-    Mean, variance and fourth moment are compared with those of the normal distribution, and the variance of the sum over
-    the batch with that of independent samples, which shows anything that all samples share.
-
-    Args:
-        pipeline: class of the pipeline.
-        x: initial samples of different generators, `[B, *event]`.
+    Mean, variance and fourth moment of samples `[B, *event]` of different generators are compared with those of the normal
+    distribution, and the variance of the sum over the batch with that of independent samples, which shows anything that all
+    samples share.
 
     Raises:
         ReplayError: a statistic is more than six standard errors off.
@@ -119,19 +99,10 @@ def check_initial_noise(pipeline: str, x: Tensor) -> None:
 
 
 def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: float) -> float:
-    """Check that samples are decoded to the pipeline's own images.
-
-    Args:
-        pipeline: class of the pipeline.
-        decoded: images of the model.
-        images: images that the pipeline returned for the same samples.
-        tolerance: largest relative error, in root mean square, that counts as rounding.
-
-    Returns:
-        The relative error.
+    """Return the relative error, in root mean square, of decoded samples against the pipeline's own images.
 
     Raises:
-        ReplayError: the shapes differ, or the error is larger.
+        ReplayError: the shapes differ, or the error is above the tolerance.
     """
     if decoded.shape != images.shape:
         raise refusal(

@@ -75,12 +75,7 @@ def to_samples(latents: Tensor, layout: LatentLayout, shape: tuple[int, ...]) ->
 
 
 def vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
-    """Return what a VAE is given to decode, on the host.
-
-    Args:
-        vae: the VAE.
-        run: function that makes the pipeline decode samples once.
-        pipeline: class of the pipeline, for messages.
+    """Return what a VAE is given to decode, on the host, when `run` makes the pipeline decode samples once.
 
     Raises:
         ValueError: the VAE is not called just once.

@@ -148,7 +148,8 @@ def record(
     """
     name, module = type(pipe).__name__, pipe.components.get(component)
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{name} has no {component} to train, expected one of {', '.join(_modules(pipe))}")
+        modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+        raise ValueError(f"{name} has no {component} to train, expected one of {', '.join(modules)}")
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
     asked: dict[str, Any] = {
@@ -195,8 +196,7 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
     """Return the velocity of P pairs of a sample and a recorded step, `[P, *event]`, differentiable.
 
     Args:
-        module: the pipeline's transformer.
-        recording: recording of the pipeline.
+        module, recording: the pipeline's transformer, and its recording.
         sample: index of each pair's sample, `[P]`.
         step: step of the schedule of each pair, among the recorded ones, `[P]`.
         x: samples to compute the velocity at, `[P, *event]`; by default the recorded ones.
@@ -232,8 +232,7 @@ def check_replay(
     computed in other batches than they were recorded in, so that an input that belongs to no sample shows.
 
     Args:
-        module: the pipeline's transformer.
-        recording: recording of the pipeline.
+        module, recording: see `replay`.
         micro_batch: number of pairs per forward pass.
         chunks: number of micro-batches to compare; all by default.
         tolerance: largest error that counts as rounding; by default that of the dtype that the transformer computes in.
@@ -269,7 +268,3 @@ def generators(keys: Key) -> list[torch.Generator]:
     """Return one generator per key, on the host, so that a sample's noise depends only on its key."""
     words = zip(torch.as_tensor(keys.low).tolist(), torch.as_tensor(keys.high).tolist(), strict=True)
     return [torch.Generator().manual_seed(high << 32 | low) for low, high in words]
-
-
-def _modules(pipe: Any) -> list[str]:
-    return [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]

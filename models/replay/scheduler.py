@@ -11,7 +11,6 @@ Restore the pipeline's own scheduler before saving the pipeline: diffusers canno
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -197,10 +196,8 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             model_output: the velocity, `[B, *event]`.
             timestep: timestep of the schedule.
             sample: sample before the step, `[B, *event]`.
-            s_churn, s_tmin, s_tmax, s_noise: without effect, as in diffusers.
+            s_churn, s_tmin, s_tmax, s_noise, return_dict: as in diffusers; the first four have no effect.
             generator: source of the noise if the recording has neither a key nor generators.
-            per_token_timesteps: must be None.
-            return_dict: as in diffusers.
 
         Raises:
             ValueError: tokens have timesteps of their own, or an error of `recording`.
@@ -242,8 +239,10 @@ def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tens
         ) from error
     transition = bind(scheduler.sampler, scheduler.eta, sigmas)
     window, record = (None, Record(steps=())) if recorder is None else (recorder.window, recorder.record)
-    table = partial(plan, sigmas.to(dtype), transition, batch=len(x), device=x.device, function="recording")
-    return _Scheduled(scheduler.sigmas, sigmas, transition, table(window=window, record=record))
+    steps = plan(
+        sigmas.to(dtype), transition, window=window, record=record, batch=len(x), device=x.device, function="recording"
+    )
+    return _Scheduled(scheduler.sigmas, sigmas, transition, steps)
 
 
 def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,7 @@ class Clap(Towers):
 
     def load(self, commit: str | None) -> Any:
         """Return the model; see `ModelReward.load`."""
-        from transformers import ClapModel
+        from transformers import ClapFeatureExtractor, ClapModel
 
         model = loading.load_model(ClapModel, self.weights, commit)
         if model.config.audio_config.enable_fusion:
@@ -50,7 +50,11 @@ class Clap(Towers):
             )
         place = loading.place_of(self.weights)
         self.tokenizer = loading.load_tokenizer(place, commit)
-        self.features = LogMel(_settings(place, commit))
+        with quietly():
+            settings, _ = loading.attempt(
+                f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=commit
+            )
+        self.features = LogMel(settings)
         return model
 
     def __call__(self, audio: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -160,14 +164,3 @@ def resample(audio: Tensor, rate: int, wanted: int) -> Tensor:
     kept = min(samples, count) // 2 + 1
     cut = functional.pad(spectrum[..., :kept], (0, count // 2 + 1 - kept))
     return torch.fft.irfft(cut, n=count) * (count / samples)
-
-
-def _settings(place: str, revision: str | None) -> Mapping[str, Any]:
-    """Return the settings of the feature extractor of a folder or of an id on the Hub."""
-    from transformers import ClapFeatureExtractor
-
-    with quietly():
-        found: tuple[Mapping[str, Any], Any] = loading.attempt(
-            f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=revision
-        )
-    return found[0]

@@ -78,12 +78,7 @@ class Hpsv2(ImageTowers):
 
 
 def to_clip_model(tensors: Mapping[str, Tensor], source: Path, *, heads: tuple[int, int] | None) -> Any:
-    """Return a CLIPModel with the weights of a state dict of open_clip, in float32.
-
-    Args:
-        tensors: state dict of a CLIP model with a vision transformer.
-        source: file that the tensors come from, for messages.
-        heads: number of attention heads of the vision and of the text tower; by default those of the published models.
+    """Return a CLIPModel in float32 with the weights of open_clip's CLIP with a vision transformer.
 
     Raises:
         LoadingError: it is the state dict of another model, or tensors are missing.

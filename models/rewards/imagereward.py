@@ -74,15 +74,7 @@ class ImageReward(ModelReward):
         return nn.ModuleDict({"vision": vision, "text": text})
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the score of each image, `[B]` in float32, differentiable in the images.
-
-        Args:
-            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
-            prompts: prompt of each image.
-
-        Raises:
-            ValueError: there are not as many prompts as images.
-        """
+        """Return the score of each image, `[B]` in float32, differentiable in the images; see `ImageTowers`."""
         check_pairs(images, prompts)
         device, frames = self.placed(images), frames_of(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
@@ -108,11 +100,6 @@ class ImageReward(ModelReward):
 
 def vision_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
     """Return BLIP's vision model with published weights.
-
-    Args:
-        tensors: tensors by their published names.
-        heads: number of attention heads.
-        source: file of the weights, for messages.
 
     Raises:
         LoadingError: tensors are missing, are others, or do not fit together.

@@ -22,13 +22,7 @@ def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
 
 
 def filled(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str) -> Any:
-    """Return a model with tensors loaded in float32.
-
-    Args:
-        model: model of transformers.
-        tensors: its tensors by name.
-        source: file that they come from, for messages.
-        kind: the model with its article, for messages.
+    """Return a model with the tensors of a file loaded in float32; `kind` names the model with its article, for messages.
 
     Raises:
         LoadingError: the tensors are not exactly those of the model.

@@ -89,12 +89,7 @@ def place_of(weights: str | Path) -> str:
 
 
 def load_model(kind: Any, weights: str | Path, revision: str | None) -> Any:
-    """Return a model of transformers with its weights.
-
-    Args:
-        kind: class of the model.
-        weights: folder or id on the Hub.
-        revision: commit on the Hub.
+    """Return a model of a class of transformers with the weights of a folder, or of a commit on the Hub.
 
     Raises:
         LoadingError: there are no such weights, or they are of another architecture or incomplete.
