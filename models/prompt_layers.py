@@ -30,18 +30,12 @@ class PromptLayers:
     """
 
     def __init__(self, model: DiffusionModel, module: nn.Module, *, in_blocks: bool = True) -> None:
-        self._layers: list[nn.Module] = []
-        self._forwards: list[Callable[..., Any]] = []
-        self._results: list[list[Any]] = []  # of each layer, by its call within a prediction
-        self._calls: list[int] = []
         patterns = tuple(getattr(model, "prompt_layers", ()))
-        if not patterns:
-            return
-        for part in _matching(module, patterns, left_out=set() if in_blocks else set(model.blocks(module))):
-            self._layers.append(part)
-            self._forwards.append(self._remembering(len(self._forwards), part.forward))
-            self._results.append([])
-            self._calls.append(0)
+        left_out = set() if in_blocks else set(model.blocks(module))
+        self._layers = _matching(module, patterns, left_out=left_out) if patterns else []
+        self._forwards = [self._remembering(place, layer.forward) for place, layer in enumerate(self._layers)]
+        self._results: list[list[Any]] = [[] for _ in self._layers]  # of each layer, by its call within a prediction
+        self._calls = [0] * len(self._layers)
 
     @contextmanager
     def prediction(self) -> Iterator[None]:

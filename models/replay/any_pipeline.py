@@ -330,7 +330,7 @@ class AnyPipeline(Pipeline):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
-        levels = recorder.sigmas
+        levels = recorder.scheduled.sigmas
         check_steps(self.pipeline, capture.taken, len(levels) - 1)
         check_initial_noise(self.pipeline, capture.initial)
         recipes, cond = capture.recipes()

@@ -181,11 +181,11 @@ def record(
         if capture.initial is None:
             raise refusal(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
-    schedule = Schedule(recorder.sigmas, scheduler.timesteps)
+    schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
     recipes, cond = capture.recipes()
-    model = RecordedModel(name, recorder.sigmas[trajectory.steps[0].cpu()], recipes)
+    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes)
     recording = Recording(
-        trajectory, schedule, recorder.transition, images, model, cond, capture.initial, tuple(capture.taken)
+        trajectory, schedule, recorder.scheduled.transition, images, model, cond, capture.initial, tuple(capture.taken)
     )
     if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)

@@ -33,12 +33,12 @@ Generators = torch.Generator | Sequence[torch.Generator]
 Observer = Callable[[int, Tensor, Tensor, bool], None]
 
 
-class _Scheduled(NamedTuple):
+class Scheduled(NamedTuple):
     """How the steps of a schedule are taken."""
 
     of: Tensor  # the scheduler's own sigmas; new ones make a new plan
     sigmas: Tensor  # [T+1] float32 on the host
-    transition: Sampler
+    transition: Sampler  # of the steps in the window, with its hyper-parameters bound
     plan: Plan
 
 
@@ -51,19 +51,16 @@ class Recorder:
     window: Collection[int] | None
     record: Record
     on_step: Observer | None
-    _scheduled: _Scheduled | None = None
+    _scheduled: Scheduled | None = None
     _steps: list[Step] = field(default_factory=list)
     _final: Tensor | None = None
 
     @property
-    def sigmas(self) -> Tensor:
-        """The schedule, `[T+1]` float32 on the host; ValueError before the first step."""
-        return self._started().sigmas
-
-    @property
-    def transition(self) -> Sampler:
-        """The sampler of the steps in the window, with its hyper-parameters bound; ValueError before the first step."""
-        return self._started().transition
+    def scheduled(self) -> Scheduled:
+        """How the steps are taken; ValueError before the first step."""
+        if self._scheduled is None or self._final is None:
+            raise ValueError("recording: no step was taken: call the pipeline inside `with scheduler.recording(...)`")
+        return self._scheduled
 
     def trajectory(self) -> Trajectory:
         """Return the recorded steps, as `core.rollout.rollout` does; x and x_next have the dtype of the pipeline's samples.
@@ -71,16 +68,11 @@ class Recorder:
         Raises:
             ValueError: no step has been taken.
         """
-        plan, final = self._started().plan, self._final
+        plan, final = self.scheduled.plan, self._final
         assert final is not None
         return stack(plan, self._steps, final)._replace(final=final.to(compute_dtype("recording", final=final)))
 
-    def _started(self) -> _Scheduled:
-        if self._scheduled is None or self._final is None:
-            raise ValueError("recording: no step was taken: call the pipeline inside `with scheduler.recording(...)`")
-        return self._scheduled
-
-    def _take(self, scheduled: _Scheduled, step: Step) -> None:
+    def _take(self, scheduled: Scheduled, step: Step) -> None:
         """Keep a step if it is to be recorded, and call the observer."""
         self._scheduled, self._final, record = scheduled, step.x_next, self.record
         if recorded := bool(scheduled.plan.recorded[step.t].any()):
@@ -111,7 +103,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     sampler: str | Sampler = "ode"
     eta: float = 0.0
     _recorder: Recorder | None = None
-    _scheduled: _Scheduled | None = None
+    _scheduled: Scheduled | None = None
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -228,7 +220,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         return x_next
 
 
-def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> _Scheduled:
+def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> Scheduled:
     """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
     try:
@@ -242,7 +234,7 @@ def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tens
     steps = plan(
         sigmas.to(dtype), transition, window=window, record=record, batch=len(x), device=x.device, function="recording"
     )
-    return _Scheduled(scheduler.sigmas, sigmas, transition, steps)
+    return Scheduled(scheduler.sigmas, sigmas, transition, steps)
 
 
 def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ The published detector is Mask2Former (mmdet) and the published colours are by C
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class Verdict(NamedTuple):
     partial: float  # flow_grpo: mean over what is asked for; less than 1 for a wrong count, 0 for a position
 
 
+@dataclass(eq=False)
 class GenEval:
     """Reward of GenEval; the metadata of each prompt holds `tag`, `include` and `exclude` as in GenEval's files.
 
@@ -57,16 +59,14 @@ class GenEval:
         score: number that is learnt from: partial, strict or correct, see `Verdict`.
     """
 
-    def __init__(
-        self,
-        detector: Detector,
-        colours: ColourNamer | None = None,
-        *,
-        score: Literal["partial", "strict", "correct"] = "partial",
-    ) -> None:
-        if score not in Verdict._fields:
-            raise ValueError(f"score is {score!r}, expected one of {', '.join(Verdict._fields)}")
-        self.detector, self.colours, self.score = detector, colours, score
+    detector: Detector
+    colours: ColourNamer | None = None
+    _: KW_ONLY
+    score: Literal["partial", "strict", "correct"] = "partial"
+
+    def __post_init__(self) -> None:
+        if self.score not in Verdict._fields:
+            raise ValueError(f"score is {self.score!r}, expected one of {', '.join(Verdict._fields)}")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the `score`, and all numbers of the verdicts, `[B]` each.

@@ -102,38 +102,30 @@ def config_of(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> A
     vocabulary, text_width = tensors["token_embedding.weight"].shape
     side = round((len(tensors["visual.positional_embedding"]) - 1) ** 0.5)
     vision_heads, text_heads = heads or (width // HEAD_WIDTHS.get(width, 64), text_width // 64)
-    common = {"hidden_act": "gelu", "projection_dim": tensors["visual.proj"].shape[1]}
-    return CLIPConfig(
-        projection_dim=common["projection_dim"],
-        vision_config={
-            **common,
+    out = tensors["visual.proj"].shape[1]
+
+    def tower(prefix: str, width: int, heads: int) -> dict[str, Any]:
+        inner = tensors.get(f"{prefix}transformer.resblocks.0.mlp.c_fc.weight", ())
+        return {
+            "hidden_act": "gelu",
+            "projection_dim": out,
             "hidden_size": width,
-            "intermediate_size": _inner(tensors, "visual."),
-            "patch_size": patch,
-            "num_hidden_layers": count_layers(tensors, rf"visual\.{BLOCK}"),
-            "num_attention_heads": vision_heads,
-            "image_size": patch * side,
-        },
-        text_config={
-            **common,
-            "hidden_size": text_width,
-            "intermediate_size": _inner(tensors, ""),
-            "vocab_size": vocabulary,
-            "num_hidden_layers": count_layers(tensors, BLOCK),
-            "num_attention_heads": text_heads,
-            "max_position_embeddings": len(tensors["positional_embedding"]),
-            # open_clip takes the output at the largest token, which is the last of its vocabulary.
-            "eos_token_id": vocabulary - 1,
-            "bos_token_id": vocabulary - 2,
-            "pad_token_id": vocabulary - 1,
-        },
-    )
+            "intermediate_size": max(len(inner), 1),
+            "num_hidden_layers": count_layers(tensors, re.escape(prefix) + BLOCK),
+            "num_attention_heads": heads,
+        }
 
-
-def _inner(tensors: Mapping[str, Tensor], tower: str) -> int:
-    """Return the width of the hidden layers of a tower's blocks."""
-    found = tensors.get(f"{tower}transformer.resblocks.0.mlp.c_fc.weight")
-    return 1 if found is None else len(found)
+    text_config = {
+        **tower("", text_width, text_heads),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": len(tensors["positional_embedding"]),
+        # open_clip takes the output at the largest token, which is the last of its vocabulary.
+        "eos_token_id": vocabulary - 1,
+        "bos_token_id": vocabulary - 2,
+        "pad_token_id": vocabulary - 1,
+    }
+    vision_config = {**tower("visual.", width, vision_heads), "patch_size": patch, "image_size": patch * side}
+    return CLIPConfig(projection_dim=out, vision_config=vision_config, text_config=text_config)
 
 
 def _converted(key: str, value: Tensor) -> list[tuple[str, Tensor]]:

@@ -171,9 +171,9 @@ def test_steps_are_those_of_a_rollout(sampler: SamplerName, window: tuple[int, .
             torch.testing.assert_close(got.log_prob, want.log_prob, rtol=1e-6, atol=1e-12)
             if window is None:
                 assert torch.equal(got.log_prob, want.log_prob)
-            assert torch.equal(recorder.sigmas, sigmas)
+            assert torch.equal(recorder.scheduled.sigmas, sigmas)
             level = torch.tensor(0.5)
-            assert recorder.transition(level, level / 2) == bind(sampler, 0.6, sigmas)(level, level / 2)
+            assert recorder.scheduled.transition(level, level / 2) == bind(sampler, 0.6, sigmas)(level, level / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -186,9 +186,9 @@ def test_log_probs_are_those_of_the_stored_tensors(dtype: torch.dtype) -> None:
     assert trajectory.x.dtype == trajectory.x_next.dtype == dtype
     assert trajectory.velocity is not None
     for place, step in enumerate(trajectory.steps[0].tolist()):
-        sigma, sigma_next = (level.expand(BATCH).contiguous() for level in recorder.sigmas[step : step + 2])
+        sigma, sigma_next = (level.expand(BATCH).contiguous() for level in recorder.scheduled.sigmas[step : step + 2])
         parts = (trajectory.x[:, place], trajectory.velocity[:, place], trajectory.x_next[:, place])
-        again = gaussian.log_prob(recorder.transition(sigma, sigma_next), *parts)
+        again = gaussian.log_prob(recorder.scheduled.transition(sigma, sigma_next), *parts)
         assert torch.equal(again, trajectory.log_prob[:, place])
 
 
