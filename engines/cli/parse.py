@@ -5,7 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
@@ -262,6 +262,18 @@ def typed(args: Sequence[str], flag: str) -> list[str]:
     words = [arg.replace("_", "-") if arg.startswith("--") and "=" not in arg else arg for arg in args]
     spaced = [value for word, value in itertools.pairwise(words) if word == flag]
     return spaced + [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
+
+
+def taken(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the given flags with their values, and all other words."""
+    own, others, words = list[str](), list[str](), iter(args)
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name.replace("_", "-") not in flags:
+            others.append(word)
+        else:
+            own += [word] if has_value else [word, *itertools.islice(words, 1)]
+    return own, others
 
 
 def console() -> "Console":

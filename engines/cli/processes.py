@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.parse import typed
+from fluvial.engines.cli.parse import taken, typed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.launch import cores, launch
 
@@ -22,9 +22,10 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
     Raises:
         UsageError: it is not a number, the flag is given twice, or this process is one of several already.
     """
-    if not args or args[0] not in COMMANDS or not any(arg.partition("=")[0] == FLAG for arg in args):
+    own, others = taken(args, (FLAG,))
+    if not own or args[0] not in COMMANDS:
         return 1, list(args)
-    values = typed(args, FLAG)
+    values = typed(own, FLAG)
     if len(values) != 1:
         raise UsageError(f"{FLAG} is given {'twice' if values else 'no value'}, expected one number, or auto")
     if "RANK" in os.environ:
@@ -34,8 +35,7 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
     count = _auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
     if count < 1:
         raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1, or auto")
-    place = next(place for place, arg in enumerate(args) if arg.partition("=")[0] == FLAG)
-    return count, [*args[:place], *args[place + (1 if "=" in args[place] else 2) :]]
+    return count, others
 
 
 def run(args: Sequence[str], processes: int) -> int:

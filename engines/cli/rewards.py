@@ -5,6 +5,7 @@ import inspect
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
+from fluvial.models.rewards.shared.facts import RewardModel
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
 
 FOOT = """
@@ -41,7 +42,7 @@ def _table() -> None:
         print(f"{model.name:<23} {model.takes:<7} {memory:<9} {'yes' if model.gradients else 'no':<9} {model.formula}")
         commit = f" @ {model.revision[:8]}" if model.revision else ""
         weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
-        print(f"{'':<23} {weights}{model.source}{_to_install(name=model.name)}")
+        print(f"{'':<23} {weights}{model.source}{_to_install(model)}")
     print(FOOT, end="")
     print("Not here, because no class of transformers loads them (run them in a server):")
     for name, reason in ELSEWHERE.items():
@@ -50,16 +51,16 @@ def _table() -> None:
         print(f"An installed package has the reward {name}: {source}")
 
 
-def _to_install(name: str) -> str:
+def _to_install(model: RewardModel) -> str:
     """Return what has to be installed for a reward, or nothing."""
-    missing = REWARD_MODELS[name].missing()
-    return f"; needs pip install '{REWARD_MODELS[name].install}' ({', '.join(missing)})" if missing else ""
+    missing = model.missing()
+    return f"; needs pip install '{model.install}' ({', '.join(missing)})" if missing else ""
 
 
 def _describe(name: str) -> None:
     """Print what a reward computes, and its options with their defaults."""
     model = REWARD_MODELS[name]
-    print(f"{name}: {model.formula}  ({model.source}){_to_install(name)}\n")
+    print(f"{name}: {model.formula}  ({model.source}){_to_install(model)}\n")
     for described in (model.make,) if inspect.isfunction(model.make) else inspect.getmro(model.make):
         if described.__module__.startswith("fluvial."):
             print(f"{inspect.getdoc(described)}\n")

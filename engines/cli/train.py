@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fluvial.engines.cli import listing
-from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, taken, typed
 from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
@@ -42,15 +42,9 @@ def _dry_run(args: list[str]) -> None:
     from fluvial.engines.dryrun import command
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
-    own, others, words = list[str](), list[str](), iter(args)
-    for word in words:
-        name, has_value, _ = word.partition("=")
-        if name.replace("_", "-") in flags:
-            own += [word] if has_value else [word, next(words, "")]
-        elif word != DRY_RUN:
-            others.append(word)
+    own, others = taken(args, flags)
     asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
-    config = configured("train", others)
+    config = configured("train", [word for word in others if word != DRY_RUN])
     with flags_in_errors(config):
         command.run(asked, config, console=console())
 

@@ -91,7 +91,7 @@ def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = (
     if column is None:
         has = ", ".join(found) or "none"
         raise UsageError(f"{row.where} has no column {' or '.join(columns)}, it has {has}: rename the column of the prompts")
-    text = text_of(row, column)
+    text = text_of(row, column) or ""
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
     metadata = {name: value for name, value in found.items() if name not in (*OWN, column, "image")}
@@ -100,19 +100,19 @@ def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = (
         metadata["image"] = str(image)
     return Prompt(
         text.strip(),
-        negative=text_of(row, "negative_prompt") if found.get("negative_prompt") is not None else None,
+        negative=text_of(row, "negative_prompt"),
         image=image,
         weight=_weight(row),
-        tag=text_of(row, "tag") if found.get("tag") is not None else None,
+        tag=text_of(row, "tag"),
         source=source,
         metadata=metadata,
     )
 
 
-def text_of(row: Row, column: str) -> str:
-    """Return the text in a column; UsageError if it holds something else."""
-    value = row.columns[column]
-    if not isinstance(value, str):
+def text_of(row: Row, column: str) -> str | None:
+    """Return the text in a column, None without one; UsageError if it holds something else."""
+    value = row.columns.get(column)
+    if not isinstance(value, str | None):
         raise UsageError(f"{row.where}, column {column} is a {type(value).__name__}, expected text")
     return value
 

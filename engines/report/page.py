@@ -81,7 +81,7 @@ def page(out: Path) -> str:
     records, summary = list(read_records(out / "metrics.jsonl")), read_json(out / "summary.json") or {}
     warnings = out / "warnings.txt"  # those that the run printed
     printed = warnings.read_text(encoding="utf-8", errors="replace").splitlines() if warnings.is_file() else []
-    title = f"fluvial: {out.resolve().name}"
+    title, written = f"fluvial: {out.resolve().name}", escape(json.dumps(config, indent=1))
     body = [
         f"<h1>{escape(out.resolve().name)}</h1>",
         f'<p class="dim">{escape(described(config, records))}</p>',
@@ -92,7 +92,7 @@ def page(out: Path) -> str:
         section("Best samples", alone(out / "samples", "best")),
         section("Worst samples", alone(out / "samples", "worst")),
         section("Summary", table(summary)),
-        section("Configuration", settings(config)),
+        section("Configuration", f"<details><summary>config.json</summary><pre>{written}</pre></details>"),
     ]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -142,11 +142,8 @@ def cards(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
         found += [(f"GiB of memory, {name}", number(size)) for name, size in last.get("memory", {}).items()]
     if "samples_per_second" in summary:
         found.append(("samples per second", number(summary["samples_per_second"])))
-    return f'<div class="cards">{"".join(_card(*card) for card in found)}</div>' if found else ""
-
-
-def _card(label: str, value: str) -> str:
-    return f'<div class="card"><b>{escape(value)}</b>{escape(label)}</div>'
+    shown = (f'<div class="card"><b>{escape(value)}</b>{escape(label)}</div>' for label, value in found)
+    return f'<div class="cards">{"".join(shown)}</div>' if found else ""
 
 
 def warned(lines: Sequence[str]) -> str:
@@ -193,11 +190,6 @@ def table(summary: Mapping[str, Any]) -> str:
     """Return a summary as a table, nested fields by their path."""
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(number(value))}</td></tr>" for name, value in flat(summary))
     return f"<table>{rows}</table>" if rows else ""
-
-
-def settings(config: Mapping[str, Any]) -> str:
-    """Return the configuration, folded."""
-    return f"<details><summary>config.json</summary><pre>{escape(json.dumps(config, indent=1))}</pre></details>"
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
