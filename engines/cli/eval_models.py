@@ -202,7 +202,6 @@ def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Sub
                 "`base` is start, and there is nothing to compare with it: `weights` is None and `lora` is None, "
                 "expected one of them, or the name of a run or a checkpoint"
             )
-    known = bool(config.prompts or asked.prompts)
     if source is not None and source.checkpoint is not None:
         ours, start = _of_checkpoint(name, source, config, asked, world, stack)
     else:
@@ -218,7 +217,7 @@ def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Sub
         check_negatives(ours.job.heldout, guided=config.guidance != 1, field="guidance")
         if not ours.job.evaluators:
             raise UsageError("`rewards` is empty, expected at least one evaluator, such as jpeg or mymodule:score")
-    return Subjects(ours, base, guidance, "prompts" if known else HELDOUT)
+    return Subjects(ours, base, guidance, "prompts" if asked.prompts else HELDOUT)
 
 
 def _of_weights(

@@ -201,6 +201,16 @@ def test_an_image_that_no_bucket_takes(tmp_path: Path, one: World) -> None:
     assert made.sample(found["a"], SQUARE).shape == SHAPES[SQUARE]
 
 
+def test_a_preference_that_is_left_out_changes_no_size(tmp_path: Path, one: World) -> None:
+    """Its preferred image may be that of another preference, which is kept."""
+    found = painted(tmp_path / "all", wide=(36, 24), other=(72, 48), tall=(20, 28))
+    kept, left_out = (found["wide"], found["other"]), (found["wide"], found["tall"])
+    made = cache(tmp_path, skip=True)
+    made.fill([kept, left_out], one)
+    assert made.left_out == {left_out}
+    assert made.sizes == {found["wide"]: WIDE}
+
+
 def test_both_images_of_a_preference_have_the_size_of_the_preferred(tmp_path: Path, one: World) -> None:
     """So an image may be there at two sizes; one that would be cut too much is named, or its preference left out."""
     found = painted(tmp_path / "all", square=(20, 20), tall=(20, 28), wide=(36, 24))
