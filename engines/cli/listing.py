@@ -32,7 +32,9 @@ def may_be_model(name: str) -> bool:
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's docstring, by name, read from the source."""
     tree = ast.parse(RECIPES.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    table = next(node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RECIPES")
+    named = {node.id for node in ast.walk(table) if isinstance(node, ast.Name)}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in named]
     return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
 
 
