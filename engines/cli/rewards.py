@@ -5,8 +5,7 @@ import inspect
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
-from fluvial.models.rewards.shared.facts import RewardModel
-from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS
+from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
 
 FOOT = """
 Memory is that of the weights in float32; dtype=bfloat16 halves it. "gradient": differentiable in the images, as the recipe
