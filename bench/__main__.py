@@ -8,30 +8,14 @@ from fluvial.bench.objectives import report as objectives
 from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
 from fluvial.bench.update.cases import UpdateConfig
-from fluvial.bench.update.report import run as update
+from fluvial.bench.update.measure import run as update
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
 
-USAGE = """usage: python -P -m fluvial.bench NAME [--field value ...]
-
-  phases      seconds and samples per second of rollout, reward and update of the built-in job
-  update      collectives, host reads, memory and seconds of an optimizer update, beside the loop of published trainers
-  peers       rollout and update beside the code of other projects, read from clones in a folder of yours
-  serving     samples by `fluvial serve` beside the same samples in process: CPU time, bytes and latents
-  objectives  every recipe on the built-in jobs: accuracy at equal samples and at equal time, with a plot
-  kernels     the hot path of a step: reference, torch.compile and fused kernels against a copy, at sizes of real models
-  traffic     bytes, launches and saved bytes of the hot path, counted
-  gpu         what a lent GPU should settle: kernels, updates, compilation, batch invariance and nccl, each with a time limit
-  aot         compile every kernel for GPUs that need not be present: registers, spills and widths of accesses
-"""
-
 
 def main(args: list[str]) -> int:
     """Run the benchmark that the arguments name."""
-    if not args or args[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
     benchmarks: dict[str, tuple[type, Callable[..., object]]] = {
         "phases": (phases.PhasesConfig, phases.run),
         "update": (UpdateConfig, update),
@@ -43,6 +27,11 @@ def main(args: list[str]) -> int:
         "gpu": (gpu.GpuConfig, gpu.run),
         "aot": (aot.AotConfig, aot.run),
     }
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: python -P -m fluvial.bench NAME [--field value ...]\n")
+        for name, (config, _) in benchmarks.items():
+            print(f"  {name:12}{(config.__doc__ or '').splitlines()[0]}")
+        return 0
     if args[0] not in benchmarks:
         raise UsageError(f"unknown benchmark {args[0]!r}, expected one of {', '.join(benchmarks)}")
     config, run = benchmarks[args[0]]

@@ -5,6 +5,7 @@
 The seconds are sleeps, in the thread that samples and in the update, so that other programs on the machine change little.
 """
 
+import itertools
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fluvial.bench import harness
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.simulate import simulate
 from fluvial.engines.rollout.async_config import AsyncConfig
@@ -88,14 +90,22 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
 
 def main() -> None:
     """Print a row per case and number of rollouts ahead, as a table of Markdown."""
-    print("| rollout | update | K | measured | simulated | difference | trainer idle |\n|---|---|---|---|---|---|---|")
+    lines = []
     with init_world() as world, TemporaryDirectory() as folder:
-        for rollout, update in CASES:
-            for ahead in (0, 1):
-                found = compare(rollout, update, ahead, world, Path(folder))
-                apart = found.simulated / found.measured - 1
-                row = f"{rollout:g} s | {update:g} s | {ahead} | {found.measured:.1f} s | {found.simulated:.1f} s"
-                print(f"| {row} | {apart:+.1%} | {found.idle:.0%} |", flush=True)
+        for (rollout, update), ahead in itertools.product(CASES, (0, 1)):
+            found = compare(rollout, update, ahead, world, Path(folder))
+            lines.append(
+                {
+                    "rollout": f"{rollout:g} s",
+                    "update": f"{update:g} s",
+                    "K": str(ahead),
+                    "measured": f"{found.measured:.1f} s",
+                    "simulated": f"{found.simulated:.1f} s",
+                    "difference": f"{found.simulated / found.measured - 1:+.1%}",
+                    "trainer idle": f"{found.idle:.0%}",
+                }
+            )
+    print(harness.markdown(lines))
 
 
 if __name__ == "__main__":

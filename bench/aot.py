@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -28,8 +29,6 @@ from triton.runtime.jit import JITFunction
 
 from fluvial.bench import harness
 from fluvial.core.random import fold_in, key
-from fluvial.core.transitions import Transition
-from fluvial.kernels import dispatch
 from fluvial.kernels.fused import gaussian_step, nft_loss, policy_loss, sde_step, step_log_prob, velocity_error
 from fluvial.kernels.fused.rows import EXACT
 
@@ -109,31 +108,16 @@ def launches() -> list[Launch]:
 
 
 @contextmanager
-def kernels_take_any_device() -> Iterator[None]:
-    """Allow the fused operations on a CPU, where launches are caught and nothing runs."""
-    kept = dispatch.FUSED
-    dispatch.FUSED = {*kept, "cpu"}
-    try:
-        yield
-    finally:
-        dispatch.FUSED = kept
-
-
-@contextmanager
 def caught() -> Iterator[list[Launch]]:
     """Catch kernel launches instead of running them."""
     launched: list[Launch] = []
-    run = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         launched.append(Launch(self, {name: given[name] for name in self.arg_names}, num_warps, grid))
 
-    JITFunction.run = note
-    try:
+    with patch.object(JITFunction, "run", note):
         yield launched
-    finally:
-        JITFunction.run = run
 
 
 def machine_code(launch: Launch, target: str) -> Any:
@@ -217,15 +201,14 @@ def run(config: AotConfig) -> list[AotRow]:
     """Write aot.csv and print the widest and the narrowest of each kernel."""
     rows = table()
     harness.write(config.out / "aot.csv", rows, AotRow)
-    columns = ("kernel", "target", "compiled", "registers", "spill bytes", "shared bytes", "load bits", "store bits")
     lines = []
     for kernel, target in dict.fromkeys((row.kernel, row.target) for row in rows):
         these = [row for row in rows if (row.kernel, row.target) == (kernel, target)]
-        most = [max(getattr(row, name) for row in these) for name in ("registers", "spill_bytes", "shared_bytes")]
-        least = [min(getattr(row, name) for row in these) for name in ("load_bits", "store_bits")]
-        lines.append((kernel, target, *map(str, (len(these), *most, *least))))
-    title = f"{len(rows)} kernels, Triton {triton.__version__}"
-    harness.show_table(title, columns, lines, left=columns[:2], width=120)
+        line = {"kernel": kernel, "target": target, "compiled": str(len(these))}
+        for extreme, names in ((max, ("registers", "spill_bytes", "shared_bytes")), (min, ("load_bits", "store_bits"))):
+            line |= {name.replace("_", " "): str(extreme(getattr(row, name) for row in these)) for name in names}
+        lines.append(line)
+    harness.show_table(f"{len(rows)} kernels, Triton {triton.__version__}", lines, left=2)
     return rows
 
 
@@ -334,37 +317,21 @@ def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtyp
     x, x_next = (torch.zeros(batch, length, dtype=sample) for _ in range(2))
     v_uncond.requires_grad_()  # both halves of a guided batch are written
     numbers = torch.full((batch,), 0.5)
-    transition = Transition(numbers, numbers, numbers)
-    options: dict[str, Any] = {"form": "density", "reduction": "mean"}
+    transition = numbers, numbers, numbers
+    reduced = "density", "mean"
+    for others in ((None, None, None), (v_ref, None, None), (v_ref, v_uncond, numbers)):
+        stored = (numbers, numbers, numbers, 0.1, 0.1, 0.5)
+        yield lambda others=others: _both(  # type: ignore[misc]
+            lambda v, x, n: step_log_prob.function(*transition, x, v, n, *others, *reduced), v, x, x_next
+        )
+        yield lambda others=others, stored=stored: _both(  # type: ignore[misc]
+            lambda v, x, n: policy_loss.function(*transition, x, v, n, *others, *stored, *reduced), v, x, x_next
+        )
     keys = fold_in(key(0), torch.arange(batch))
-    variants: tuple[dict[str, Any], ...] = (
-        {"v_ref": None, "v_uncond": None, "guidance": None},
-        {"v_ref": v_ref, "v_uncond": None, "guidance": None},
-        {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": numbers},
-    )
-    for variant in variants:
-        policy = {
-            "log_prob_old": numbers,
-            "advantage": numbers,
-            "clip_low": 0.1,
-            "clip_high": 0.1,
-            "kl_coef": 0.5,
-            "kl_scale": numbers,
-            **options,
-            **variant,
-        }
-        yield lambda variant=variant: _both(  # type: ignore[misc]
-            lambda v, x, n: step_log_prob.step_log_prob(transition, x, v, n, **options, **variant), v, x, x_next
-        )
-        yield lambda policy=policy: _both(  # type: ignore[misc]
-            lambda v, x, n: policy_loss.policy_loss(transition, x, v, n, **policy), v, x, x_next
-        )
-    for guidance in (variants[0], variants[2]):
-        guided = {name: guidance[name] for name in ("v_uncond", "guidance")}
-        yield lambda guided=guided: sde_step.sde_step(transition, x, v, key=keys, **options, **guided)  # type: ignore[misc]
-    yield lambda: _both(velocity_error.velocity_error, v, x)
-    nft = {"beta": 0.1, "adv_clip": 5.0, "weight_min": 1e-5}
-    yield lambda: _both(lambda t: nft_loss.nft_loss(t, v_ref, x, x_next, numbers, numbers, **nft), v)
+    for guidance in ((None, None), (v_uncond, numbers)):
+        yield lambda guidance=guidance: sde_step.function(*transition, x, v, *guidance, *keys, *reduced)  # type: ignore[misc]
+    yield lambda: _both(velocity_error.function, v, x)
+    yield lambda: _both(lambda t: nft_loss.function(t, v_ref, x, x_next, numbers, numbers, 0.1, 5.0, 1e-5)[0], v)
 
 
 def _both(function: Callable[..., Any], v: Tensor, *others: Tensor) -> None:

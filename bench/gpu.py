@@ -9,32 +9,31 @@
 Every part runs in a process of its own, so that one that fails or hangs does not stop the others.
 """
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from statistics import median
+from typing import Any, Literal
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.bench import harness, kernels
-from fluvial.bench.traffic import VIEWS
+from fluvial.bench.traffic import Operations
 from fluvial.bench.update.cases import MODEL, SIZES, Case, Size, build_engine, make_rollout, update_engine
 from fluvial.core.checks import check_number
+from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting.model import CodeCond
 
 Part = Literal["kernels", "update", "compile", "invariance", "nccl"]
-PARTS: tuple[Part, ...] = get_args(Part)
 # Seconds of each part on a GPU; `make bench-gpu` and `make test-gpu` take 8 minutes each.
 LIMITS: dict[Part, float] = {"nccl": 30, "invariance": 90, "update": 140, "compile": 120, "kernels": 90}
 KERNEL_SHAPES = ("SD3.5 512^2", "SD3.5 1024^2", "Qwen-Image 1024^2")
@@ -64,7 +63,6 @@ class GpuConfig:
         device: cuda or cpu; cpu only checks that the parts run.
         size: real (models of billions of parameters) or tiny.
         limit: factor of the time limit of every part.
-        separate: run each part in a process of its own.
         out: folder of gpu.csv and kernels.csv; rows are appended.
     """
 
@@ -72,7 +70,6 @@ class GpuConfig:
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     size: Literal["real", "tiny"] = "real" if torch.cuda.is_available() else "tiny"
     limit: float = 1.0
-    separate: bool = True
     out: Path = harness.RESULTS
 
     def __post_init__(self) -> None:
@@ -91,6 +88,10 @@ class GpuConfig:
         """Samples per rollout."""
         return 8 if self.size == "real" else 4
 
+    def seconds(self, part: Part) -> float:
+        """Return the time limit of a part."""
+        return LIMITS[part] * self.limit
+
 
 class Rows:
     """Writes the numbers of a part as they are measured."""
@@ -100,8 +101,7 @@ class Rows:
 
     def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
         """Append a row to gpu.csv and print it."""
-        name = torch.cuda.get_device_name() if self.config.device == "cuda" else harness.cpu()
-        row = GpuRow(self.part, what, setting, value, unit, note, name, torch.__version__, harness.today())
+        row = GpuRow(self.part, what, setting, value, unit, note, **harness.facts(GpuRow))
         harness.append(self.config.out / "gpu.csv", [row], GpuRow)
         self.written.append(row)
         print(f"{self.part}: {what}, {setting}: {value:.6g} {unit} {note}".rstrip(), flush=True)
@@ -109,60 +109,22 @@ class Rows:
 
 def run(config: GpuConfig) -> list[GpuRow]:
     """Run the parts; one that fails or takes too long leaves a row that says so."""
-    rows = []
+    ended = []
     for part in config.parts:
-        found, seconds = Rows(config, part), LIMITS[part] * config.limit
-        began = time.perf_counter()
-        failure = separately(config, part, seconds) if config.separate else _here(config, part, found, seconds)
-        found.add("part", "all", time.perf_counter() - began, "s", failure or "done")
-        rows += found.written
-    return rows
+        note, began = "done", time.perf_counter()
+        try:
+            harness.in_processes(run_part, config, part, limit=config.seconds(part))
+        except RunError as error:
+            note = str(error)
+        rows = Rows(config, part)
+        rows.add("part", "all", time.perf_counter() - began, "s", note)
+        ended += rows.written
+    return ended
 
 
-def separately(config: GpuConfig, part: Part, seconds: float) -> str:
-    """Run a part in a process of its own; return what went wrong, or an empty string."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "fluvial.bench",
-        "gpu",
-        "--parts",
-        part,
-        "--device",
-        config.device,
-        "--size",
-        config.size,
-        "--limit",
-        str(config.limit),
-        "--separate",
-        "False",
-        "--out",
-        str(config.out),
-    ]
-    return bounded(command, seconds)
-
-
-def bounded(command: Sequence[str], seconds: float) -> str:
-    """Run a command for at most some seconds; return what went wrong in one line, or an empty string."""
-    try:
-        done = subprocess.run(command, timeout=seconds, stderr=subprocess.PIPE, text=True, check=False)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {seconds:.0f} s"
-    if done.returncode == 0:
-        return ""
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return f"failed with code {done.returncode}: {said[-1][:300] if said else 'no message'}"
-
-
-def _here(config: GpuConfig, part: Part, rows: Rows, seconds: float) -> str:
-    try:
-        PARTS_BY_NAME[part](config, rows, time.perf_counter() + 0.9 * seconds)
-    except Exception as error:
-        if not config.separate and len(config.parts) == 1:
-            raise  # the process around this one reports it
-        return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return ""
+def run_part(config: GpuConfig, part: Part) -> None:
+    """Run one part, which stops by itself before its time limit where it can."""
+    PARTS_BY_NAME[part](config, Rows(config, part), time.perf_counter() + 0.9 * config.seconds(part))
 
 
 def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
@@ -179,11 +141,8 @@ def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
     )
     for operation in kernels.OPERATIONS:
         if operation.name in timed.operations:
-            measured = []
             for row in kernels.measure(operation, timed, until=until):
                 harness.append(config.out / "kernels.csv", [row])
-                measured.append(row)
-            for row in measured:
                 rows.add(f"{row.op}, {row.mode}", f"{row.provider}, {row.shape}", row.p50, "s")
 
 
@@ -214,11 +173,11 @@ def _updates(config: GpuConfig, rows: Rows, train: Literal["lora", "full"], shar
         for number, micro_batch in enumerate((samples, samples, samples // 2, samples // 2)):
             if number and time.perf_counter() > until:
                 return
-            began = _now(config)
+            began = harness.now()
             rollout = make_rollout(engine, case, world)
-            rolled = _now(config)
+            rolled = harness.now()
             info = update_engine(engine, rollout, micro_batch=micro_batch)
-            ended = _now(config)
+            ended = harness.now()
             named = f"{setting}, update {number + 1}, {micro_batch} items per pass"
             rows.add("rollout", named, rolled - began, "s")
             rows.add("update", named, ended - rolled, "s")
@@ -258,7 +217,8 @@ def of_invariance(config: GpuConfig, rows: Rows, until: float) -> None:
                 rows.add("samples with the bits of the largest batch", f"{name}, {batch} per pass", equal, "fraction")
                 distance = (found.float() - whole.float()).abs().max().item()
                 rows.add("largest difference of a prediction", f"{name}, {batch} per pass", distance, "1")
-                rows.add("seconds of all samples", f"{name}, {batch} per pass", _median(config, predict, batch), "s")
+                times = harness.alternate(3, {name: partial(predict, batch)}, warmup=0)[name]
+                rows.add("seconds of all samples", f"{name}, {batch} per pass", median(times), "s")
                 batch //= 2
             # One sample per pass is what no batch can change: its seconds above are the price of a batch-invariant mode.
             for small in dict.fromkeys((most // 2, 1)):
@@ -291,20 +251,6 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-class _Recorder(TorchDispatchMode):
-    """Calls a function with the name and the results of every aten operation."""
-
-    def __init__(self, note: Callable[[str, list[Tensor]], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not str(func).removeprefix("aten.").startswith(VIEWS):
-            self.note(str(func), [t for t in optree.tree_leaves(result) if isinstance(t, Tensor)])
-        return result
-
-
 @torch.no_grad()
 def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int) -> tuple[int, str]:
     """Return the place and the name of the first operation whose results for the first samples depend on the batch.
@@ -317,11 +263,11 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
         small, large: numbers of samples to compare.
     """
     kept: list[tuple[str, list[Tensor]]] = []
-    with _Recorder(lambda name, tensors: kept.append((name, [t.clone() for t in tensors]))):
+    with Operations(lambda name, operands, results: kept.append((name, [t.clone() for t in results]))):
         predict(small)
     place, found = 0, list[tuple[int, str]]()
 
-    def compare(name: str, tensors: list[Tensor]) -> None:
+    def compare(name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         nonlocal place
         place += 1
         if found or place > len(kept):
@@ -330,12 +276,12 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
         if known != name:
             found.append((place, f"{known} became {name}"))
             return
-        for mine, theirs in zip(tensors, expected, strict=True):
+        for mine, theirs in zip(results, expected, strict=True):
             per_sample = mine.ndim > 0 and mine.shape[1:] == theirs.shape[1:] and len(mine) * small == len(theirs) * large
             if per_sample and not torch.equal(mine[: len(theirs)], theirs):
                 found.append((place, f"{name} of {list(theirs.shape)}"))
 
-    with _Recorder(compare):
+    with Operations(compare):
         predict(large)
     return found[0] if found else (0, "none")
 
@@ -356,27 +302,8 @@ def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
             target.zero_()
             collective()
             rows.add(f"{name} gives the numbers of one rank", backend, float(torch.equal(target, source)), "1 or 0")
-            times = []
-            for _ in range(5):
-                began = _now(config)
-                collective()
-                times.append(_now(config) - began)
-            rows.add(name, f"{backend}, {4 * elements} bytes", sorted(times)[2], "s")
-
-
-def _now(config: GpuConfig) -> float:
-    if config.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _median(config: GpuConfig, function: Callable[[int], Tensor], batch: int) -> float:
-    times = []
-    for _ in range(3):
-        began = _now(config)
-        function(batch)
-        times.append(_now(config) - began)
-    return sorted(times)[1]
+            times = harness.alternate(5, {name: collective}, warmup=0)[name]
+            rows.add(name, f"{backend}, {4 * elements} bytes", median(times), "s")
 
 
 def _programs() -> int:

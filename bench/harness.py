@@ -5,6 +5,7 @@ Machines are shared and noisy. Compare rows of one run by their ratios; an absol
 
 import csv
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -12,17 +13,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
 
 RESULTS = Path("bench/results")  # below the current folder
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,32 @@ def alternate(runs: int, work: Mapping[str, Callable[[], object]], *, warmup: in
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for run in range(warmup + runs):
         for name, function in work.items():
-            _synchronize()
-            start = time.perf_counter()
+            start = now()
             function()
-            _synchronize()
             if run >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(now() - start)
     return seconds
+
+
+def now() -> float:
+    """Return the seconds of a clock, after all queued work of a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def facts(kind: type) -> dict[str, Any]:
+    """Return what a class of rows holds of machine, versions and date, by the names of its fields."""
+    cuda = torch.cuda.is_available()
+    known: dict[str, Callable[[], object]] = {
+        "device": torch.cuda.get_device_name if cuda else cpu,
+        "threads": torch.get_num_threads,
+        "torch": lambda: torch.__version__,
+        "python": platform.python_version,
+        "date": lambda: datetime.now(UTC).strftime("%Y-%m-%d"),
+        **{name: partial(_version, name) for name in ("triton", "diffusers", "peft", "accelerate")},
+    }
+    return {field.name: known[field.name]() for field in fields(kind) if field.name in known}
 
 
 def row(
@@ -83,7 +107,6 @@ def row(
         amount, unit: work per run, for the rate.
     """
     p20, p50, p80 = spread(torch.tensor(seconds, dtype=torch.float64))
-    cuda = torch.cuda.is_available()
     return Row(
         op=op,
         provider=provider,
@@ -97,13 +120,8 @@ def row(
         rate=amount / p50,
         unit=unit,
         of_copy=0.0,
-        peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
-        device=torch.cuda.get_device_name() if cuda else cpu(),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        triton=_version("triton"),
-        python=platform.python_version(),
-        date=today(),
+        peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        **facts(Row),
     )
 
 
@@ -113,9 +131,16 @@ def spread(values: torch.Tensor) -> tuple[float, float, float]:
     return p20, p50, p80
 
 
-def today() -> str:
-    """Return the date of a row."""
-    return datetime.now(UTC).strftime("%Y-%m-%d")
+def read(path: Path, kind: type[T]) -> list[T]:
+    """Return the rows of a CSV, empty without the file; an empty cell is 0, and a column that it lacks has its default."""
+    if not path.exists():
+        return []
+    types = get_type_hints(kind)
+    with path.open(newline="") as file:
+        return [
+            kind(**{name: types[name](text) if text else types[name]() for name, text in record.items()})
+            for record in csv.DictReader(file)
+        ]
 
 
 def write(path: Path, rows: Iterable[Any], kind: type) -> None:
@@ -153,61 +178,78 @@ def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
 
 def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> None:
     """Print rows as a table; with a baseline (a provider), each op's ratio of medians to it."""
-    columns = ["op", "provider", "mode", "shape", "p20 ms", "p50 ms", "p80 ms", "rate"]
-    if baseline is not None:
-        columns.append(f"speed against {baseline}")
     lines = []
     for r in rows:
-        cells = [
-            r.op,
-            r.provider,
-            r.mode,
-            r.shape,
-            *(f"{1e3 * p:.1f}" for p in (r.p20, r.p50, r.p80)),
-            f"{r.rate:.4g} {r.unit}/s",
-        ]
+        line = {"op": r.op, "provider": r.provider, "mode": r.mode, "shape": r.shape}
+        line |= {f"{name} ms": f"{1e3 * getattr(r, name):.1f}" for name in ("p20", "p50", "p80")}
+        line["rate"] = f"{r.rate:.4g} {r.unit}/s"
         if baseline is not None:
             of_baseline = [b.p50 for b in rows if (b.op, b.mode, b.shape, b.provider) == (r.op, r.mode, r.shape, baseline)]
-            cells.append(f"{of_baseline[0] / r.p50:.2f}x" if of_baseline else "")
-        lines.append(cells)
-    show_table(title, columns, lines, left=columns[:4], width=140)
+            line[f"speed against {baseline}"] = f"{of_baseline[0] / r.p50:.2f}x" if of_baseline else ""
+        lines.append(line)
+    show_table(title, lines, left=4)
 
 
-def show_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str], width: int
-) -> None:
-    """Print cells as a table at least `width` characters wide; the columns named in `left` are aligned to the left."""
+def show_table(title: str, lines: Sequence[Mapping[str, str]], *, left: int) -> None:
+    """Print lines of named cells as a table; the first `left` columns are aligned to the left."""
     table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=max(Console().width, width)).print(table, highlight=False)
+    for number, name in enumerate(lines[0] if lines else ()):
+        table.add_column(name, justify="left" if number < left else "right")
+    for line in lines:
+        table.add_row(*line.values())
+    Console(width=max(Console().width, 180)).print(table, highlight=False)
 
 
-def in_processes(name: str, module: str, words: Sequence[str], *, ranks: int, threads: int) -> None:
-    """Run a module in new processes, under torchrun; RunError if one fails.
+def markdown(lines: Sequence[Mapping[str, str]]) -> str:
+    """Return lines of named cells as a Markdown table."""
+    columns = list(lines[0]) if lines else []
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in (columns, *(line.values() for line in lines)))
+    return "\n".join([head, "|" + "---|" * len(columns), *rows])
+
+
+def in_processes(
+    function: Callable[..., T], *arguments: Any, ranks: int = 1, threads: int | None = None, limit: float | None = None
+) -> T:
+    """Call a function of a module in new processes, and return the result of rank 0.
 
     Args:
-        name: name of the benchmark, for the message.
-        module: module below `fluvial.bench`.
-        words: its arguments.
-        ranks: number of processes.
-        threads: CPU threads of each.
+        function, arguments: the call; it is pickled.
+        ranks: number of processes; several run under torchrun.
+        threads: CPU threads of each; by default torch's choice.
+        limit: seconds after which they are stopped.
+
+    Raises:
+        RunError: a process fails, with the last line of its error, or takes too long.
     """
-    launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", f"fluvial.bench.{module}", *words],
-        # torchrun does not hand -P to the processes that it starts.
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"},
-    )
-    if done.returncode:
-        raise RunError(f"{name}: {ranks} process(es) ended with exit code {done.returncode}; their messages are above")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    # torchrun does not hand -P to the processes that it starts.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    with TemporaryDirectory() as folder:
+        call = Path(folder, "call")
+        call.write_bytes(pickle.dumps((function, arguments)))
+        command = [sys.executable, "-P", *launcher, "-m", "fluvial.bench.harness", str(call)]
+        try:
+            said = None if ranks > 1 else subprocess.PIPE
+            done = subprocess.run(command, env=environment, stderr=said, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"stopped after {limit:.0f} s") from None
+        if done.returncode and ranks > 1:
+            raise RunError(f"{ranks} processes ended with exit code {done.returncode}; their messages are above")
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            raise RunError(f"failed with code {done.returncode}: {lines[-1][:300] if lines else 'no message'}")
+        result: T = pickle.loads(call.with_suffix(".result").read_bytes())
+        return result
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _called(args: list[str]) -> int:
+    """Make the call of `in_processes`, as one of its processes."""
+    call = Path(args[0])
+    function, arguments = pickle.loads(call.read_bytes())
+    result = function(*arguments)
+    if os.environ.get("RANK", "0") == "0":
+        call.with_suffix(".result").write_bytes(pickle.dumps(result))
+    return 0
 
 
 def _version(package: str) -> str:
@@ -231,3 +273,7 @@ def cpu() -> str:
 
 def _short(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    exit_with(_called, sys.argv[1:])

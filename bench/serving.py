@@ -7,20 +7,25 @@ without guidance, so sampling is the network alone: a real run samples for longe
 a real run adds to serving is its text encoders, which then run at both ends.
 """
 
-import platform
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from fluvial.bench import harness
-from fluvial.bench.served import SMALL, TINY, cpu_seconds, serving
+from fluvial.bench.peers.work import PeerModel
+from fluvial.bench.update.cases import SIZES, Size
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
@@ -36,9 +41,59 @@ from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.sources.remote import Remote
 from fluvial.engines.wire.client import JSON, Reply
 from fluvial.engines.wire.response import read_response
+from fluvial.models.handwriting.model import CONFIG
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
 WINDOWS = (range(2, 4), range(STEPS))  # the stochastic steps, which are recorded and sent
+
+
+PIXELS = 8  # pixels per latent, along a side
+
+
+class Transformer(PeerModel):
+    """SD3's transformer with random weights, and a VAE that costs next to nothing."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the first channel as images `[B, 3, H, W]` in [0, 1]."""
+        enlarged = latents[:, :1].float().repeat_interleave(PIXELS, 2).repeat_interleave(PIXELS, 3)
+        return ((enlarged + 1) / 2).clamp(0, 1).expand(-1, 3, -1, -1)
+
+
+# The server finds the models by these names. SMALL has 55 million parameters, and 256 tokens for 256 x 256 pixels.
+SETTINGS = {
+    **CONFIG,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 6,
+    "num_attention_heads": 8,
+    "attention_head_dim": 64,
+    "caption_projection_dim": 512,
+    "joint_attention_dim": 1024,
+    "pooled_projection_dim": 768,
+}
+SMALL, TINY = Transformer(Size(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
+
+
+@contextmanager
+def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
+    """Yield the address of a server of a model of this file, and the folder of its process in /proc."""
+    line = [sys.executable, "-P", "-m", "fluvial.engines", "serve", f"{__name__}:{name}", "--port", "0", "--micro-batch"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process: Any = subprocess.Popen([*line, str(samples)], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        if found is None:
+            raise RunError("serving: the server has not started, and has said why on standard error")
+        yield found[0], Path("/proc", str(process.pid))
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def cpu_seconds(folder: Path) -> float:
+    """Return user and system time of a process or thread, in steps of 10 ms on most machines."""
+    numbers = (folder / "stat").read_text().rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -163,25 +218,27 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
                 around_p50=median(around),
                 bytes_per_sample=(len(request) + len(reply)) / count,
                 latents_per_step=latents / (count * len(window)),
-                device=harness.cpu(),
-                threads=torch.get_num_threads(),
-                torch=torch.__version__,
-                python=platform.python_version(),
-                date=harness.today(),
+                **harness.facts(ServingRow),
             )
 
 
 def run(config: ServingConfig) -> list[ServingRow]:
     """Measure, append to serving.csv and print a table of Markdown."""
-    print("| recorded | in process | served | overhead | around sampling | MB per sample | latents per step |")
-    print("|---|---|---|---|---|---|---|")
-    rows = list[ServingRow]()
+    rows, lines = list[ServingRow](), []
     for row in measure(config):
         rows.append(row)
         if not config.tiny:
             harness.append(config.out / "serving.csv", [row], ServingRow)
-        seconds = f"{row.inside_seconds:.3f} s | {row.served_seconds:.3f} s"
-        spread = f"{row.overhead_p50:.1f} % ({row.overhead_p20:.1f} to {row.overhead_p80:.1f}) | {row.around_p50:.1f} %"
-        size = f"{row.bytes_per_sample / 1e6:.2f} | {row.latents_per_step:.1f}"
-        print(f"| {row.recorded} of {row.steps} | {seconds} | {spread} | {size} |", flush=True)
+        lines.append(
+            {
+                "recorded": f"{row.recorded} of {row.steps}",
+                "in process": f"{row.inside_seconds:.3f} s",
+                "served": f"{row.served_seconds:.3f} s",
+                "overhead": f"{row.overhead_p50:.1f} % ({row.overhead_p20:.1f} to {row.overhead_p80:.1f})",
+                "around sampling": f"{row.around_p50:.1f} %",
+                "MB per sample": f"{row.bytes_per_sample / 1e6:.2f}",
+                "latents per step": f"{row.latents_per_step:.1f}",
+            }
+        )
+    print(harness.markdown(lines))
     return rows

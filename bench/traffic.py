@@ -9,8 +9,7 @@ Nothing is timed, so that a machine without a GPU counts the same as one with a 
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fluvial.bench import harness
 from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
+from fluvial.kernels import dispatch
 
 SHAPE = "SD3.5 512^2"
 VIEWS = (
@@ -69,18 +69,17 @@ class TrafficConfig:
     out: Path = harness.RESULTS
 
 
-class _Operations(TorchDispatchMode):
-    """Counts the operations that launch a kernel, and the bytes of their operands and results."""
+class Operations(TorchDispatchMode):
+    """Calls `note(name, operands, results)` for every operation that launches a kernel: a view launches none."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()
-        self.launches, self.moved = 0, 0
+        self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(str(func).removeprefix("aten.").startswith(view) for view in VIEWS):
-            self.launches += 1
-            self.moved += sum(_bytes(t) for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
+        if not str(func).removeprefix("aten.").startswith(VIEWS):
+            self.note(str(func), _tensors((args, kwargs)), _tensors(result))
         return result
 
 
@@ -90,7 +89,13 @@ def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = S
     samples, numbers = inputs(operation, batch, event, dtype=torch.bfloat16, device="cpu")
     moved = must_move(operation, batch, event, dtype=torch.bfloat16)
     counted = {"eager": _eager, "compiled": _compiled, "fused": _fused}[provider]
-    with _saved() as saved:
+    saved = list[Tensor]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         bytes_moved, launches = counted(operation, samples, numbers)
     owned = {tensor.data_ptr() for tensor in samples.values()}
     kept = {t.data_ptr(): _bytes(t) for t in saved if t.data_ptr() not in owned}
@@ -114,9 +119,10 @@ def _pass(operation: Operation, provider: str, samples: dict[str, Tensor], numbe
 
 
 def _eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
-    with _Operations() as counted:
+    moved = list[int]()
+    with Operations(lambda name, operands, results: moved.append(sum(map(_bytes, operands + results)))):
         _pass(operation, "reference", samples, numbers)
-    return counted.moved, counted.launches
+    return sum(moved), len(moved)
 
 
 def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
@@ -135,26 +141,13 @@ def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[st
 def _fused(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
     from fluvial.bench import aot
 
-    with aot.caught() as launches, aot.kernels_take_any_device():
+    with aot.caught() as launches, patch.object(dispatch, "FUSED", {*dispatch.FUSED, "cpu"}):
         _pass(operation, "triton", samples, numbers)
-    moved = 0
-    for launch in launches:
-        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
-        moved += sum(_bytes(tensor) for tensor in tensors)
-    return moved, len(launches)
+    return sum(_bytes(tensor) for launch in launches for tensor in _tensors(launch.arguments)), len(launches)
 
 
-@contextmanager
-def _saved() -> Iterator[list[Tensor]]:
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(note, same):
-        yield saved
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -169,10 +162,17 @@ def run(config: TrafficConfig) -> list[TrafficRow]:
         for provider in ("eager", "compiled", "fused")
     ]
     harness.write(config.out / "traffic.csv", rows, TrafficRow)
-    columns = ("op", "provider", "shape", "must move MB", "moves MB", "launches", "saved MB")
-    lines = []
-    for row in rows:
-        megabytes = [f"{value / 1e6:.2f}" for value in (row.must_move_bytes, row.moved_bytes, row.saved_bytes)]
-        lines.append((row.op, row.provider, row.shape, *megabytes[:2], str(row.launches), megabytes[2]))
-    harness.show_table("forward and backward, bytes and launches counted", columns, lines, left=columns[:3], width=120)
+    lines = [
+        {
+            "op": row.op,
+            "provider": row.provider,
+            "shape": row.shape,
+            "must move MB": f"{row.must_move_bytes / 1e6:.2f}",
+            "moves MB": f"{row.moved_bytes / 1e6:.2f}",
+            "launches": str(row.launches),
+            "saved MB": f"{row.saved_bytes / 1e6:.2f}",
+        }
+        for row in rows
+    ]
+    harness.show_table("forward and backward, bytes and launches counted", lines, left=3)
     return rows

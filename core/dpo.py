@@ -45,8 +45,8 @@ def dpo_loss(
     *,
     beta: float,
     lose_weight: float = 1.0,
-) -> PerSample:
-    """Return the preference loss of each pair, `[P]`; it falls as the policy comes to fit the preferred sample better.
+) -> tuple[PerSample, DpoInfo]:
+    """Return the preference loss and diagnostics of each pair, `[P]`; it falls as the policy fits the preferred sample better.
 
         loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - w (err_lose - err_lose_ref)))
 
@@ -63,21 +63,15 @@ def dpo_loss(
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
-    return -F.logsigmoid(_rewards("dpo_loss", err_win, err_lose, err_win_ref, err_lose_ref, beta, lose_weight)[1])
-
-
-def dpo_info(
-    err_win: PerSample,
-    err_lose: PerSample,
-    err_win_ref: PerSample,
-    err_lose_ref: PerSample,
-    *,
-    beta: float,
-    lose_weight: float = 1.0,
-) -> DpoInfo:
-    """Return diagnostics of the preference loss, each `[P]`; the arguments are those of `dpo_loss`."""
-    win, margin = _rewards("dpo_info", err_win.detach(), err_lose.detach(), err_win_ref, err_lose_ref, beta, lose_weight)
-    return DpoInfo(win, win - margin, margin, (margin > 0).to(margin.dtype))
+    check_number("dpo_loss", "beta", beta, low=1e-12)
+    check_number("dpo_loss", "lose_weight", lose_weight, low=0)
+    err_win, err_lose, err_win_ref, err_lose_ref = matched(
+        "dpo_loss", err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
+    )
+    win, lose = err_win - err_win_ref.detach(), err_lose - err_lose_ref.detach()
+    reward, margin = -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
+    info = DpoInfo(*(tensor.detach() for tensor in (reward, reward - margin, margin, (margin > 0).to(margin.dtype))))
+    return -F.logsigmoid(margin), info
 
 
 def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: float) -> PerSample:
@@ -139,25 +133,6 @@ def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
     win, lose = _first_of_group(reward, group, descending=True), _first_of_group(reward, group, descending=False)
     places = torch.arange(len(reward), device=reward.device)
     return BestWorst(win, lose, (win == places) & (reward[win] > reward[lose]))
-
-
-def _rewards(
-    function: str,
-    err_win: Tensor,
-    err_lose: Tensor,
-    err_win_ref: Tensor,
-    err_lose_ref: Tensor,
-    beta: float,
-    lose_weight: float,
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return the implicit reward of the preferred sample, and its margin over that of the other."""
-    check_number(function, "beta", beta, low=1e-12)
-    check_number(function, "lose_weight", lose_weight, low=0)
-    err_win, err_lose, err_win_ref, err_lose_ref = matched(
-        function, err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
-    )
-    win, lose = err_win - err_win_ref.detach(), err_lose - err_lose_ref.detach()
-    return -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
 
 
 def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tensor:

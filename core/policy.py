@@ -100,9 +100,7 @@ def guard_surrogate(
     Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that mean.
 
     Args:
-        log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats per dimension,
-            of form "density" or "no_const".
-        advantage: advantage of each pair, `[B]`.
+        log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".
         transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
         v, v_old: velocities under the two policies, `[B, *event]`.
         dt: sigma_next - sigma of each pair's step, `[B]` or 0-d.
@@ -145,10 +143,7 @@ def dppo_surrogate(
     whose loss is 0.
 
     Args:
-        log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats.
-        advantage: advantage of each pair, `[B]`.
-        transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
-        v, v_old: velocities under the two policies, `[B, *event]`.
+        log_prob, log_prob_old, advantage, transition, v, v_old: as in `guard_surrogate`.
         kl_threshold: largest KL, >= 0, in nats per dimension; the published value is 1e-5.
 
     Raises:

@@ -6,7 +6,8 @@ A sampler is a function that returns the three coefficients of a step between tw
 all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) included; it is never a rate.
 
 "Level" is the general word for what a schedule holds. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
-falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (rising to 1).
+falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (in (0, 1), rising). Each sampler takes
+the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma.
 """
 
 import math
@@ -88,11 +89,7 @@ def sampler_name(sampler: Sampler) -> str:
 
 
 def ode(sigma: Scalar, sigma_next: Scalar) -> Transition:
-    """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0.
-
-    Args:
-        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
-    """
+    """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0."""
     sigma, sigma_next = _scalars("ode", sigma=sigma, sigma_next=sigma_next)
     return Transition(a=torch.ones_like(sigma), b=sigma_next - sigma, std=torch.zeros_like(sigma))
 
@@ -109,7 +106,6 @@ def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar
     6 % more at eta = 0.7, on any schedule. A window that begins at step 1 avoids it.
 
     Args:
-        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
         eta: scale of the noise rate, >= 0; 0 is the ODE.
         sigma_max: the schedule's second value, which bounds the rate of the first step.
     """
@@ -125,7 +121,6 @@ def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
         a = 1 + eta^2 dt / (2 sigma),  b = (1 + eta^2 (1 - sigma) / (2 sigma)) dt,  std = eta sqrt(-dt)
 
     Args:
-        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
         eta: the noise rate, >= 0; 0 is the ODE.
     """
     sigma, sigma_next = _scalars("dance_sde", sigma=sigma, sigma_next=sigma_next)
@@ -139,7 +134,6 @@ def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar)
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt),  r = eta sigma_max sigma
 
     Args:
-        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
         eta: scale of the noise rate, >= 0; 0 is the ODE, and the published code has 1.
         sigma_max: the schedule's second value.
 
@@ -161,7 +155,6 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
     0, so the last step of a schedule has no density.
 
     Args:
-        sigma, sigma_next: noise levels before and after the step, `[B]`, 0-d or float; dt = sigma_next - sigma.
         eta: share of fresh noise, from 0 (the ODE) to 1 (all of it).
     """
     sigma, sigma_next = _scalars("cps", sigma=sigma, sigma_next=sigma_next)
@@ -185,8 +178,6 @@ def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: float) -> Transition
     (1 - abn) (1 - eta^2 + eta^2 ab (1 - abn) / (abn (1 - ab))), which is equal and does not round below zero.
 
     Args:
-        alpha_bar, alpha_bar_next: cumulative signal power before and after the step in (0, 1), rising; `[B]`, 0-d
-            or float.
         eta: 0 is deterministic DDIM, 1 is DDPM's ancestral step. Above 1 the variance can exceed the noise that there
             is to replace, and b is NaN.
     """

@@ -1,7 +1,9 @@
 """The operations of the per-step hot path, and the one place that decides which implementation of each runs.
 
-Each function checks its arguments once, the same way for all implementations. It then calls the fused Triton kernel, the
-compiled reference, or the reference itself: the function of the same name in `core`.
+Equations and arguments are those of the reference, the function of the same name in `core`; results are float32, or float64
+if an argument is. Each function checks its arguments once, the same way for all implementations, and raises TypeError or
+ValueError for a wrong type, shape, device or value. `implementation` then chooses between the fused Triton kernel, the
+compiled reference and the reference itself, see `resolve`.
 """
 
 import functools
@@ -84,26 +86,18 @@ def step_log_prob(
 ) -> tuple[PerSample, PerSample | None]:
     """Return the step's log-probability and its KL to the reference policy's step (None without v_ref), in nats, `[B]`.
 
-    Equations and arguments are those of `core.step.step_log_prob`. Results are float32, or float64 if an argument is.
-
-    Rollouts score their recorded steps with it, as do the updates of the guard and dppo objectives and the off-policy
-    correction.
-
-    Args:
-        implementation: which implementation runs, see `resolve`.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type, shape or device, a step with std 0 is given where the form
-            needs a density (checked on the CPU only), or `resolve` raises.
+    The reference is `core.step.step_log_prob`. A step with std 0 where the form needs a density is refused on the CPU only.
     """
     name, samples = "step_log_prob", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
-    options: dict[str, Any] = {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     if chosen == "triton":
-        from fluvial.kernels.fused.step_log_prob import step_log_prob as fused
+        from fluvial.kernels.fused.step_log_prob import function
 
-        return fused(transition, x, v, x_next, **options)
+        *coefficients, g = _float32(v, *transition, scale)
+        log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)
+        return log_prob, None if v_ref is None else kl
+    options: dict[str, Any] = {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     return _run(step.step_log_prob, chosen, transition, x, v, x_next, **options)
 
 
@@ -126,17 +120,9 @@ def sde_step(
 
     Rollouts take their recorded steps with it where the fused kernel or the compiled reference runs. Elsewhere they draw
     the noise of many steps at once, with the same bits as the reference.
-
-    Args:
-        key: as in `core.step.sde_step`.
-        implementation: which implementation runs, see `resolve`.
-
-    Raises:
-        TypeError, ValueError: as in `step_log_prob`, or the key is not one that `core.random` made for this batch.
     """
     name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
-    options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     batch = v.shape[0]
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
     low, high = (
@@ -150,9 +136,11 @@ def sde_step(
             raise TypeError(f"{name}: {word} is {tensor.dtype}, expected torch.int64, as fluvial.core.random makes it")
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
     if chosen == "triton":
-        from fluvial.kernels.fused.sde_step import sde_step as fused
+        from fluvial.kernels.fused.sde_step import function
 
-        return fused(transition, x, v, key=keys, **options)
+        *coefficients, g = _float32(v, *transition, scale)
+        return function(*coefficients, x, v, v_uncond, g, low.expand(batch), high.expand(batch), form, reduction)
+    options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     return _run(step.sde_step, chosen, transition, x, v, key=keys, **options)
 
 
@@ -176,17 +164,7 @@ def policy_loss(
     reduction: Reduction = "mean",
     implementation: Implementation = "auto",
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return the clipped policy loss of stored pairs with its KL term, `[B]`, and diagnostics.
-
-    Equations and arguments are those of `core.step.policy_loss`. The updates of the clipped objective (Flow-GRPO,
-    DanceGRPO, Flow-CPS) run it.
-
-    Args:
-        implementation: which implementation runs, see `resolve`.
-
-    Raises:
-        TypeError, ValueError: as in `step_log_prob` and `core.step.policy_loss`.
-    """
+    """Return the clipped policy loss of stored pairs, `[B]`, and diagnostics, as `core.step.policy_loss` does."""
     name, samples = "policy_loss", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
     check_number(name, "clip_low", clip_low, low=0, high=1)
@@ -200,9 +178,17 @@ def policy_loss(
     check_same_device(name, v=v, **pairs, **({"dt": kl_scale} if isinstance(kl_scale, Tensor) else {}))
     numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     chosen = resolve(name, implementation, list(samples.values()), numbers)
+    if chosen == "triton":
+        from fluvial.kernels.fused.policy_loss import function
+
+        *coefficients, g, old, weight, factor = _float32(
+            v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
+        )
+        bounds = clip_low, clip_high, kl_coef
+        loss, more = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, old, weight, factor, *bounds, form, reduction)
+        return loss, PolicyInfo(*more.detach()[:5].unbind(0))
     options: dict[str, Any] = {
-        "log_prob_old": log_prob_old,
-        "advantage": advantage,
+        **pairs,
         "clip_low": clip_low,
         "clip_high": clip_high,
         "v_ref": v_ref,
@@ -212,10 +198,6 @@ def policy_loss(
         "form": form,
         "reduction": reduction,
     }
-    if chosen == "triton":
-        from fluvial.kernels.fused.policy_loss import policy_loss as fused
-
-        return fused(transition, x, v, x_next, kl_scale=_number(kl_scale, v), **options)
     return _run(step.policy_loss, chosen, transition, x, v, x_next, kl_weight=kl_weight, dt=dt, **options)
 
 
@@ -232,14 +214,7 @@ def nft_loss(
     weight_min: float = 1e-5,
     implementation: Implementation = "auto",
 ) -> PerSample:
-    """Return DiffusionNFT's loss, `[B]`, as `core.nft.nft_loss` does; the updates of the nft objective run it.
-
-    Args:
-        implementation: which implementation runs, see `resolve`.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type, shape, device or value, or `resolve` raises.
-    """
+    """Return DiffusionNFT's loss, `[B]`, as `core.nft.nft_loss` does."""
     name, samples = "nft_loss", {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     options = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
     nft.check_nft_numbers(**options)
@@ -251,32 +226,24 @@ def nft_loss(
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
     chosen = resolve(name, implementation, list(samples.values()), [level, reward_prob])
     if chosen == "triton":
-        from fluvial.kernels.fused.nft_loss import nft_loss as fused
+        from fluvial.kernels.fused.nft_loss import function
 
-        return fused(v, v_old, x0, xt, level, reward_prob, **options)
+        numbers = _float32(v, level, reward_prob)
+        return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]
     return _run(nft.nft_loss, chosen, v, v_old, x0, xt, level, reward_prob, **options)
 
 
 def velocity_error(v: Samples, target: Samples, *, implementation: Implementation = "auto") -> PerSample:
-    """Return the mean squared error of a velocity, `[B]`, as `core.flow_matching.velocity_error` does.
-
-    The updates of the sft, raft, awm, dpo and distill objectives run it, and KL terms to the reference's prediction.
-
-    Args:
-        implementation: which implementation runs, see `resolve`.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type, shape or device, or `resolve` raises.
-    """
+    """Return the mean squared error of a velocity, `[B]`, as `core.flow_matching.velocity_error` does."""
     compute_dtype("velocity_error", v=v, target=target)
     check_same_shape("velocity_error", v=v, target=target)
     _check_event("velocity_error", v)
     check_same_device("velocity_error", v=v, target=target)
     chosen = resolve("velocity_error", implementation, [v, target])
     if chosen == "triton":
-        from fluvial.kernels.fused.velocity_error import velocity_error as fused
+        from fluvial.kernels.fused.velocity_error import function
 
-        return fused(v, target)
+        return function(v, target)
     return _run(flow_matching.velocity_error, chosen, v, target)
 
 
@@ -372,6 +339,11 @@ def _number(value: Scalar, v: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.full((), value, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)
+
+
+def _float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
+    """Return per-sample numbers as the kernels take them, float32 `[B]`, without a copy if they have that dtype."""
+    return [None if number is None else number.to(torch.float32).expand(v.shape[0]) for number in numbers]
 
 
 def _given(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -1,36 +1,18 @@
 """The comparison of objectives: runs its cases, keeps their rows, and makes the table and the plot of them."""
 
-import csv
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fluvial.bench import harness
+from fluvial.bench.objectives import worker
 from fluvial.bench.objectives.cases import TEACHER, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError
-
-COLUMNS = (
-    "recipe",
-    "before",
-    "after, mean (least to most)",
-    "seeds",
-    "reward's recogniser",
-    "seconds",
-    "samples",
-    "updates",
-    "drift",
-    "diversity kept",
-)
 
 
 def run(config: ObjectivesConfig) -> None:
@@ -46,24 +28,26 @@ def run(config: ObjectivesConfig) -> None:
             folder = Path(made) if config.keep is None else config.keep
             folder.mkdir(parents=True, exist_ok=True)
             for timed in (False, True):  # which runs of equal time are needed is known when those of equal samples are done
-                cases = [case for case in _missing(config, read(path), folder) if bool(case.seconds) == timed]
+                cases = [case for case in _missing(config, harness.read(path, Point), folder) if bool(case.seconds) == timed]
                 for case, found in measure(cases, config, folder):
                     if isinstance(found, str):
                         failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
                         continue
-                    harness.write(path, [*(point for point in read(path) if not _is_of(point, case)), *found], Point)
+                    harness.write(
+                        path, [*(point for point in harness.read(path, Point) if not _is_of(point, case)), *found], Point
+                    )
                     end = found[-1]
                     print(
                         f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
                         f"{end.seconds:.0f} s, {end.samples} samples",
                         flush=True,
                     )
-    points = read(path)
+    points = harness.read(path, Point)
     shown = [point for point in points if point.limit.endswith("rollouts")] + at_time(points, config.cases(Path()))
     if shown:
         draw(shown, config.out / "objectives.png")
     for limit in sorted({point.limit for point in shown}, key=lambda limit: (limit.endswith(" s"), limit)):
-        print("\n".join(["", limit, "", *table([point for point in shown if point.limit == limit])]))
+        print(f"\n{limit}\n\n{table([point for point in shown if point.limit == limit])}")
     if failed:
         raise RunError("; ".join(failed))
 
@@ -79,15 +63,6 @@ def measure(cases: Sequence[Case], config: ObjectivesConfig, folder: Path) -> It
             teacher, kept = folder / f"teacher-{config.seeds[0]}", folder / "teacher"
             if teacher.is_dir() and not kept.exists():
                 teacher.rename(kept)
-
-
-def read(path: Path) -> list[Point]:
-    """Return the evaluations of a table."""
-    if not path.exists():
-        return []
-    kinds: dict[str, Any] = {field.name: field.type for field in fields(Point)}
-    with path.open() as file:
-        return [Point(**{name: kinds[name](text) for name, text in record.items()}) for record in csv.DictReader(file)]
 
 
 def at_time(points: Sequence[Point], cases: Sequence[Case]) -> list[Point]:
@@ -137,34 +112,31 @@ def ends(points: Sequence[Point]) -> dict[str, list[Point]]:
     return dict(sorted(by_recipe.items(), key=lambda item: -np.mean([point.heldout for point in item[1]])))
 
 
-def table(points: Sequence[Point]) -> list[str]:
-    """Return the lines of a Markdown table: mean and spread over seeds of each recipe's last evaluation."""
+def table(points: Sequence[Point]) -> str:
+    """Return a Markdown table: mean and spread over seeds of each recipe's last evaluation."""
     starts = {(point.recipe, point.seed): point for point in points if point.updates == 0}
     first_diversity: dict[tuple[str, int], float] = {}
     for point in points:
         if point.updates and not math.isnan(point.diversity):
             first_diversity.setdefault((point.recipe, point.seed), point.diversity)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines = []
     for name, found in ends(points).items():
         right = [point.heldout for point in found]
         before = [starts[name, point.seed].heldout for point in found if (name, point.seed) in starts]
         kept = [
             point.diversity / first_diversity[name, point.seed] for point in found if (name, point.seed) in first_diversity
         ]
-        cells = (
-            name,
-            f"{np.mean(before):.3f}" if before else "-",
-            f"{np.mean(right):.3f} ({min(right):.3f} to {max(right):.3f})",
-            f"{len(found)}",
-            f"{np.mean([point.reward for point in found]):.3f}",
-            f"{np.mean([point.seconds for point in found]):.0f}",
-            f"{np.mean([point.samples for point in found]):,.0f}",
-            f"{np.mean([point.updates for point in found]):.0f}",
-            f"{np.mean([point.drift for point in found]):.3f}",
-            f"{np.mean(kept):.2f}" if kept else "-",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        line = {
+            "recipe": name,
+            "before": f"{np.mean(before):.3f}" if before else "-",
+            "after, mean (least to most)": f"{np.mean(right):.3f} ({min(right):.3f} to {max(right):.3f})",
+            "seeds": f"{len(found)}",
+        }
+        means = (("reward's recogniser", "reward", ".3f"), ("seconds", "seconds", ".0f"), ("samples", "samples", ",.0f"))
+        for column, field, style in (*means, ("updates", "updates", ".0f"), ("drift", "drift", ".3f")):
+            line[column] = format(np.mean([getattr(point, field) for point in found]), style)
+        lines.append({**line, "diversity kept": f"{np.mean(kept):.2f}" if kept else "-"})
+    return harness.markdown(lines)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
@@ -233,14 +205,8 @@ def _is_of(point: Point, case: Case, *, same: bool = False) -> bool:
 
 
 def _run(case: Case) -> list[Point] | str:
-    """Return the evaluations of a run, made by a process with one thread, or the last line of what it failed with."""
-    asked = json.dumps({**asdict(case), "folder": str(case.folder)})
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fluvial.bench.objectives.worker", asked],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return [Point(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    """Return the evaluations of a run, made by a process with one thread, or what went wrong."""
+    try:
+        return harness.in_processes(worker.points, case, threads=1)
+    except RunError as error:
+        return str(error)

@@ -1,13 +1,11 @@
-"""One run, in a process of its own: drives a trainer, times its updates alone, and prints an evaluation per line as JSON."""
+"""One run, in a process of its own: drives a trainer, times its updates alone, and evaluates it a few times."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,15 +13,14 @@ from fluvial.bench import harness
 from fluvial.bench.objectives.cases import EVALUATIONS, OFFLINE, TEACHER, Case, Point
 from fluvial.engines import Trainer
 from fluvial.engines.errors import RunError
-from fluvial.engines.train import metrics
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.monitoring.diagnostics import Probe
 
 PROBED = 4  # updates from which the time of one is taken; the first is left out
 
 
-def points(case: Case) -> Iterator[Point]:
-    """Train once, and yield its evaluations, the base model's first."""
+def points(case: Case) -> list[Point]:
+    """Train once, and return the evaluations, the base model's first."""
     if case.recipe == OFFLINE:
         _preferences(case)
     config = case.config
@@ -32,28 +29,20 @@ def points(case: Case) -> Iterator[Point]:
     rollouts = config.updates // config.updates_per_rollout
     samples, seconds, diversity, ratio = 0, 0.0, float("nan"), float("nan")
 
-    def point(updates: int, found: dict[str, Any], evaluated: int) -> Point:
-        return Point(
-            case.recipe,
-            case.seed,
-            case.limit,
-            case.settings,
-            updates,
-            samples,
-            round(seconds, 2),
-            found["heldout"],
-            found["reward"],
-            found["drift"],
-            diversity,
-            evaluated,
-            ratio,
-            harness.cpu(),
-            metrics.versions()["torch"],
-            harness.today(),
-        )
+    evaluations = list[Point]()
+
+    def note(updates: int, found: dict[str, Any], evaluated: int) -> None:
+        known: dict[str, Any] = {
+            "updates": updates,
+            "samples": samples,
+            "seconds": round(seconds, 2),
+            "diversity": diversity,
+        }
+        known |= {"evaluated": evaluated, "max_log_ratio": ratio, **found, **harness.facts(Point)}
+        evaluations.append(Point(case.recipe, case.seed, case.limit, case.settings, **known))
 
     with Trainer(config) as trainer:
-        yield point(0, _base(trainer, case), config.final_samples)
+        note(0, _base(trainer, case), config.final_samples)
         with trainer.engine.inference(average=True) as module:
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
         for done in range(1, rollouts + 1):
@@ -65,9 +54,10 @@ def points(case: Case) -> Iterator[Point]:
                 ratio = max(first, 0.0 if ratio != ratio else ratio)
             if done == rollouts or (done % -(-rollouts // EVALUATIONS) == 0):
                 evaluated = config.final_samples if done == rollouts else config.eval_samples
-                yield point(record["update"], _evaluated(trainer, evaluated, probe), evaluated)
+                note(record["update"], _evaluated(trainer, evaluated, probe), evaluated)
         if case.recipe == TEACHER and case.rollouts:
             trainer.export(case.folder / f"teacher-{case.seed}")
+    return evaluations
 
 
 def affordable(seconds: float, budget: float) -> int:
@@ -93,7 +83,8 @@ def _clock(trainer: Trainer) -> float:
 
 def _evaluated(trainer: Trainer, samples: int, probe: Probe | None = None) -> dict[str, Any]:
     found = trainer.evaluate(samples, probe=probe)
-    return {**found.exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
+    exact = {name: found.exact[name] for name in ("heldout", "reward")}
+    return {**exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
 
 
 def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
@@ -123,11 +114,3 @@ def _preferences(case: Case) -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "fluvial.engines", *words], capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"fluvial {' '.join(words)} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
-
-
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    for one in points(Case(**{**asked, "folder": Path(asked["folder"])})):
-        print(json.dumps(asdict(one)), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # gloo now and then aborts while the interpreter ends

@@ -3,30 +3,31 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fluvial.bench.peers.pipeline import adapter_of, build_pipeline
+from fluvial.bench.peers.pipeline import build_pipeline
 from fluvial.bench.peers.work import Work
 from fluvial.models.lora import adapter_parameters, add_lora
 
 
-class _Passes:
+class Passes:
     """The passes of a transformer over both halves of guidance; their inputs cost nothing.
 
     Args:
-        module: the transformer.
-        adapter: its adapters' factors by short name; they get the values of the work.
         work: what is done.
+        peft: whether the transformer has peft's LoRA, as the projects have it, instead of fluvial's.
     """
 
-    def __init__(self, module: Any, adapter: dict[str, nn.Parameter], work: Work) -> None:
-        self.module, self.work = module, work
+    def __init__(self, work: Work, *, peft: bool) -> None:
+        self.work = work
+        if peft:
+            self.module: Any = build_pipeline(work).transformer
+        else:
+            self.module = work.model.build()
+            add_lora(self.module, work.lora, ())
+            work.fill(dict(adapter_parameters(self.module, "default")))
         self.timestep = work.scheduler().timesteps[0]
         self.halves = [torch.cat(halves) for halves in zip(work.cond, work.uncond, strict=True)]
-        values = work.adapter({name: p.shape for name, p in adapter.items()})
-        with torch.no_grad():
-            for name, parameter in adapter.items():
-                parameter.copy_(values[name])
 
     def predict(self, pairs: int) -> Tensor:
         """Return the prediction of a pass over `pairs` (sample, step) pairs, which are as many samples twice."""
@@ -55,28 +56,3 @@ class _Passes:
             left -= pairs
         for parameter in self.module.parameters():
             parameter.grad = None
-
-
-class FluvialAlone(_Passes):
-    """The transformer with fluvial's LoRA layers, and nothing around it.
-
-    Args:
-        work: what is done.
-    """
-
-    def __init__(self, work: Work) -> None:
-        module = work.model.build()
-        add_lora(module, work.lora, ())
-        super().__init__(module, dict(adapter_parameters(module, "default")), work)
-
-
-class PeftAlone(_Passes):
-    """The transformer with peft's LoRA, as the projects have it.
-
-    Args:
-        work: what is done.
-    """
-
-    def __init__(self, work: Work) -> None:
-        module = build_pipeline(work).transformer
-        super().__init__(module, adapter_of(module), work)

@@ -1,14 +1,18 @@
 """Settings of the comparison, the projects that it knows, and its rows."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fluvial.bench import harness
-from fluvial.bench.peers.work import Peer, Work
+from fluvial.bench.peers.flow_factory import FlowFactory
+from fluvial.bench.peers.flow_grpo import FlowGrpo
+from fluvial.bench.peers.pipeline import Peer
+from fluvial.bench.peers.unirl import UniRL
+from fluvial.bench.peers.verl_omni import VerlOmni
+from fluvial.bench.peers.work import Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_number
 
@@ -27,25 +31,12 @@ class Project(NamedTuple):
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
 
 
-def _of_module(module: str, name: str, **options: Any) -> Callable[[Path, Work], Peer]:
-    """Return a function that imports a project's module when it is used."""
-
-    def build(folder: Path, work: Work) -> Peer:
-        kind = getattr(importlib.import_module(f"fluvial.bench.peers.{module}"), name)
-        peer: Peer = partial(kind, **options)(folder, work)
-        return peer
-
-    return build
-
-
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", _of_module("flow_grpo", "FlowGrpo"), ranks=True),
-    "flow_factory": Project("Flow-Factory", _of_module("flow_factory", "FlowFactory"), ranks=True),
-    "unirl": Project("UniRL", _of_module("unirl", "UniRL")),
-    "verl_omni": Project("verl-omni", _of_module("verl_omni", "VerlOmni"), samples=False),
-    "verl_omni_default": Project(
-        "verl-omni", _of_module("verl_omni", "VerlOmni", recomputes=True), samples=False, recomputes=True
-    ),
+    "flow_grpo": Project("flow_grpo", FlowGrpo, ranks=True),
+    "flow_factory": Project("Flow-Factory", FlowFactory, ranks=True),
+    "unirl": Project("UniRL", UniRL),
+    "verl_omni": Project("verl-omni", VerlOmni, samples=False),
+    "verl_omni_default": Project("verl-omni", partial(VerlOmni, recomputes=True), samples=False, recomputes=True),
 }
 KNOWN = (TRANSFORMER, *PROJECTS)
 

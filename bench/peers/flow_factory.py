@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
+from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.models.pixel_model import SHIFT
 
@@ -23,7 +23,7 @@ from fluvial.models.pixel_model import SHIFT
 UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
 
 
-class FlowFactory:
+class FlowFactory(Peer):
     """Flow-Factory's code on the work.
 
     Args:
@@ -34,22 +34,19 @@ class FlowFactory:
     def __init__(self, folder: Path, work: Work) -> None:
         from accelerate import Accelerator
 
+        super().__init__(work)
         with clone.importable(folder / "src", stand_ins=UNUSED):
             sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
             trainers = importlib.import_module("flow_factory.trainers.grpo")
-        self.work, self.cond, self.uncond, self.sample_kind = work, work.cond, work.uncond, sd3.SD3_5Sample
+        self.sample_kind = sd3.SD3_5Sample
         accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
-        pipeline = build_pipeline(work)
-        self.module = pipeline.transformer
         scheduler = sd3.FlowMatchEulerDiscreteSDEScheduler(
             noise_level=work.eta, sde_steps=list(work.recorded), dynamics_type="Flow-SDE", shift=SHIFT
         )
         event = work.size.event
         sd3.set_scheduler_timesteps(scheduler, work.steps, seq_len=event[-2] * event[-1] // 4)
-        pipeline.scheduler = scheduler
-        parameters = [p for p in pipeline.transformer.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
-        transformer, self.optimizer = accelerator.prepare(pipeline.transformer, optimizer)
+        self.pipeline.scheduler = scheduler
+        transformer, self.optimizer = accelerator.prepare(self.module, self.optimizer)
         settings = clone.Settings(
             per_device_batch_size=work.samples,
             num_batches_per_epoch=1,
@@ -58,8 +55,7 @@ class FlowFactory:
             kl_beta=0.0,
             guidance_scale=work.scale,
             num_inference_steps=work.steps,
-            height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE,
+            **self.pixels,
             clip_range=(-work.clip, work.clip),
             adv_clip_range=(-1e9, 1e9),
             max_grad_norm=work.max_grad_norm,
@@ -68,7 +64,7 @@ class FlowFactory:
         )
         adapter = clone.filled(
             sd3.SD3_5Adapter,
-            pipeline=pipeline,
+            pipeline=self.pipeline,
             accelerator=accelerator,
             training_args=settings,
             model_args=SimpleNamespace(target_components=["transformer"], finetune_type="lora"),
@@ -90,17 +86,9 @@ class FlowFactory:
             dataloader=_Repeated(self._batch()),
             logged={},
         )
-        self.pipeline = pipeline
 
     def _batch(self) -> dict[str, Any]:
-        return {
-            "prompt": self.work.prompts,
-            "prompt_embeds": self.cond.tokens,
-            "pooled_prompt_embeds": self.cond.pooled,
-            "negative_prompt": [""] * self.work.samples,
-            "negative_prompt_embeds": self.uncond.tokens,
-            "negative_pooled_prompt_embeds": self.uncond.pooled,
-        }
+        return {"prompt": self.work.prompts, "negative_prompt": [""] * self.work.samples, **self.embeddings}
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its trainer samples."""
@@ -109,8 +97,7 @@ class FlowFactory:
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its adapter's `forward` finds."""
-        timesteps, rows, batch = self.pipeline.scheduler.timesteps, [], self._batch()
-        given = {name: value for name, value in batch.items() if name.endswith("embeds")}
+        timesteps, rows = self.pipeline.scheduler.timesteps, []
         with torch.no_grad():
             for place, step in enumerate(self.work.recorded):
                 t_next = timesteps[step + 1] if step + 1 < self.work.steps else torch.tensor(0)
@@ -122,7 +109,7 @@ class FlowFactory:
                     guidance_scale=self.work.scale,
                     noise_level=self.work.eta,
                     return_kwargs=["log_prob"],
-                    **given,
+                    **self.embeddings,
                 )
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
@@ -149,10 +136,6 @@ class FlowFactory:
         ]
         self.trainer.optimize(samples)
         return float(self.trainer.logged["train/loss"])
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update."""
-        return first_moments(self.pipeline.transformer, self.optimizer)
 
 
 class _Repeated:

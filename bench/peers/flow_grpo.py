@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
+from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.work import Sampled, Stored, Work
 
 
-class FlowGrpo:
+class FlowGrpo(Peer):
     """Flow-GRPO's code on the work.
 
     Args:
@@ -32,16 +32,13 @@ class FlowGrpo:
     def __init__(self, folder: Path, work: Work) -> None:
         from accelerate import Accelerator
 
+        super().__init__(work)
         with clone.importable(folder):
             fast = "_fast" if work.window is not None else ""
             patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
-        self.work, self.sample = work, patch.pipeline_with_logprob
-        self.pipeline = build_pipeline(work)
-        self.module = self.pipeline.transformer
+        self.sample = patch.pipeline_with_logprob
         self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
-        parameters = [p for p in self.pipeline.transformer.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
-        transformer, self.optimizer = self.accelerator.prepare(self.pipeline.transformer, optimizer)
+        transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
                 cfg=True,
@@ -54,7 +51,6 @@ class FlowGrpo:
             ),
             sample=SimpleNamespace(guidance_scale=work.scale, noise_level=work.eta, num_batches_per_epoch=1, sde_type="sde"),
         )
-        self.cond, self.uncond = work.cond, work.uncond
         steps = work.recorded
         self.timesteps = self.pipeline.scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
         self.window: dict[str, Any] = {}
@@ -74,8 +70,8 @@ class FlowGrpo:
             "config": self.config,
             "sde_step_with_logprob": patch.sde_step_with_logprob,
             "num_train_timesteps": len(work.recorded),
-            "train_neg_prompt_embeds": self.uncond.tokens,
-            "train_neg_pooled_prompt_embeds": self.uncond.pooled,
+            "train_neg_prompt_embeds": work.uncond.tokens,
+            "train_neg_pooled_prompt_embeds": work.uncond.pooled,
             "total_batch_size": work.samples,
         }
         script = folder / "scripts" / f"train_sd3{fast}.py"
@@ -84,20 +80,16 @@ class FlowGrpo:
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its pipeline collects."""
-        steps, event = self.work.steps, self.work.size.event
+        steps = self.work.steps
         _, latents, log_probs, *_ = self.sample(
             self.pipeline,
-            prompt_embeds=self.cond.tokens,
-            pooled_prompt_embeds=self.cond.pooled,
-            negative_prompt_embeds=self.uncond.tokens,
-            negative_pooled_prompt_embeds=self.uncond.pooled,
             num_inference_steps=steps,
             sigmas=torch.linspace(1, 1 / steps, steps).tolist(),
             guidance_scale=self.work.scale,
             noise_level=self.work.eta,
             output_type="pt",
-            height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE,
+            **self.pixels,
+            **self.embeddings,
             **self.window,
         )
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
@@ -105,10 +97,10 @@ class FlowGrpo:
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its `compute_log_prob` finds."""
         sample = {"latents": x, "next_latents": x_next, "timesteps": self.timesteps}
-        tokens, pooled = (torch.cat(halves) for halves in zip(self.uncond, self.cond, strict=True))
+        tokens, pooled = (torch.cat(halves) for halves in zip(self.work.uncond, self.work.cond, strict=True))
         with torch.no_grad():
             steps = [
-                self.compute_log_prob(self.pipeline.transformer, self.pipeline, sample, j, tokens, pooled, self.config)[1]
+                self.compute_log_prob(self.module, self.pipeline, sample, j, tokens, pooled, self.config)[1]
                 for j in range(len(self.work.recorded))
             ]
         return torch.stack(steps, dim=1)
@@ -121,15 +113,10 @@ class FlowGrpo:
             "timesteps": self.timesteps,
             "log_probs": stored.log_prob,
             "advantages": stored.advantage[:, None].expand(-1, len(self.work.recorded)),
-            "prompt_embeds": self.cond.tokens,
-            "pooled_prompt_embeds": self.cond.pooled,
+            **{name: self.embeddings[name] for name in ("prompt_embeds", "pooled_prompt_embeds")},
         }
         self.train(samples, 0, 0)
         return float(self.logged["loss"].detach()) if self.accelerator.is_main_process else math.nan
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update."""
-        return first_moments(self.pipeline.transformer, self.optimizer)
 
 
 def _no_bar(items: Any, **options: Any) -> Any:

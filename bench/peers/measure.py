@@ -1,16 +1,13 @@
 """Checks that fluvial and another project's code agree, and times them in turn in the same processes."""
 
 import gc
-import json
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,11 +15,11 @@ from torch import Tensor, nn
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.alone import FluvialAlone, PeftAlone
-from fluvial.bench.peers.config import PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.alone import Passes
+from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.ours import Ours
-from fluvial.bench.peers.work import Peer, Stored, Work
-from fluvial.engines.cli.main import exit_with
+from fluvial.bench.peers.pipeline import Peer
+from fluvial.bench.peers.work import Stored, Work
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.memory import LiveStorages
@@ -142,14 +139,10 @@ def without_passes(*modules: Any) -> Iterator[None]:
 
         return forward
 
-    before = [module.forward for module in modules]
-    for module in modules:
-        module.forward = emptied(module)
-    try:
+    with ExitStack() as replaced:
+        for module in modules:
+            replaced.enter_context(patch.object(module, "forward", emptied(module)))
         yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            module.forward = forward
 
 
 def measure(name: str, project: Project, folder: Path, case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
@@ -183,7 +176,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
 def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
     """Yield the rows of the transformer's passes alone: what both sides have to compute whatever is around them."""
     work = case.of(config, rank=world.rank)
-    own, other = FluvialAlone(work), PeftAlone(work)
+    own, other = Passes(work, peft=False), Passes(work, peft=True)
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
     updates = {("update", pairs): partial(own.passes, pairs) for pairs in case.pairs(config)}
@@ -240,7 +233,6 @@ def row(
     """Return the row of one comparison."""
     own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
     p20, p50, p80 = harness.spread(own / other)
-    versions = {package: metadata.version(package) for package in ("diffusers", "peft", "accelerate")}
     case, agreement = facts.case, facts.agreement
     rest, other_rest = (min(times) for times in rests)  # short, so that the least is the undisturbed one
     return PeerRow(
@@ -269,12 +261,7 @@ def row(
         peer_peak_bytes=peaks[1],
         log_prob_distance=agreement.log_prob,
         gradient_distance=agreement.gradient,
-        device=harness.cpu(),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        date=harness.today(),
-        **versions,
+        **harness.facts(PeerRow),
     )
 
 
@@ -288,25 +275,16 @@ def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], wo
     gc.collect()  # hooks hold modules in reference cycles
 
 
-def main(args: list[str]) -> int:
-    """Measure cases in the processes that torchrun started; rank 0 appends the rows."""
-    told = json.loads(Path(args[0]).read_text())
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told["config"].items()}
-    config = PeersConfig(**values)
-    config = PeersConfig(**{**vars(config), "clones": Path(config.clones), "out": Path(config.out)})
+def measure_cases(cases: Sequence[Case], config: PeersConfig, projects: Mapping[str, Project]) -> None:
+    """Append the rows of cases to peers.csv as they are known; every rank must take part."""
     torch.set_num_threads(config.threads)
     with init_world() as world:
-        for case in (Case(*case) for case in told["cases"]):
-            for measured in rows_of(case, config, PROJECTS, world):
+        for case in cases:
+            for measured in rows_of(case, config, projects, world):
                 if world.is_main:
                     harness.append(config.out / "peers.csv", [measured], PeerRow)
-    return 0
 
 
 def _apart(left: Tensor, right: Tensor) -> float:
     """Return the largest difference, as a fraction of the largest value on the right."""
     return float((left - right).abs().max() / right.abs().max())
-
-
-if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])

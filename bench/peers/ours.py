@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
@@ -58,17 +57,11 @@ class Ours:
         )
         job = Job(work.model, work.prompts, _no_reward, heldout=work.prompts, shape=work.size.event)
         self.parts = build_parts(config, job, world)
-        values = work.adapter({name: p.shape for name, p in self._adapter().items()})
-        with torch.no_grad():
-            for name, parameter in self._adapter().items():
-                _write(parameter, values[name])
+        work.fill(dict(adapter_parameters(self.parts.engine.module, "default")))
         self.sampler, self.schedule = self.parts.rollouts.schedules.of(job.shape)[1], self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
         self.rollouts, self.learners = 0, dict[int, learner.Learner]()
-
-    def _adapter(self) -> dict[str, Any]:
-        return dict(adapter_parameters(self.parts.engine.module, "default"))
 
     def trajectory(self) -> Trajectory:
         """Return the next rollout."""
@@ -85,11 +78,8 @@ class Ours:
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
-        cond, levels, rows = (
-            self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts)),
-            self.schedule.levels,
-            [],
-        )
+        cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
+        levels, rows = self.schedule.levels, []
         with self.parts.engine.inference() as module:
             for place, step in enumerate(self.work.recorded):
                 level, level_next, timestep = (
@@ -137,10 +127,3 @@ class Ours:
 def _no_reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return zeros; the advantages of the work are given."""
     return torch.zeros(len(prompts))
-
-
-def _write(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter a value, of which each rank holds its part."""
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    parameter.copy_(value)

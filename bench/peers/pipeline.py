@@ -1,12 +1,13 @@
 """Diffusers' SD3 pipeline over the transformer of the work, with LoRA as the projects add it: peft's `get_peft_model`."""
 
+from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluvial.bench.peers.work import Work
+from fluvial.bench.peers.work import Sampled, Stored, Work
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
 VAE_SCALE = 8
@@ -47,11 +48,7 @@ def build_pipeline(work: Work) -> Any:
     pipeline.transformer.requires_grad_(False)
     config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=list(work.lora.targets or ()))
     pipeline.transformer = peft.get_peft_model(pipeline.transformer, config)
-    adapters = adapter_of(pipeline.transformer)
-    values = work.adapter({name: p.shape for name, p in adapters.items()})
-    with torch.no_grad():
-        for name, parameter in adapters.items():
-            parameter.copy_(values[name])
+    work.fill(adapter_of(pipeline.transformer))
     return pipeline
 
 
@@ -62,6 +59,38 @@ def adapter_of(transformer: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def first_moments(transformer: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return AdamW's first moment of each trained parameter, which after one update is the gradient times 1 - beta."""
-    return {name: optimizer.state[p]["exp_avg"].clone() for name, p in adapter_of(transformer).items()}
+class Peer(ABC):
+    """Another project's code on the work.
+
+    Args:
+        work: what is done.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.pipeline = work, build_pipeline(work)
+        self.module: Any = self.pipeline.transformer  # the network that the project's code calls
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer: Any = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
+        self.pixels = {"height": work.size.event[-2] * VAE_SCALE, "width": work.size.event[-1] * VAE_SCALE}
+        self.embeddings = {
+            "prompt_embeds": work.cond.tokens,
+            "pooled_prompt_embeds": work.cond.pooled,
+            "negative_prompt_embeds": work.uncond.tokens,
+            "negative_pooled_prompt_embeds": work.uncond.pooled,
+        }
+
+    def rollout(self) -> Sampled:
+        """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
+
+    @abstractmethod
+    def update(self, stored: Stored) -> float:
+        """Take one optimizer step on a stored rollout, and return the loss before it."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the first update by the adapters' short names, times a factor: AdamW's first moment."""
+        return {name: self.optimizer.state[p]["exp_avg"].clone() for name, p in adapter_of(self.module).items()}

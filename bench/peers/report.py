@@ -5,24 +5,15 @@ python -P -m fluvial.bench peers --clones FOLDER
 FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
 """
 
-import csv
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone, table
 from fluvial.bench.peers.config import PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.measure import ROOT, rows_of
+from fluvial.bench.peers.measure import ROOT, measure_cases
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.world import init_world
-
-TYPES: dict[Any, type] = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
@@ -33,26 +24,22 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
         RunError: two sides disagree, or processes failed.
     """
     path = config.out / "peers.csv"
+    before = harness.read(path, PeerRow)
     if config.table:
-        print(table.markdown(read(path)))
+        print(table.markdown(before))
         return []
     if torch.cuda.is_available():
         raise UsageError("peers: CPU time says nothing of work on a GPU: hide it with CUDA_VISIBLE_DEVICES=")
-    torch.set_num_threads(config.threads)
     chosen = cases(config, projects)
-    before = read(path)
     if config.skip_done:
         chosen = [case for case in chosen if not is_done(case, config, projects, before)]
     for ranks in config.ranks:
         together = [case for case in chosen if case.ranks == ranks]
         if ranks > 1 and together:
-            _in_processes(together, config, ranks)
-            continue
-        for case in together:
-            with init_world() as world:
-                for row in rows_of(case, config, projects, world):
-                    harness.append(path, [row], PeerRow)
-    rows = read(path)[len(before) :]
+            harness.in_processes(measure_cases, together, config, projects, ranks=ranks, threads=config.threads)
+        elif together:
+            measure_cases(together, config, projects)
+    rows = harness.read(path, PeerRow)[len(before) :]
     show(rows)
     return rows
 
@@ -99,26 +86,6 @@ def is_done(case: Case, config: PeersConfig, projects: Mapping[str, Project], ro
     return expected <= {(row.what, row.pairs) for row in same}
 
 
-def read(path: Path) -> list[PeerRow]:
-    """Return the rows of a file; a number that an old row lacks is 0."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [
-            PeerRow(**{field.name: TYPES[field.type](row[field.name] or 0) for field in fields(PeerRow)})
-            for row in csv.DictReader(file)
-        ]
-
-
-def _in_processes(together: Sequence[Case], config: PeersConfig, ranks: int) -> None:
-    """Measure in new processes, under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
-        absolute = {"clones": str(config.clones.resolve()), "out": str(config.out.resolve())}
-        told.write_text(json.dumps({"config": {**asdict(config), **absolute}, "cases": together}))
-        harness.in_processes("peers", "peers.measure", [str(told)], ranks=ranks, threads=config.threads)
-
-
 def show(rows: Sequence[PeerRow]) -> None:
     """Print rows as a table."""
     lines = [
@@ -138,6 +105,4 @@ def show(rows: Sequence[PeerRow]) -> None:
         }
         for row in rows
     ]
-    columns = list(lines[0]) if lines else []
-    title = "CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster"
-    harness.show_table(title, columns, [list(line.values()) for line in lines], left=columns, width=160)
+    harness.show_table("CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster", lines, left=5)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.pipeline import VAE_SCALE, build_pipeline, first_moments
+from fluvial.bench.peers.pipeline import VAE_SCALE, Peer
 from fluvial.bench.peers.work import Sampled, Stored, Work
 
 # Its files import them for processes, configurations and logging.
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
 
 
-class UniRL:
+class UniRL(Peer):
     """UniRL's code on the work.
 
     Args:
@@ -30,6 +30,7 @@ class UniRL:
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
+        super().__init__(work)
         with clone.importable(folder, stand_ins=UNUSED):
             load = importlib.import_module
             diffusion, conditions = load("unirl.models.sd3.diffusion"), load("unirl.models.sd3.conditions")
@@ -37,18 +38,13 @@ class UniRL:
             backend, kernels = load("unirl.train.backend.fsdp"), load("unirl.sde.kernels")
             self.types, self.latent = load("unirl.types.rollout_resp"), load("unirl.types.segments.latent")
             text, sampling = load("unirl.types.conditions.text"), load("unirl.types.sampling")
-        self.work, self.module = work, build_pipeline(work).transformer
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
-        event = work.size.event
         self.params = sampling.DiffusionSamplingParams(
             num_inference_steps=work.steps,
             guidance_scale=work.scale,
-            height=event[-2] * VAE_SCALE,
-            width=event[-1] * VAE_SCALE,
             eta=work.eta,
             sde_indices=list(work.recorded),
             seed=0,
+            **self.pixels,
         )
         self.stage = diffusion.SD3DiffusionStage(
             model=SimpleNamespace(transformer=self.module, device=torch.device("cpu")),
@@ -57,7 +53,7 @@ class UniRL:
             autocast_precision="fp32",
             trajectory_precision="fp32",
             vae_scale_factor=VAE_SCALE,
-            latent_channels=event[0],
+            latent_channels=work.size.event[0],
         )
         self.sigmas: Tensor = work.scheduler().sigmas
         self.typed = conditions.SD3Conditions(
@@ -67,8 +63,8 @@ class UniRL:
         algorithm = flowgrpo.FlowGRPO(
             params=self.params, stage=self.stage, clip_range=work.clip, conditions_cls=conditions.SD3Conditions
         )
-        holder = backend.FSDPBackend.__new__(backend.FSDPBackend)
-        vars(holder).update(
+        holder = clone.filled(
+            backend.FSDPBackend,
             model=self.module,
             optimizer=self.optimizer,
             scheduler=None,
@@ -115,7 +111,3 @@ class UniRL:
         )
         slices = self.stack._optimizer_step_slices(self.work.samples)
         return float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update."""
-        return first_moments(self.module, self.optimizer)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.pipeline import build_pipeline, first_moments
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.pipeline import Peer
+from fluvial.bench.peers.work import Stored, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
@@ -103,7 +103,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 
-class VerlOmni:
+class VerlOmni(Peer):
     """verl-omni's code on the work.
 
     Args:
@@ -114,15 +114,14 @@ class VerlOmni:
     """
 
     def __init__(self, folder: Path, work: Work, *, recomputes: bool = False) -> None:
+        super().__init__(work)
         with clone.importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
             load = importlib.import_module
             engines = load("verl_omni.workers.engine.fsdp.diffusers_impl")
             load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # enters itself in a table
             schedulers = load("verl_omni.pipelines.schedulers.flow_match_sde")
             losses, self.padding = load("verl_omni.workers.utils.losses"), load("verl_omni.workers.utils.padding")
-        self.work, self.recomputes, self.module = work, recomputes, build_pipeline(work).transformer
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
+        self.recomputes = recomputes
         scheduler = schedulers.FlowMatchSDEDiscreteScheduler(shift=SHIFT)
         scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / work.steps, work.steps).tolist())
         model_config = SimpleNamespace(
@@ -157,24 +156,16 @@ class VerlOmni:
         self.timesteps = scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
 
     def _batch(self, x: Tensor, x_next: Tensor) -> Batch:
-        cond, uncond = self.work.cond, self.work.uncond
-        mask = torch.ones(cond.tokens.shape[:2], dtype=torch.bool)
+        mask = torch.ones(self.embeddings["prompt_embeds"].shape[:2], dtype=torch.bool)
         batch = Batch(
             all_latents=torch.cat([x, x_next[:, -1:]], dim=1),
             all_timesteps=self.timesteps,
-            prompt_embeds=cond.tokens,
             prompt_embeds_mask=mask,
-            pooled_prompt_embeds=cond.pooled,
-            negative_prompt_embeds=uncond.tokens,
             negative_prompt_embeds_mask=mask,
-            negative_pooled_prompt_embeds=uncond.pooled,
+            **self.embeddings,
         )
         padded: Batch = self.padding.embeds_padding_2_no_padding(batch)
         return padded
-
-    def rollout(self) -> Sampled:
-        """Raise NotImplementedError: its rollout runs in a serving engine."""
-        raise NotImplementedError
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its engine finds, as before an update."""
@@ -193,7 +184,3 @@ class VerlOmni:
             output = self.engine.forward_backward_batch(batch, self.loss)
             self.engine.optimizer_step()
         return float(torch.tensor(output["loss"]).sum())
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update."""
-        return first_moments(self.module, self.optimizer)

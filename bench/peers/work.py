@@ -3,13 +3,14 @@
 Nothing here knows a project. Both sides start from the same weights and get the same tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.bench.update.cases import Size
 from fluvial.core.random import fold_in, key, normal
@@ -38,28 +39,6 @@ class Stored(NamedTuple):
     x_next: Tensor  # [B, S, *event] after it
     log_prob: Tensor  # [B, S], the old log-probabilities
     advantage: Tensor  # [B]
-
-
-class Peer(Protocol):
-    """Another project's code, set up for a `Work`."""
-
-    module: Any  # the network that its code calls
-
-    def rollout(self) -> Sampled:
-        """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
-        ...
-
-    def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
-        ...
-
-    def update(self, stored: Stored) -> float:
-        """Take one optimizer step on a stored rollout, and return the loss before it."""
-        ...
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update by the adapters' short names; a common factor does not matter."""
-        ...
 
 
 @cache  # encoding is not part of the work: the projects are given embeddings, too
@@ -172,10 +151,15 @@ class Work:
         """Return log-probabilities moved by about the clip range, so that some ratios are clipped and others are not."""
         return log_prob + 2 * self.clip * normal(fold_in(ROOT, SHIFT), tuple(log_prob.shape))
 
-    def adapter(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-        """Return values of the adapters' factors by name; B is not 0, so that A has a gradient, too."""
-        names = sorted(shapes)
-        return {name: 0.05 * normal(fold_in(fold_in(ROOT, LORA), i), tuple(shapes[name])) for i, name in enumerate(names)}
+    @torch.no_grad()
+    def fill(self, adapter: Mapping[str, Tensor]) -> None:
+        """Give the adapters' factors their values, by their short names; B is not 0, so that A has a gradient, too."""
+        for number, name in enumerate(sorted(adapter)):
+            factor = adapter[name]
+            value = 0.05 * normal(fold_in(fold_in(ROOT, LORA), number), tuple(factor.shape))
+            if isinstance(factor, DTensor):  # each rank holds its part
+                value = distribute_tensor(value, factor.device_mesh, factor.placements)
+            factor.copy_(value)
 
     def scheduler(self) -> Any:
         """Return diffusers' scheduler with the schedule of the work."""

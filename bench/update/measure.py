@@ -1,14 +1,16 @@
-"""Counts and times an update of each side, as one of the ranks that `report` starts."""
+"""Counts and times an update of each side on every number of ranks, appends the rows to the tables, and prints them.
+
+python -P -m fluvial.bench update --json                                  the line of JSON, in some minutes
+python -P -m fluvial.bench update --ranks 1 2 --steps 2 4 10 --json       every row
+"""
 
 import gc
 import json
 import statistics
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -31,23 +33,12 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.cli.main import exit_with
 from fluvial.engines.fsdp import flops
 from fluvial.engines.fsdp.engine import Engine, EngineConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.memory import LiveStorages
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
-
-
-class Counts(NamedTuple):
-    """Counts of one update on one rank."""
-
-    all_gathers: int
-    reduce_scatters: int
-    other_collectives: int
-    host_reads: int
-    peak_bytes: int  # activations, gradients and unsharded parameters: all that was not there before
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class CountRow:
     reduce_scatters: int
     other_collectives: int
     host_reads: int
-    peak_bytes: int
+    peak_bytes: int  # activations, gradients and unsharded parameters: all that was not there before
     torch: str
 
 
@@ -91,14 +82,23 @@ class Measured(NamedTuple):
     compared: list[Compared]
 
 
-def counted(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> Counts:
-    """Count one update. The peak leaves out what is there before: parameters, optimizer state and the rollout."""
+def counted(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
+    """Return the counts of one update by their names in `CountRow`.
+
+    The peak leaves out what is there before: parameters, optimizer state and the rollout.
+    """
     state = [value for values in side.optimizer.state.values() for value in values.values()]
     there = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
     memory = LiveStorages([leaf for leaf in there if isinstance(leaf, Tensor)])
     with Collectives() as collectives, HostReads() as reads, memory:
         update()
-    return Counts(collectives.all_gathers, collectives.reduce_scatters, collectives.others, reads.total, memory.peak)
+    return {
+        "all_gathers": collectives.all_gathers,
+        "reduce_scatters": collectives.reduce_scatters,
+        "other_collectives": collectives.others,
+        "host_reads": reads.total,
+        "peak_bytes": memory.peak,
+    }
 
 
 def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop, world: World) -> float:
@@ -157,8 +157,8 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
             world.size,
             len(MODEL.blocks(side.trained.module)) + 1,
             side.passes,
-            *counted(side.update, side.trained, rollout),
-            torch.__version__,
+            **counted(side.update, side.trained, rollout),
+            torch=torch.__version__,
         )
         for provider, side in sides.items()
         if provider in compared or not compared
@@ -206,48 +206,30 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
     return rows, Compared(name, case.train, case.steps, world.size, distance, ratios, stored, mfu)
 
 
-def measure(config: UpdateConfig, world: World) -> Measured:
-    """Count and time every case with this number of ranks."""
-    measured, p = Measured([], [], []), config.micro_batch
-    for train in config.train:
-        for steps in config.counted if world.size == max(config.ranks) else ():
-            name = config.sizes[0]
-            case = Case(
-                SIZES[name], train, steps, config.guidance, samples=p, micro_batch=p, checkpointing=config.checkpointing
-            )
-            # With many steps only the compared sides, to save time.
-            compared = COMPARED if steps == config.counted[-1] else ()
-            measured.counts.extend(count_case(case, world, name=name, compared=compared))
-            gc.collect()  # hooks hold modules in reference cycles
-    for name in config.sizes:
-        for train in config.train:
-            for steps in config.steps:
-                case = Case(
-                    SIZES[name],
-                    train,
-                    steps,
-                    config.guidance,
-                    samples=config.samples,
-                    micro_batch=p,
-                    checkpointing=config.checkpointing,
-                )
-                rows, ratios = time_case(case, world, name=name, runs=config.runs)
-                measured.rows.extend(rows)
-                measured.compared.append(ratios)
-                gc.collect()
-    return measured
+def measure(config: UpdateConfig) -> Measured:
+    """Count and time every case with this number of ranks, as one of them."""
 
+    def case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> Case:
+        return Case(SIZES[name], train, steps, config.guidance, samples, config.micro_batch, config.checkpointing)
 
-def worker(args: list[str]) -> int:
-    """Measure as one of the ranks: read the configuration, and write the measurements as JSON."""
-    told = json.loads(Path(args[0]).read_text())
-    fields_: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-    config = UpdateConfig(**fields_)
+    measured = Measured([], [], [])
     with init_world() as world:
-        measured = measure(config, world)
-        if world.is_main:
-            Path(args[1]).write_text(json.dumps({k: [asdict(row) for row in v] for k, v in measured._asdict().items()}))
-    return 0
+        for train in config.train:
+            for steps in config.counted if world.size == max(config.ranks) else ():
+                name = config.sizes[0]
+                # With many steps only the compared sides, to save time.
+                compared = COMPARED if steps == config.counted[-1] else ()
+                few = case(name, train, steps, config.micro_batch)
+                measured.counts.extend(count_case(few, world, name=name, compared=compared))
+                gc.collect()  # hooks hold modules in reference cycles
+        for name in config.sizes:
+            for train in config.train:
+                for steps in config.steps:
+                    rows, ratios = time_case(case(name, train, steps, config.samples), world, name=name, runs=config.runs)
+                    measured.rows.extend(rows)
+                    measured.compared.append(ratios)
+                    gc.collect()
+    return measured
 
 
 def _together(update: Callable[[], object], provider: str, peaks: dict[str, int]) -> None:
@@ -269,5 +251,69 @@ def _shape(name: str, case: Case) -> str:
     return f"{name}, {case.samples} samples x {case.steps} steps, {case.micro_batch} pairs a pass"
 
 
-if __name__ == "__main__":
-    exit_with(worker, sys.argv[1:])
+def run(config: UpdateConfig) -> dict[str, Any]:
+    """Measure with each number of ranks, append to update.csv and update-counts.csv, print, and return the summary.
+
+    Raises:
+        RunError: the processes failed; their messages are on standard error.
+    """
+    measured = [harness.in_processes(measure, config, ranks=ranks, threads=config.threads) for ranks in config.ranks]
+    rows = [row for part in measured for row in part.rows]
+    counts = [row for part in measured for row in part.counts]
+    compared = [case for part in measured for case in part.compared]
+    harness.append(config.out / "update.csv", rows)
+    harness.append(config.out / "update-counts.csv", counts, CountRow)
+    harness.show("update of a stored rollout", rows, baseline="baseline")
+    lines = [
+        {name.replace("_", " "): str(value) for name, value in asdict(row).items() if name != "torch"} for row in counts
+    ]
+    harness.show_table("counts of an update on one rank", lines, left=3)
+    for case in compared:
+        ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in case.speedup.items() if name != "baseline")
+        mfu = "".join(f"; MFU of {name} {value:.2f}" for name, value in case.mfu.items())
+        print(
+            f"{case.size}, {case.ranks} process(es), {case.train}, {case.steps} steps: {ratios} of the baseline's speed; "
+            f"gradients apart by {case.distance:.1g}{mfu}"
+        )
+    summary = summarize(counts, compared, config.counted)
+    if config.json:
+        print(json.dumps(summary))
+    return summary
+
+
+def summarize(
+    counts: Sequence[CountRow], compared: Sequence[Compared], counted: tuple[int, int, int]
+) -> dict[str, dict[str, float] | float]:
+    """Return the content of the line of JSON: counts with the most ranks, and the speed-up with the most ranks and steps.
+
+    An FSDP unit is a block or the rest of the model; counts per block are means over units. Of LoRA and full fine-tuning
+    the larger counts are taken. The speed-up is the smallest over both and over sizes.
+
+    Args:
+        counts, compared: rows of all numbers of ranks.
+        counted: numbers of recorded steps that were counted: few, some and many. Collectives are those of "some".
+    """
+    ranks = max(row.ranks for row in counts)
+    summary: dict[str, dict[str, float] | float] = {}
+    for provider in COMPARED:
+        few, some, many = (
+            [row for row in counts if (row.provider, row.ranks, row.steps) == (provider, ranks, steps)] for steps in counted
+        )
+        if few:
+            summary[provider] = {
+                "micro_batches": some[0].micro_batches,
+                "all_gather_per_block": max(row.all_gathers / row.units for row in some),
+                "reduce_scatter_per_block": max(row.reduce_scatters / row.units for row in some),
+                "host_reads_per_micro_batch": max(
+                    (b.host_reads - a.host_reads) / (b.micro_batches - a.micro_batches)
+                    for a, b in zip(few, some, strict=True)
+                ),
+                f"peak_bytes_{counted[0]}_steps": max(row.peak_bytes for row in few),
+                f"peak_bytes_{counted[-1]}_steps": max(row.peak_bytes for row in many),
+            }
+    steps = max(case.steps for case in compared)
+    headline = [case for case in compared if (case.steps, case.ranks) == (steps, ranks)]
+    summary["speedup_vs_baseline"] = min(case.speedup["keep"] for case in headline)
+    summary["speedup_vs_baseline_with_stored_log_probs"] = min(case.speedup_stored for case in headline)
+    summary["gradient_distance"] = max(case.distance for case in compared)
+    return summary

@@ -13,7 +13,7 @@ from torch import Tensor
 from fluvial.core import dgpo
 from fluvial.core.checks import check_fields
 from fluvial.core.dgpo import DgpoInfo
-from fluvial.core.dpo import D3poInfo, DpoInfo, best_and_worst, clipped_log_ratio, d3po_loss, dpo_info, dpo_loss
+from fluvial.core.dpo import D3poInfo, DpoInfo, best_and_worst, clipped_log_ratio, d3po_loss, dpo_loss
 from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl, log_prob_and_kl
 from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, equal_weights, ramp, the_advantage
@@ -70,8 +70,7 @@ class Dpo:
         """Return `dpo.dpo_loss`; an item holds the preferred sample and the other, `[P, 2, *event]`."""
         policies = v, items.predictions["ref"]
         errors = [config.error(each[:, i], items.target[:, i]) for each in policies for i in (0, 1)]
-        loss = dpo_loss(*errors, beta=self.beta, lose_weight=self.lose_weight)
-        return loss, dpo_info(*errors, beta=self.beta, lose_weight=self.lose_weight)
+        return dpo_loss(*errors, beta=self.beta, lose_weight=self.lose_weight)
 
 
 def _d3po_needs(config: "TrainConfig") -> Iterator[UsageError]:

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.device import is_last, load, sum_chunks, tree_sum
-from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length, scalars
+from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
@@ -214,21 +213,3 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 
 
 function = differentiable(operation, out_dims=(0, 0), setup_context=_setup_context, backward=_backward)
-
-
-def nft_loss(
-    v: Samples,
-    v_old: Samples,
-    x0: Samples,
-    xt: Samples,
-    t: Tensor,
-    reward_prob: PerSample,
-    *,
-    beta: float,
-    adv_clip: float,
-    weight_min: float,
-) -> PerSample:
-    """Return the loss; arguments as in `core.nft.nft_loss`, already checked."""
-    batch = v.shape[0]
-    numbers = [scalars(number, batch) for number in (t, reward_prob)]
-    return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]

@@ -5,11 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.core.policy import PolicyInfo
-from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.gaussian_step import DIAGNOSTICS, Policy, Saved, Step, forward, input_gradients, save
-from fluvial.kernels.fused.rows import scalars
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -48,33 +44,3 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 
 
 function = differentiable(operation, out_dims=(0, 1), setup_context=_setup_context, backward=_backward)
-
-
-def policy_loss(
-    transition: Transition,
-    x: Samples,
-    v: Samples,
-    x_next: Samples,
-    *,
-    log_prob_old: PerSample,
-    advantage: PerSample,
-    clip_low: float,
-    clip_high: float,
-    v_ref: Samples | None,
-    kl_coef: float,
-    kl_scale: Tensor,
-    v_uncond: Samples | None,
-    guidance: Tensor | None,
-    form: str,
-    reduction: str,
-) -> tuple[PerSample, PolicyInfo]:
-    """Return loss and diagnostics; arguments as in `core.step.policy_loss`, already checked, and the KL's factor."""
-    batch = v.shape[0]
-    coefficients = [scalars(coefficient, batch) for coefficient in transition]
-    g = None if guidance is None else scalars(guidance, batch)
-    numbers = [scalars(number, batch) for number in (log_prob_old, advantage, kl_scale)]
-    loss, more = function(
-        *coefficients, x, v, x_next, v_ref, v_uncond, g, *numbers, clip_low, clip_high, kl_coef, form, reduction
-    )
-    ratio, log_ratio, clipped, kl_old, kl_ref, _ = more.detach().unbind(0)
-    return loss, PolicyInfo(ratio, log_ratio, clipped, kl_old, kl_ref)

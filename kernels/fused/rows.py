@@ -102,11 +102,6 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
     return torch.accelerator.device_index(tensor.device.index)
 
 
-def scalars(tensor: Tensor, batch: int) -> Tensor:
-    """Return a 0-d or `[B]` tensor as float32 `[B]`, without a copy if it has that dtype."""
-    return tensor.to(torch.float32).expand(batch)
-
-
 def _log2(power: int) -> int:
     return power.bit_length() - 1
 

@@ -7,12 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fluvial.core.random import Key
-from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.device import is_last, load, normals, step_mean, sum_chunks, tree_sum, velocity
 from fluvial.kernels.fused.gaussian_step import FORMS, Saved, Step, finish, input_gradients, reduction_weights, results, save
-from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length, scalars
+from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -123,21 +120,3 @@ def _backward(ctx: Any, step_grad: Tensor | None, grad: Tensor | None) -> tuple[
 
 
 function = differentiable(operation, out_dims=(0, 0), setup_context=_setup_context, backward=_backward)
-
-
-def sde_step(
-    transition: Transition,
-    x: Samples,
-    v: Samples,
-    *,
-    key: Key,
-    v_uncond: Samples | None,
-    guidance: Tensor | None,
-    form: str,
-    reduction: str,
-) -> tuple[Samples, PerSample]:
-    """Return sample and log-prob; arguments as in `core.step.sde_step`, already checked, with one key per sample."""
-    coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
-    g = None if guidance is None else scalars(guidance, v.shape[0])
-    low, high = (torch.as_tensor(word, device=v.device).expand(v.shape[0]) for word in key)
-    return function(*coefficients, x, v, v_uncond, g, low, high, form, reduction)

@@ -5,10 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
-from fluvial.kernels.fused.rows import scalars
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -39,22 +36,3 @@ def _backward(ctx: Any, grad: Tensor | None, grad_kl: Tensor | None) -> tuple[Te
 
 
 function = differentiable(operation, out_dims=(0, 0), setup_context=_setup_context, backward=_backward)
-
-
-def step_log_prob(
-    transition: Transition,
-    x: Samples,
-    v: Samples,
-    x_next: Samples,
-    *,
-    v_ref: Samples | None,
-    v_uncond: Samples | None,
-    guidance: Tensor | None,
-    form: str,
-    reduction: str,
-) -> tuple[PerSample, PerSample | None]:
-    """Return log-prob and KL; arguments as in `core.step.step_log_prob`, already checked."""
-    coefficients = [scalars(coefficient, v.shape[0]) for coefficient in transition]
-    g = None if guidance is None else scalars(guidance, v.shape[0])
-    log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)
-    return log_prob, None if v_ref is None else kl

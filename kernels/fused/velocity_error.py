@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.core.types import PerSample, Samples
 from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
 from fluvial.kernels.fused.transforms import differentiable
 
@@ -36,8 +35,3 @@ def _difference(v: Tensor, target: Tensor) -> Step:
 
 
 function = differentiable(operation, out_dims=(0,), setup_context=_setup_context, backward=_backward)
-
-
-def velocity_error(v: Samples, target: Samples) -> PerSample:
-    """Return the error; arguments as in `core.flow_matching.velocity_error`, already checked."""
-    return function(v, target)

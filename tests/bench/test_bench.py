@@ -1,12 +1,15 @@
 """The harness and the first benchmark: rows that say what they were taken on; no timing is asserted."""
 
 import csv
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fluvial.bench import harness, phases
+from fluvial.engines.errors import RunError
 from fluvial.engines.rollout.window import RandomWindow
 
 pytestmark = pytest.mark.long
@@ -39,6 +42,17 @@ def test_functions_are_timed_in_turn() -> None:
     seconds = harness.alternate(2, {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, warmup=1)
     assert calls == ["a", "b"] * 3
     assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_a_call_in_other_processes_returns_fails_or_is_stopped() -> None:
+    """With the result of rank 0, and in one line with what went wrong."""
+    assert harness.in_processes(divmod, 7, 2) == (3, 1)
+    assert harness.in_processes(os.getenv, "OMP_NUM_THREADS", threads=3) == "3"
+    assert harness.in_processes(os.getenv, "RANK", ranks=2, threads=1) == "0"
+    with pytest.raises(RunError, match=r"^failed with code 1: ZeroDivisionError: "):
+        harness.in_processes(divmod, 1, 0)
+    with pytest.raises(RunError, match=r"^stopped after 0 s$"):
+        harness.in_processes(time.sleep, 60, limit=0.4)
 
 
 def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

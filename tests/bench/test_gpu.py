@@ -1,27 +1,33 @@
 """The parts that a lent GPU runs, on the CPU with a tiny model, so that they still work when one is there."""
 
-import csv
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fluvial.bench import gpu
+from fluvial.bench import gpu, harness
 from fluvial.bench.gpu import GpuConfig, GpuRow
+from fluvial.engines.errors import RunError
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.usefixtures("here"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="`make test-gpu` and `make bench-gpu` run the parts"),
 ]
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each part in this process, so that the tests' replacements act in it."""
+    monkeypatch.setattr(harness, "in_processes", lambda function, *arguments, limit: function(*arguments))
+
+
 def parts(out: Path, *names: str) -> list[GpuRow]:
     """Return the rows of some parts, all of which must have ended well."""
-    rows = gpu.run(GpuConfig(parts=names, separate=False, out=out))  # type: ignore[arg-type]
-    assert {row.part: row.note for row in rows if row.what == "part"} == dict.fromkeys(names, "done")
-    return rows
+    ended = gpu.run(GpuConfig(parts=names, limit=10, out=out))  # type: ignore[arg-type]
+    assert {row.part: row.note for row in ended} == dict.fromkeys(names, "done")
+    return harness.read(out / "gpu.csv", GpuRow)
 
 
 def test_updates_agree_with_their_rollouts(tmp_path: Path) -> None:
@@ -30,7 +36,6 @@ def test_updates_agree_with_their_rollouts(tmp_path: Path) -> None:
     ratios = [row for row in rows if row.what.startswith("first |log ratio|")]
     assert [row.value for row in ratios if "4 items" in row.setting] == [0.0] * 4
     assert len(ratios) == 8
-    assert len(list(csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines()))) == len(rows)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -53,7 +58,7 @@ def test_kernels_and_collectives(tmp_path: Path) -> None:
 
 def test_invariance_names_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mode compares every size of batch with the largest one."""
-    monkeypatch.setattr(gpu, "_median", lambda *_: 0.0)
+    monkeypatch.setattr(harness, "alternate", lambda runs, work, warmup: {name: [0.0] for name in work})
     monkeypatch.setattr(gpu, "MODES", {"default": gpu.MODES["default"]})
     rows = parts(tmp_path, "invariance")
     fractions = {row.setting: row.value for row in rows if row.what.startswith("samples with the bits")}
@@ -78,17 +83,13 @@ def test_the_first_operation_that_depends_on_the_batch() -> None:
 
 def test_a_part_that_fails_or_hangs_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next part runs."""
-    assert gpu.bounded([sys.executable, "-c", ""], 60) == ""
-    said = gpu.bounded([sys.executable, "-c", "raise ValueError('no')"], 60)
-    assert said == "failed with code 1: ValueError: no"
-    assert gpu.bounded([sys.executable, "-c", "import time; time.sleep(60)"], 0.5).startswith("stopped after")
 
     def broken(*_: object) -> None:
-        raise RuntimeError("out of memory")
+        raise RunError("failed with code 1: RuntimeError: out of memory")
 
     monkeypatch.setitem(gpu.PARTS_BY_NAME, "kernels", broken)
-    rows = gpu.run(GpuConfig(parts=("kernels", "nccl"), separate=False, out=tmp_path))
-    assert [row.note for row in rows if row.what == "part"] == ["failed: RuntimeError: out of memory", "done"]
+    rows = gpu.run(GpuConfig(parts=("kernels", "nccl"), out=tmp_path))
+    assert [row.note for row in rows] == ["failed with code 1: RuntimeError: out of memory", "done"]
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -20,8 +20,8 @@ from fluvial.bench.__main__ import main
 from fluvial.bench.peers import clone, measure, report, table, verl_omni
 from fluvial.bench.peers.config import Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import Agreement, Facts, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn
-from fluvial.bench.peers.pipeline import adapter_of, build_pipeline, first_moments
-from fluvial.bench.peers.report import cases, is_done, read, run
+from fluvial.bench.peers.pipeline import Peer, adapter_of
+from fluvial.bench.peers.report import cases, is_done, run
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
@@ -29,7 +29,7 @@ from fluvial.engines.errors import RunError, UsageError
 pytestmark = pytest.mark.long
 
 
-class StandIn:
+class StandIn(Peer):
     """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft.
 
     Args:
@@ -40,9 +40,8 @@ class StandIn:
     """
 
     def __init__(self, folder: Path, work: Work, *, scale: float = 1.0, slope: float = 1.0) -> None:
-        self.work, self.scale, self.slope = work, scale * work.scale, slope
-        self.module = build_pipeline(work).transformer
-        self.optimizer = torch.optim.AdamW([p for p in self.module.parameters() if p.requires_grad], lr=work.lr)
+        super().__init__(work)
+        self.scale, self.slope = scale * work.scale, slope
         scheduler = work.scheduler()
         self.sigmas, self.timesteps = scheduler.sigmas, scheduler.timesteps
         self.inputs = [torch.cat(halves) for halves in zip(work.uncond, work.cond, strict=True)]
@@ -96,10 +95,6 @@ class StandIn:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update."""
-        return first_moments(self.module, self.optimizer)
 
 
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
@@ -190,7 +185,7 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
         assert text["commit"] == "unknown"
         # Both hold the same parameters in float32, and two moments of those that are trained.
         assert row.held_bytes == pytest.approx(row.peer_held_bytes, rel=0.1)
-    assert rows == read(path)
+    assert rows == harness.read(path, PeerRow)
     assert run(replace(asked, skip_done=True), projects(tmp_path)) == []
     offline = run(replace(asked, peers=("unirl",), windows=(1,), skip_done=True), projects(tmp_path))
     assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2)]

@@ -9,7 +9,7 @@ from typing import Any
 import launch
 import pytest
 
-from fluvial.bench import served, serving
+from fluvial.bench import serving
 from fluvial.bench.serving import ServingConfig
 from fluvial.engines.errors import RunError
 from fluvial.engines.sources.in_process import InProcess
@@ -35,7 +35,7 @@ class Forked:
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork servers instead of importing torch in each."""
-    monkeypatch.setattr(served, "subprocess", Forked())
+    monkeypatch.setattr(serving, "subprocess", Forked())
 
 
 def test_bytes_and_latents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,15 +69,15 @@ def test_other_samples_are_not_compared(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_server_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = SimpleNamespace(stdout=io.StringIO(""), kill=lambda: None, wait=lambda timeout: 2)
-    monkeypatch.setattr(served, "subprocess", SimpleNamespace(PIPE=-1, Popen=lambda *args, **options: ended))
-    with pytest.raises(RunError, match="has not started"), served.serving("TINY", 2):
+    monkeypatch.setattr(serving, "subprocess", SimpleNamespace(PIPE=-1, Popen=lambda *args, **options: ended))
+    with pytest.raises(RunError, match="has not started"), serving.serving("TINY", 2):
         pytest.fail("it goes on")
 
 
 def test_the_time_of_a_process_is_that_of_its_work() -> None:
     """User and system time as Python's own clock has it, to a few ticks."""
-    before, start = served.cpu_seconds(Path("/proc/self")), time.process_time()
+    before, start = serving.cpu_seconds(Path("/proc/self")), time.process_time()
     while time.process_time() - start < 0.1:
         pass
-    spent = served.cpu_seconds(Path("/proc/self")) - before
+    spent = serving.cpu_seconds(Path("/proc/self")) - before
     assert abs(spent - (time.process_time() - start)) < 0.05

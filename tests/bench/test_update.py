@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update.cases import MODEL, SIZES, UpdateConfig
-from fluvial.bench.update.measure import COMPARED, Compared, CountRow
-from fluvial.bench.update.report import summarize
+from fluvial.bench.update.measure import COMPARED, Compared, CountRow, summarize
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 

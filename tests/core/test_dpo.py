@@ -11,7 +11,7 @@ from tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.dpo import DpoInfo, best_and_worst, dpo_info, dpo_loss
+from fluvial.core.dpo import DpoInfo, best_and_worst, dpo_loss
 
 errors = st.floats(0, 10)
 betas = st.floats(0.01, 5000)
@@ -29,9 +29,8 @@ def test_the_loss_is_the_formula(win: float, lose: float, win_ref: float, lose_r
     z = -beta / 2 * ((win - win_ref) - (lose - lose_ref))
     # -log sigmoid(z), written so that no exponential overflows.
     want = max(-z, 0.0) + math.log1p(math.exp(-abs(z)))
-    got = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
+    got, info = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
     assert got.item() == pytest.approx(want, rel=1e-12, abs=1e-300)
-    info = dpo_info(*double(win, lose, win_ref, lose_ref), beta=beta)
     assert isinstance(info, DpoInfo)
     assert info.margin.item() == z
     assert info.accuracy.item() == float(z > 0)
@@ -41,16 +40,17 @@ def test_the_loss_is_the_formula(win: float, lose: float, win_ref: float, lose_r
 
 @given(win=errors, lose=errors, beta=betas)
 def test_the_reference_itself_has_a_loss_of_log_2(win: float, lose: float, beta: float) -> None:
-    assert dpo_loss(*double(win, lose, win, lose), beta=beta).item() == pytest.approx(math.log(2), rel=1e-15)
-    assert dpo_info(*double(win, lose, win, lose), beta=beta).accuracy.item() == 0  # a tie is not won
+    loss, info = dpo_loss(*double(win, lose, win, lose), beta=beta)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-15)
+    assert info.accuracy.item() == 0  # a tie is not won
 
 
 @given(win=errors, lose=errors, win_ref=errors, lose_ref=errors, beta=st.floats(0.01, 2))
 def test_two_readings_of_a_pair_have_probabilities_that_sum_to_1(
     win: float, lose: float, win_ref: float, lose_ref: float, beta: float
 ) -> None:
-    one = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
-    other = dpo_loss(*double(lose, win, lose_ref, win_ref), beta=beta)
+    one, _ = dpo_loss(*double(win, lose, win_ref, lose_ref), beta=beta)
+    other, _ = dpo_loss(*double(lose, win, lose_ref, win_ref), beta=beta)
     assert (torch.exp(-one) + torch.exp(-other)).item() == pytest.approx(1)
 
 
@@ -59,8 +59,8 @@ def test_the_rejected_sample_counts_by_its_weight(win: float, lose: float, beta:
     """The loss is that of a rejected error moved less; with weight 0 its error is of no account."""
     asked: dict[str, Any] = {"beta": beta, "lose_weight": weight}
     moved = double(win, 1 + weight * (lose - 1), 1.0, 1.0)
-    assert_close(dpo_loss(*double(win, lose, 1.0, 1.0), **asked), dpo_loss(*moved, beta=beta), rtol=1e-9, atol=1e-9)
-    info = dpo_info(*double(win, lose, 1.0, 1.0), **asked)
+    loss, info = dpo_loss(*double(win, lose, 1.0, 1.0), **asked)
+    assert_close(loss, dpo_loss(*moved, beta=beta)[0], rtol=1e-9, atol=1e-9)
     assert info.margin.item() == pytest.approx(-beta / 2 * ((win - 1) - weight * (lose - 1)), rel=1e-9, abs=1e-9)
     with pytest.raises(ValueError, match="lose_weight"):
         dpo_loss(*double(win, lose, 1.0, 1.0), beta=beta, lose_weight=-0.1)
@@ -68,7 +68,7 @@ def test_the_rejected_sample_counts_by_its_weight(win: float, lose: float, beta:
 
 def test_the_gradient_lowers_one_error_and_raises_the_other() -> None:
     win, lose, win_ref, lose_ref = (tensor.requires_grad_() for tensor in normals(0, 4, 7).exp().unbind())
-    loss = dpo_loss(win, lose, win_ref, lose_ref, beta=3.0)
+    loss, _ = dpo_loss(win, lose, win_ref, lose_ref, beta=3.0)
     wins, loses = torch.autograd.grad(loss.sum(), (win, lose))
     z = -1.5 * ((win - win_ref) - (lose - lose_ref)).detach()
     assert_close(wins, 1.5 * torch.sigmoid(-z))
@@ -77,15 +77,15 @@ def test_the_gradient_lowers_one_error_and_raises_the_other() -> None:
 
 def test_extreme_margins_are_linear_on_one_side_and_vanish_on_the_other() -> None:
     zero, far = torch.zeros(3), torch.tensor([1e3, 1e10, 1e30])
-    assert_close(dpo_loss(far, zero, zero, zero, beta=2.0), far)
+    assert_close(dpo_loss(far, zero, zero, zero, beta=2.0)[0], far)
     win = far.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(dpo_loss(win, zero, zero, zero, beta=2.0).sum(), win)
+    (gradient,) = torch.autograd.grad(dpo_loss(win, zero, zero, zero, beta=2.0)[0].sum(), win)
     assert_close(gradient, torch.ones(3))
-    assert_close(dpo_loss(zero, far, zero, zero, beta=2.0), zero)
+    assert_close(dpo_loss(zero, far, zero, zero, beta=2.0)[0], zero)
 
 
 def test_diagnostics_carry_no_gradient() -> None:
-    info = dpo_info(*(tensor.requires_grad_() for tensor in normals(0, 4, 5).unbind()), beta=3.0)
+    _, info = dpo_loss(*(tensor.requires_grad_() for tensor in normals(0, 4, 5).unbind()), beta=3.0)
     assert not any(tensor.requires_grad for tensor in info)
     assert all(tensor.shape == (5,) for tensor in info)
 

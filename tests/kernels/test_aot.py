@@ -1,20 +1,17 @@
 """Every kernel, compiled for GPUs that are not there: wide accesses, each operand read once, no spills, few registers."""
 
-import csv
 import re
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import triton
 
-from fluvial.bench import aot
+from fluvial.bench import aot, harness
 from fluvial.bench.aot import AotRow
 from fluvial.kernels.fused import rows
-from fluvial.kernels.fused.velocity_error import velocity_error
+from fluvial.kernels.fused.velocity_error import function as velocity_error
 
 # A multiprocessor of 65,536 registers holds 3 blocks of 128 threads with 168 registers each, whose threads have 16 loads or
 # more of 16 bytes on their way: more than the 40 KiB that cover a Hopper's latency. On gfx942 a wave may have 512.
@@ -45,19 +42,7 @@ def complaints(rows: Iterable[AotRow]) -> list[str]:
 
 def committed() -> list[AotRow]:
     """Return the rows of bench/results/aot.csv."""
-    path = Path(__file__).parents[2] / "bench" / "results" / "aot.csv"
-    with path.open(newline="") as file:
-        return [row_of(texts) for texts in csv.DictReader(file)]
-
-
-def row_of(texts: dict[str, str]) -> AotRow:
-    """Return a row of the table; its columns of numbers are numbers again."""
-    values: dict[str, Any] = {
-        field.name: int(texts[field.name]) if field.type is int else texts[field.name]
-        for field in fields(AotRow)
-        if field.name in texts
-    }
-    return AotRow(**values)
+    return harness.read(Path(__file__).parents[2] / "bench" / "results" / "aot.csv", AotRow)
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)

@@ -94,7 +94,7 @@ def peaks(world: World) -> dict[int, int]:
     for steps in (2, 10):
         rollout = make_rollout(engine, case(steps), world)
         update = partial(update_engine, engine, rollout, micro_batch=SAMPLES)
-        found[steps] = counted(update, engine, rollout).peak_bytes
+        found[steps] = counted(update, engine, rollout)["peak_bytes"]
     return found
 
 
