@@ -1,7 +1,6 @@
 """Counts what slows an update down, exactly on any device: collectives, and reads that make the host wait."""
 
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -58,7 +57,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class HostReads:
+class HostReads(TorchDispatchMode):
     """Counts the reads for which the host waits for an accelerator's queue, by name, as `counts`.
 
     On the CPU nothing waits, and reads that would wait are counted. Those that dispatch no operation there (`tolist`,
@@ -66,9 +65,9 @@ class HostReads:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.counts: Counter[str] = Counter()
-        self._modes = ExitStack()
-        self._inside = False  # a method that is counted
+        self.calls, self.inside_call = _Calls(self), False
 
     @property
     def total(self) -> int:
@@ -76,12 +75,21 @@ class HostReads:
         return self.counts.total()
 
     def __enter__(self) -> Self:
-        self._modes.enter_context(_Calls(self))
-        self._modes.enter_context(_Operations(self))
+        self.calls.__enter__()
+        super().__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._modes.close()
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.calls.__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not self.inside_call and _waits(func, args, result):
+            self.counts[func.overloadpacket.__name__] += 1
+        return result
 
 
 class _Calls(TorchFunctionMode):
@@ -93,30 +101,14 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")  # properties of tensors come as slots, some without a name
-        if name not in READING or self.reads._inside:
+        if name not in READING or self.reads.inside_call:
             return func(*args, **(kwargs or {}))
         self.reads.counts[name] += 1
-        self.reads._inside = True
+        self.reads.inside_call = True
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.reads._inside = False
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations that the host waits for."""
-
-    def __init__(self, reads: HostReads) -> None:
-        super().__init__()
-        self.reads = reads
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if not self.reads._inside and _waits(func, args, result):
-            self.reads.counts[func.overloadpacket.__name__] += 1
-        return result
+            self.reads.inside_call = False
 
 
 def _waits(func: Any, args: tuple[Any, ...], result: Any) -> bool:

@@ -20,7 +20,7 @@ from torch._functorch import config as functorch_config
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
 from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_choice, check_number
 from fluvial.kernels.fused.rows import launches
 
 MODES = ("forward", "backward", "both")
@@ -60,10 +60,10 @@ class KernelsConfig:
     def __post_init__(self) -> None:
         check_number("kernels", "runs", self.runs, low=1)
         check_number("kernels", "seconds", self.seconds, low=0)
-        names = [operation.name for operation in OPERATIONS]
-        for field, known in (("shapes", list(SHAPES)), ("operations", names)):
-            if unknown := [name for name in getattr(self, field) if name not in known]:
-                raise ValueError(f"kernels: {field} has {unknown[0]!r}, expected some of {', '.join(known)}")
+        for shape in self.shapes:
+            check_choice("kernels", "shapes", shape, SHAPES)
+        for name in self.operations:
+            check_choice("kernels", "operations", name, [operation.name for operation in OPERATIONS])
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("kernels: device is cuda, and there is none here: use cpu")
 

@@ -1,7 +1,6 @@
 """Times the phases of the built-in job's update: rollout, reward and optimizer update, in samples per second."""
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,8 +29,8 @@ class PhasesConfig:
             raise ValueError(f"runs is {self.runs}, expected at least 1")
 
 
-def measure(config: PhasesConfig) -> list[Row]:
-    """Return a row for each phase of full fine-tuning and of LoRA."""
+def run(config: PhasesConfig) -> list[Row]:
+    """Measure each phase of full fine-tuning and of LoRA, append to phases.csv and print a table."""
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         job = jobs.handwriting()
         defaults = replace(recipes.grpo(), out=Path(folder))
@@ -48,7 +47,7 @@ def measure(config: PhasesConfig) -> list[Row]:
         for trainer in trainers.values():
             trainer.close()
         batch = defaults.rollout.batch
-        return [
+        rows = [
             harness.row(
                 phase,
                 times[1:],  # the first is the warm-up
@@ -61,11 +60,6 @@ def measure(config: PhasesConfig) -> list[Row]:
             for name, phases in seconds.items()
             for phase, times in phases.items()
         ]
-
-
-def run(config: PhasesConfig) -> Sequence[Row]:
-    """Measure, append to phases.csv and print a table."""
-    rows = measure(config)
     harness.append(config.out / "phases.csv", rows)
     harness.show("phases of an update of the handwriting job", rows, baseline="full")
     return rows

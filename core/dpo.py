@@ -46,7 +46,7 @@ def dpo_loss(
     beta: float,
     lose_weight: float = 1.0,
 ) -> tuple[PerSample, DpoInfo]:
-    """Return the preference loss and diagnostics of each pair, `[P]`; it falls as the policy fits the preferred sample better.
+    """Return the preference loss of each pair, `[P]`, and diagnostics; it falls as the preferred sample is fitted better.
 
         loss = -log sigmoid(-beta/2 ((err_win - err_win_ref) - w (err_lose - err_lose_ref)))
 

@@ -25,7 +25,7 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class Record:
-    """What is recorded of a rollout.
+    """Recording options of a rollout.
 
     Args:
         steps: indices of the recorded steps; None records the steps of the window that have a density.

@@ -66,7 +66,8 @@ def resolve(
         return "triton" if fused else "reference"
     if implementation == "triton" and (reason := _obstacle(samples, numbers)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
-    if implementation == "compiled" and _transformed():
+    compiling = torch.compiler.is_compiling()
+    if implementation == "compiled" and not compiling and torch._C._functorch.maybe_current_level() is not None:
         raise ValueError(f"{function}: implementation is 'compiled', which torch.func cannot transform: use 'reference'")
     return implementation
 
@@ -309,10 +310,6 @@ def _requires_grad(tensor: Tensor) -> bool:
     while not tensor.requires_grad and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor.requires_grad
-
-
-def _transformed() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def _run(function: Callable[..., Any], chosen: str, *args: Any, **options: Any) -> Any:

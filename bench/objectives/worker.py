@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from statistics import median
@@ -12,7 +10,7 @@ from typing import Any
 from fluvial.bench import harness
 from fluvial.bench.objectives.cases import EVALUATIONS, OFFLINE, TEACHER, Case, Point
 from fluvial.engines import Trainer
-from fluvial.engines.errors import RunError
+from fluvial.engines.cli import preferences
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.monitoring.diagnostics import Probe
 
@@ -21,8 +19,9 @@ PROBED = 4  # updates from which the time of one is taken; the first is left out
 
 def points(case: Case) -> list[Point]:
     """Train once, and return the evaluations, the base model's first."""
-    if case.recipe == OFFLINE:
-        _preferences(case)
+    chosen = case.folder / f"preferences-{case.seed}"
+    if case.recipe == OFFLINE and not (chosen / "preferences.jsonl").is_file():
+        harness.in_processes(preferences.run, ["handwriting", "--out", str(chosen), "--seed", str(case.seed)])
     config = case.config
     if case.seconds:
         config = replace(config, updates=affordable(_probed(config), case.seconds) * config.updates_per_rollout)
@@ -99,18 +98,3 @@ def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
     whole.write_text(json.dumps(found))
     whole.replace(path)
     return found
-
-
-def _preferences(case: Case) -> None:
-    """Draw the preferences that offline dpo learns from, unless they are there.
-
-    Raises:
-        RunError: it failed; the message has its last line.
-    """
-    folder = case.folder / f"preferences-{case.seed}"
-    if (folder / "preferences.jsonl").is_file():
-        return
-    words = ["preferences", "handwriting", "--out", str(folder), "--seed", str(case.seed)]
-    done = subprocess.run([sys.executable, "-P", "-m", "fluvial.engines", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"fluvial {' '.join(words)} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")

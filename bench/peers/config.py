@@ -14,7 +14,7 @@ from fluvial.bench.peers.unirl import UniRL
 from fluvial.bench.peers.verl_omni import VerlOmni
 from fluvial.bench.peers.work import Work
 from fluvial.bench.update.cases import SIZES
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_choice, check_number
 
 TRANSFORMER = "transformer"  # the forward and backward passes alone, which both sides have to make
 WINDOW_START = 1  # first step of a window
@@ -87,9 +87,10 @@ class PeersConfig:
         most = self.steps - WINDOW_START
         if not self.windows or not all(0 <= size <= most for size in self.windows):
             raise ValueError(f"peers: windows is {self.windows}, expected numbers from 0 to {most}")
-        for name, values, known in (("peers", self.peers, KNOWN), ("sizes", self.sizes, tuple(SIZES))):
-            if unknown := [value for value in values if value not in known]:
-                raise ValueError(f"peers: {name} has {unknown[0]!r}, expected some of {', '.join(known)}")
+        for peer in self.peers:
+            check_choice("peers", "peers", peer, KNOWN)
+        for size in self.sizes:
+            check_choice("peers", "sizes", size, SIZES)
 
 
 class Case(NamedTuple):

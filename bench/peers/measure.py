@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.alone import Passes
 from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.ours import Ours
-from fluvial.bench.peers.pipeline import Peer
+from fluvial.bench.peers.pipeline import Passes, Peer
 from fluvial.bench.peers.work import Stored, Work
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
@@ -167,10 +166,10 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     if project.samples:
         phases.append(({("rollout", config.samples): ours.rollout}, peer.rollout))
     phases.append((updates, partial(peer.update, stored)))
-    told = Facts(name, clone.commit(folder), case, agreement, held)
+    common = common_columns(case, clone.commit(folder), agreement, held, config)
     # DDP wants a gradient of every parameter, which a network without passes does not give.
     modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
-    yield from _rows(phases, told, config, world, modules)
+    yield from _rows(phases, common, config, world, modules)
 
 
 def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
@@ -184,23 +183,40 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
         ({("rollout", config.samples): own.rollout}, other.rollout),
         (updates, partial(other.passes, work.samples)),
     ]
-    told = Facts(TRANSFORMER, "peft", case, Agreement(log_prob, 0.0, 0.0), (0, 0))
-    yield from _rows(phases, told, config, world)
+    common = common_columns(case, "peft", Agreement(log_prob, 0.0, 0.0), (0, 0), config)
+    yield from _rows(phases, common, config, world)
 
 
-class Facts(NamedTuple):
-    """What the rows of a case have in common."""
+def common_columns(
+    case: Case, commit: str, agreement: Agreement, held: tuple[int, int], config: PeersConfig
+) -> dict[str, Any]:
+    """Return what all rows of a case have in common, by the names of `PeerRow`.
 
-    peer: str
-    commit: str
-    case: Case
-    agreement: Agreement
-    held: tuple[int, int]
+    Args:
+        case: the case.
+        commit: commit of the project.
+        agreement: distances of the two sides.
+        held: bytes that stay between calls, of fluvial and of the project.
+        config: settings of the benchmark.
+    """
+    return {
+        **case._asdict(),
+        "commit": commit,
+        "fluvial": clone.commit(ROOT),
+        "samples": config.samples,
+        "steps": config.steps,
+        "peer_pairs": config.samples,
+        "held_bytes": held[0],
+        "peer_held_bytes": held[1],
+        "log_prob_distance": agreement.log_prob,
+        "gradient_distance": agreement.gradient,
+        **harness.facts(PeerRow),
+    }
 
 
 def _rows(
     phases: Sequence[tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]],
-    facts: Facts,
+    common: Mapping[str, Any],
     config: PeersConfig,
     world: World,
     modules: Sequence[Any] = (),
@@ -208,45 +224,30 @@ def _rows(
     for mine, theirs in phases:
         sides = [*mine.values(), theirs]
         *seconds, other = time_in_turn(config.runs, sides, world)
-        peaks = [_largest(peak_bytes(call), world) for call in sides]
+        peaks = [max(world.gather_items(peak_bytes(call))) for call in sides]
         rests = [[0.0] for _ in sides]
         if modules:
             with without_passes(*modules):
                 rests = time_in_turn(REST_ROUNDS, sides)
         for (what, pairs), own, peak, rest in zip(mine, seconds, peaks, rests, strict=False):
-            yield row(facts, what, pairs, (own, other), (peak, peaks[-1]), (rest, rests[-1]), config)
-
-
-def _largest(number: int, world: World) -> int:
-    return max(world.gather_items(number))
+            yield row(common, what, pairs, (own, other), (peak, peaks[-1]), (rest, rests[-1]))
 
 
 def row(
-    facts: Facts,
+    common: Mapping[str, Any],
     what: str,
     pairs: int,
     seconds: tuple[list[float], list[float]],
     peaks: tuple[int, int],
     rests: tuple[list[float], list[float]],
-    config: PeersConfig,
 ) -> PeerRow:
     """Return the row of one comparison."""
     own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
     p20, p50, p80 = harness.spread(own / other)
-    case, agreement = facts.case, facts.agreement
     rest, other_rest = (min(times) for times in rests)  # short, so that the least is the undisturbed one
     return PeerRow(
-        peer=facts.peer,
-        commit=facts.commit,
-        fluvial=clone.commit(ROOT),
-        size=case.size,
-        ranks=case.ranks,
         what=what,
-        samples=config.samples,
-        steps=config.steps,
-        window=case.window,
         pairs=pairs,
-        peer_pairs=config.samples,
         runs=len(own),
         p20=p20,
         p50=p50,
@@ -255,13 +256,9 @@ def row(
         peer_seconds=float(other.median()),
         rest_seconds=rest,
         peer_rest_seconds=other_rest,
-        held_bytes=facts.held[0],
-        peer_held_bytes=facts.held[1],
         peak_bytes=peaks[0],
         peer_peak_bytes=peaks[1],
-        log_prob_distance=agreement.log_prob,
-        gradient_distance=agreement.gradient,
-        **harness.facts(PeerRow),
+        **common,
     )
 
 

@@ -5,15 +5,25 @@ python -P -m fluvial.bench peers --clones FOLDER
 FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from fluvial.bench import harness
-from fluvial.bench.peers import clone, table
-from fluvial.bench.peers.config import PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers import clone
+from fluvial.bench.peers.config import KNOWN, PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import ROOT, measure_cases
 from fluvial.engines.errors import UsageError
+
+NAMES = {
+    "flow_grpo": "Flow-GRPO",
+    "flow_factory": "Flow-Factory",
+    "unirl": "UniRL",
+    "verl_omni": "verl-omni, stored log-probabilities",
+    "verl_omni_default": "verl-omni, default",
+}
+Key = tuple[str, str, int, int]  # peer, size, ranks, window
+Rows = dict[tuple[str, int], PeerRow]  # by phase and pairs per pass
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
@@ -26,7 +36,7 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
     path = config.out / "peers.csv"
     before = harness.read(path, PeerRow)
     if config.table:
-        print(table.markdown(before))
+        print(markdown(before))
         return []
     if torch.cuda.is_available():
         raise UsageError("peers: CPU time says nothing of work on a GPU: hide it with CUDA_VISIBLE_DEVICES=")
@@ -106,3 +116,106 @@ def show(rows: Sequence[PeerRow]) -> None:
         for row in rows
     ]
     harness.show_table("CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster", lines, left=5)
+
+
+def markdown(rows: Sequence[PeerRow]) -> str:
+    """Return the tables of the newest commit of fluvial: ratios, the transformer's share, and memory.
+
+    Of rows with the same peer, size, processes, window, phase and pairs the last one counts.
+    """
+    newest = [row for row in rows if row.fluvial == rows[-1].fluvial]
+    by_case: dict[Key, Rows] = {}
+    for row in newest:
+        by_case.setdefault((row.peer, row.size, row.ranks, row.window), {})[row.what, row.pairs] = row
+    order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_place)
+    cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, key[3]), {})) for key in order]
+    if not cases:
+        return "peers.csv has no row of a project"
+    ratios = [_head(key, found) | _ratios(found) for key, found, _ in cases]
+    shares = [_head(key, found) | _shares(found, alone) for key, found, alone in cases if key[2] == 1 and alone]
+    memory = [_head(key, found) | _memory(found) for key, found, _ in cases]
+    commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in _commits(newest))
+    made = f"fluvial at `{newest[-1].fluvial}`; {commits}; medians of {_span(row.runs for row in newest)} rounds."
+    apart = (
+        f"Log-probabilities are {max(row.log_prob_distance for row in newest):.0e} apart at most, gradients "
+        f"{max(row.gradient_distance for row in newest):.0e}."
+    )
+    return "\n\n".join([made, apart, *map(harness.markdown, (ratios, shares, memory))])
+
+
+def _place(key: Key) -> tuple[int, int, str, int]:
+    peer, size, ranks, window = key
+    return ranks, window, {"tiny": "0", "small": "1"}.get(size, size), KNOWN.index(peer)
+
+
+def _head(key: Key, found: Rows) -> dict[str, str]:
+    peer, size, ranks, window = key
+    steps = next(iter(found.values())).steps
+    return {
+        "project": NAMES[peer],
+        "size": size,
+        "processes": str(ranks),
+        "steps with noise": f"{window or steps} of {steps}",
+    }
+
+
+def _phases(found: Rows) -> tuple[PeerRow | None, PeerRow | None, PeerRow | None]:
+    """Return the rows of the rollout, of the update with as many pairs per pass, and of the fastest one with more."""
+    rollout = next((row for (what, _), row in found.items() if what == "rollout"), None)
+    updates = [row for (what, _), row in found.items() if what == "update"]
+    equal = next((row for row in updates if row.pairs == row.peer_pairs), None)
+    larger = [row for row in updates if row.pairs > row.peer_pairs]
+    return rollout, equal, min(larger, key=lambda row: row.p50, default=None)
+
+
+def _ratios(found: Rows) -> dict[str, str]:
+    rollout, equal, larger = _phases(found)
+    return {
+        "rollout": _ratio(rollout),
+        "update, as many pairs per pass": _ratio(equal),
+        "update, larger passes": "-" if larger is None else f"{larger.pairs}: {_ratio(larger)}",
+    }
+
+
+def _ratio(row: PeerRow | None) -> str:
+    return "-" if row is None else f"{row.p50:.2f} ({row.p20:.2f} to {row.p80:.2f})"
+
+
+def _shares(found: Rows, alone: Rows) -> dict[str, str]:
+    """Return three cells per phase, of as many pairs per pass on both sides.
+
+    They are the share of the project's time that the passes of its transformer take; the ratio that would remain if
+    fluvial made its own passes and nothing else; and the time of both sides without the passes. Only ratios of one
+    round and the rests are used, because the speed of a machine drifts between cases.
+    """
+    cells = dict[str, str]()
+    for phase, row, bare in zip(("rollout", "update"), _phases(found), _phases(alone), strict=False):
+        share, least, rests = "-", "-", "-"
+        if row is not None and bare is not None:
+            passes = 1 - row.peer_rest_seconds / row.peer_seconds
+            share, least = f"{passes:.2f}", f"{passes * bare.p50:.2f}"
+            rests = f"{1000 * row.rest_seconds:.0f}, {1000 * row.peer_rest_seconds:.0f} of {1000 * row.peer_seconds:.0f} ms"
+        cells |= {f"{phase}: passes": share, f"{phase}: least ratio": least, f"{phase}: the rest": rests}
+    return cells
+
+
+def _memory(found: Rows) -> dict[str, str]:
+    rows = dict(zip(("peak, rollout", "peak, update", "peak, larger passes"), _phases(found), strict=True))
+    held = next(iter(found.values()))
+    return {
+        "held": _megabytes(held.held_bytes, held.peer_held_bytes),
+        **{name: "-" if row is None else _megabytes(row.peak_bytes, row.peer_peak_bytes) for name, row in rows.items()},
+    }
+
+
+def _megabytes(own: int, other: int) -> str:
+    return f"{own / 1e6:.1f} MB, {other / 1e6:.1f} MB"
+
+
+def _commits(rows: Sequence[PeerRow]) -> list[tuple[str, str]]:
+    return sorted({(row.peer, row.commit) for row in rows if row.peer != TRANSFORMER}, key=lambda pair: KNOWN.index(pair[0]))
+
+
+def _span(numbers: Iterable[int]) -> str:
+    found = sorted(set(numbers))
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

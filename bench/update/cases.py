@@ -5,6 +5,7 @@ and gradient; `bench.baselines` describes the published loop. Both put the same 
 forward and backward pass, so that they hold the same activations: the baseline samples at one step, the engine any items.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop, Stored
-from fluvial.core.checks import check_number
+from fluvial.core.checks import check_choice, check_number
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Trajectory, scan
 from fluvial.core.table import plan
@@ -31,6 +32,7 @@ from fluvial.models import Cond, LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.model import CONFIG, CodeCond
+from fluvial.models.pipelines.folder import CONFIGURATIONS
 
 # The adapter of SD3's transformer; `predict`, `blocks` and `schedule` work for every size.
 MODEL = Handwriting(None)
@@ -66,21 +68,8 @@ class Size:
         return module
 
 
-SD35 = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 384,
-    "dual_attention_layers": tuple(range(13)),
-    "qk_norm": "rms_norm",
-}
+_MEDIUM = json.loads((CONFIGURATIONS / "stable-diffusion-3.5-medium" / "transformer" / "config.json").read_text())
+SD35 = {name: value for name, value in _MEDIUM.items() if not name.startswith("_")}
 TINY = {
     **CONFIG,
     "sample_size": 4,
@@ -150,8 +139,8 @@ class UpdateConfig:
                 raise ValueError(f"update: {name} is {getattr(self, name)}, expected numbers of at least 1")
         if sorted(set(self.counted)) != list(self.counted):
             raise ValueError(f"update: counted is {self.counted}, expected rising numbers")
-        if unknown := [size for size in self.sizes if size not in SIZES]:
-            raise ValueError(f"update: sizes has {unknown[0]!r}, expected some of {', '.join(SIZES)}")
+        for size in self.sizes:
+            check_choice("update", "sizes", size, SIZES)
 
 
 @dataclass(frozen=True)

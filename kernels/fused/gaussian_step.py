@@ -321,53 +321,6 @@ def forward(
     return out, more
 
 
-def backward(
-    step: Step,
-    grad: Tensor | None,
-    grad_kl: Tensor | None = None,
-    *,
-    needs: Sequence[bool],
-    form: str = "unscaled",
-    reduction: str = "mean",
-    slope: Tensor | None = None,
-    kl_scale: Tensor | None = None,
-    kl_coef: float = 0.0,
-    step_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward pass and return the gradients of (x, v, x_next, v_ref, v_uncond), empty where not needed.
-
-    Args:
-        step, form, reduction: as in `forward`.
-        grad, grad_kl: gradients of the log-prob (or error, or policy loss) and of the KL, `[B]`.
-        needs: whether each of the five gradients is needed.
-        slope, kl_scale, kl_coef: for a policy loss, d loss / d log-prob and the weight of the KL, |dt| or 1 and kl_coef.
-        step_grad: gradient of x_next as a result of the step, `[B, *event]`.
-    """
-    batch, length = step.v.shape[0], row_length(step.v)
-    inputs = (step.x, step.v, step.x_next, step.v_ref, step.v_uncond)
-    grad_kl = None if step.v_ref is None else grad_kl
-    # An operand without a gradient path is not read, so that an infinity in it cannot reach the other gradients.
-    no_kl = grad_kl is None and slope is None
-    x, x_next = (None, None) if grad is None else (step.x, step.x_next)
-    v_ref = None if no_kl else step.v_ref
-    read = (step.a, step.b, step.std, x, step.v, x_next, v_ref, step.v_uncond, step.guidance)
-    wanted = [
-        None if not need or tensor is None else tensor.new_zeros(tensor.shape) if unread else tensor.new_empty(tensor.shape)
-        for tensor, need, unread in zip(inputs, needs, (False, False, False, no_kl, False), strict=True)
-    ]
-    if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
-        cut = partition(length)
-        operands = [operand(t) for t in (*read, grad, grad_kl, slope, kl_scale, step_grad)]
-        with on_device_of(step.v):
-            gradients[(batch * cut.chunks,)](
-                *(t for t, _ in operands), *(s for _, s in operands), *wanted,
-                length, cut.chunks, reduction_weights(length, reduction)[0], kl_coef,
-                BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
-            )  # fmt: skip
-    dx, dv, dnext, dref, duncond = (step.v.new_empty(0) if tensor is None else tensor for tensor in wanted)
-    return dx, dv, dnext, dref, duncond
-
-
 @torch.library.custom_op("fluvial::step_gradients", mutates_args=())
 def step_gradients_operation(
     grad: Tensor | None, grad_kl: Tensor | None, slope: Tensor | None, kl_scale: Tensor | None, step_grad: Tensor | None,
@@ -376,12 +329,34 @@ def step_gradients_operation(
     kl_coef: float, form: str, reduction: str,
     need_x: bool, need_v: bool, need_next: bool, need_ref: bool, need_uncond: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the needed gradients of (x, v, x_next, v_ref, v_uncond), the others empty; see `backward`."""
-    return backward(
-        Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), grad, grad_kl,
-        needs=(need_x, need_v, need_next, need_ref, need_uncond), form=form, reduction=reduction,
-        slope=slope, kl_scale=kl_scale, kl_coef=kl_coef, step_grad=step_grad,
-    )  # fmt: skip
+    """Launch the backward pass and return the needed gradients of (x, v, x_next, v_ref, v_uncond), the others empty.
+
+    Args:
+        grad, grad_kl: gradients of the log-prob (or error, or policy loss) and of the KL, `[B]`.
+        slope, kl_scale, kl_coef: for a policy loss, d loss / d log-prob and the weight of the KL, |dt| or 1 and kl_coef.
+        step_grad: gradient of x_next as a result of the step, `[B, *event]`.
+    """
+    batch, length = v.shape[0], row_length(v)
+    grad_kl = None if v_ref is None else grad_kl
+    # An operand without a gradient path is not read, so that an infinity in it cannot reach the other gradients.
+    no_kl = grad_kl is None and slope is None
+    read_x, read_next = (None, None) if grad is None else (x, x_next)
+    read = (a, b, std, read_x, v, read_next, None if no_kl else v_ref, v_uncond, guidance)
+    inputs = ((x, need_x), (v, need_v), (x_next, need_next), (v_ref, need_ref), (v_uncond, need_uncond))
+    wanted = [None if tensor is None or not need else tensor.new_empty(tensor.shape) for tensor, need in inputs]
+    if wanted[3] is not None and no_kl:
+        wanted[3].zero_()
+    if batch > 0 and length > 0 and any(tensor is not None for tensor in wanted):
+        cut = partition(length)
+        operands = [operand(t) for t in (*read, grad, grad_kl, slope, kl_scale, step_grad)]
+        with on_device_of(v):
+            gradients[(batch * cut.chunks,)](
+                *(t for t, _ in operands), *(s for _, s in operands), *wanted,
+                length, cut.chunks, reduction_weights(length, reduction)[0], kl_coef,
+                BLOCKS=cut.blocks, LEVELS=cut.levels, FORM=FORMS[form], num_warps=cut.warps, **EXACT,
+            )  # fmt: skip
+    dx, dv, dnext, dref, duncond = (v.new_empty(0) if tensor is None else tensor for tensor in wanted)
+    return dx, dv, dnext, dref, duncond
 
 
 @step_gradients_operation.register_fake

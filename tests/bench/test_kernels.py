@@ -59,8 +59,8 @@ def test_the_benchmark_writes_rows_and_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("shapes", ("SD9",), "shapes has 'SD9', expected some of handwriting"),
-        ("operations", ("conv",), "operations has 'conv', expected some of step_log_prob"),
+        ("shapes", ("SD9",), "shapes is 'SD9', expected one of 'handwriting'"),
+        ("operations", ("conv",), "operations is 'conv', expected one of 'step_log_prob'"),
         ("runs", 0, "runs is 0"),
     ],
 )

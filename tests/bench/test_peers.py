@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fluvial.bench import harness
 from fluvial.bench.__main__ import main
-from fluvial.bench.peers import clone, measure, report, table, verl_omni
+from fluvial.bench.peers import clone, measure, report, verl_omni
 from fluvial.bench.peers.config import Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.measure import Agreement, Facts, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn
+from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn
 from fluvial.bench.peers.pipeline import Peer, adapter_of
 from fluvial.bench.peers.report import cases, is_done, run
 from fluvial.bench.peers.work import Sampled, Stored, Work
@@ -124,15 +124,14 @@ def config(tmp_path: Path, **changes: Any) -> PeersConfig:
 
 def a_row(**changes: Any) -> PeerRow:
     """Return a row of the newest commit."""
-    facts = Facts("flow_grpo", "abc", Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6), (8_000_000, 9_000_000))
+    case, agreement = Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
     row = measure.row(
-        facts,
+        measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
         "update",
         8,
         ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0]),
         (5_000_000, 6_000_000),
         ([0.04, 0.03], [0.02, 0.05]),
-        PeersConfig(),
     )
     return replace(row, **changes)
 
@@ -349,7 +348,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     harness.append(tmp_path / "peers.csv", rows, PeerRow)
     assert main(["peers", "--table", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert told.strip() == table.markdown(rows)
+    assert told.strip() == report.markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) |" in told
     assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - |" in told
@@ -358,7 +357,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
     assert "Flow-GRPO at `abc`" in told
     assert "medians of 3 rounds" in told
-    assert table.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
+    assert report.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
 
 
 def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

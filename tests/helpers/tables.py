@@ -263,6 +263,10 @@ def _dppo(v: Tensor, v_old: Tensor, log_prob: Tensor, log_prob_old: Tensor, adva
     return policy.dppo_surrogate(log_prob, log_prob_old, advantage, step, v, v_old, kl_threshold=1.0)[0]
 
 
+def _dpo(err_win: Tensor, err_lose: Tensor, err_win_ref: Tensor, err_lose_ref: Tensor) -> Tensor:
+    return dpo.dpo_loss(err_win, err_lose, err_win_ref, err_lose_ref, beta=3.0)[0]
+
+
 def _nft(v: Tensor, v_old: Tensor, x0: Tensor, xt: Tensor, t: Tensor, prob: Tensor) -> Tensor:
     return nft.nft_loss(v, v_old, x0, xt, t, prob, beta=0.3, adv_clip=5.0)
 
@@ -286,7 +290,7 @@ OBJECTIVES = (
     ObjectiveRow("guard_surrogate", ("log_prob", "v"), (), _guard, scalars=("v_old", *_PROBS, "a", "b", "std", "dt")),
     ObjectiveRow("dppo_surrogate", ("log_prob",), ("v", "v_old"), _dppo, scalars=(*_PROBS, "a", "b", "std")),
     ObjectiveRow("nft_loss", ("v",), ("v_old", "x0", "xt"), _nft, scalars=("t", "prob")),
-    ObjectiveRow("dpo_loss", ("err_win", "err_lose"), ("err_win_ref", "err_lose_ref"), partial(dpo.dpo_loss, beta=3.0)),
+    ObjectiveRow("dpo_loss", ("err_win", "err_lose"), ("err_win_ref", "err_lose_ref"), _dpo),
     *(
         ObjectiveRow(f"awm_log_prob {weighting}", ("error",), (), partial(awm.awm_log_prob, weighting=weighting), ("t",))
         for weighting in awm.WEIGHTINGS
