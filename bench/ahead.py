@@ -5,13 +5,12 @@
 The seconds are sleeps, in the thread that samples and in the update, so that other programs on the machine change little.
 """
 
-import itertools
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -31,21 +30,13 @@ ROLLOUTS = 8
 CASES = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))  # seconds of a rollout, and of its update
 
 
-class Compared(NamedTuple):
-    """A run beside its simulation."""
-
-    measured: float  # seconds of the run
-    simulated: float
-    idle: float  # share of the time without an update, as the run recorded it
-
-
 def spread(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Score images by their brightness."""
     return images.mean((1, 2, 3)).cpu()
 
 
-def compare(rollout: float, update: float, ahead: int, world: World, folder: Path) -> Compared:
-    """Return the seconds of a run and of its simulation, which knows the seconds of each rollout and each update.
+def compare(rollout: float, update: float, ahead: int, world: World, folder: Path) -> dict[str, str]:
+    """Return the row of a run beside its simulation, which knows the seconds of each rollout and each update.
 
     Args:
         rollout, update: seconds of sleep in each.
@@ -85,27 +76,22 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         measured = time.perf_counter() - start
     seconds = [sum(record["seconds"].values()) for record in records]
     idle = sum(record["speed"]["trainer_idle"] * own for record, own in zip(records, seconds, strict=True)) / sum(seconds)
-    return Compared(measured, simulate(made, learnt, ahead=ahead).seconds, idle)
+    simulated = simulate(made, learnt, ahead=ahead).seconds
+    return {
+        "rollout": f"{rollout:g} s",
+        "update": f"{update:g} s",
+        "K": str(ahead),
+        "measured": f"{measured:.1f} s",
+        "simulated": f"{simulated:.1f} s",
+        "difference": f"{simulated / measured - 1:+.1%}",
+        "trainer idle": f"{idle:.0%}",
+    }
 
 
 def main() -> None:
     """Print a row per case and number of rollouts ahead, as a table of Markdown."""
-    lines = []
     with init_world() as world, TemporaryDirectory() as folder:
-        for (rollout, update), ahead in itertools.product(CASES, (0, 1)):
-            found = compare(rollout, update, ahead, world, Path(folder))
-            lines.append(
-                {
-                    "rollout": f"{rollout:g} s",
-                    "update": f"{update:g} s",
-                    "K": str(ahead),
-                    "measured": f"{found.measured:.1f} s",
-                    "simulated": f"{found.simulated:.1f} s",
-                    "difference": f"{found.simulated / found.measured - 1:+.1%}",
-                    "trainer idle": f"{found.idle:.0%}",
-                }
-            )
-    print(harness.markdown(lines))
+        print(harness.markdown([compare(*case, ahead, world, Path(folder)) for case in CASES for ahead in (0, 1)]))
 
 
 if __name__ == "__main__":

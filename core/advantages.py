@@ -62,10 +62,7 @@ def multi_reward_advantages(
         rewards: `[B, K]`.
         weights: weight of each reward, `[K]`.
         group: group of each sample, `[B]` integers.
-        scale, eps, ddof: as in `group_advantages`, for each reward; eps and ddof for their sum, too.
-
-    Raises:
-        ValueError: as in `group_advantages`.
+        scale, eps, ddof: as in `group_advantages`, which also says what raises; eps and ddof hold for the sum, too.
     """
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
         raise ValueError(

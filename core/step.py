@@ -65,10 +65,7 @@ def sde_step(
     form: Form = "density",
     reduction: Reduction = "mean",
 ) -> tuple[Samples, PerSample]:
-    """Return a draw x_next ~ N(a x + b v, std^2 I), `[B, *event]`, and its log-probability, `[B]`.
-
-    Gradients flow through x_next along the path. They flow through the log-probability with x_next held constant, as in an
-    update.
+    """Return a draw x_next ~ N(a x + b v, std^2 I), `[B, *event]`, and its log-probability, `[B]`, as `gaussian.draw` does.
 
     Args:
         transition: coefficients `[B]` or 0-d.

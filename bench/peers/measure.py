@@ -26,6 +26,8 @@ from fluvial.engines.plan.memory import LiveStorages
 REST_ROUNDS = 9  # of rollouts and updates without the network's passes, which take milliseconds
 TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
 ROOT = Path(__file__).resolve().parents[2]
+# fluvial's ways by (what, pairs per pass), and the project's.
+Phase = tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]
 
 
 class Agreement(NamedTuple):
@@ -162,7 +164,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     held = held[0] + compared.held[0], held[1] + compared.held[1]
     items = ours.items(stored)
     updates = {("update", pairs): partial(ours.update, items, pairs=pairs) for pairs in case.pairs(config)}
-    phases: list[tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]] = []
+    phases = list[Phase]()
     if project.samples:
         phases.append(({("rollout", config.samples): ours.rollout}, peer.rollout))
     phases.append((updates, partial(peer.update, stored)))
@@ -179,7 +181,7 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
     updates = {("update", pairs): partial(own.passes, pairs) for pairs in case.pairs(config)}
-    phases: list[tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]] = [
+    phases: list[Phase] = [
         ({("rollout", config.samples): own.rollout}, other.rollout),
         (updates, partial(other.passes, work.samples)),
     ]
@@ -215,7 +217,7 @@ def common_columns(
 
 
 def _rows(
-    phases: Sequence[tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]],
+    phases: Sequence[Phase],
     common: Mapping[str, Any],
     config: PeersConfig,
     world: World,

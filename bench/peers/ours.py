@@ -63,17 +63,13 @@ class Ours:
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
         self.rollouts, self.learners = 0, dict[int, learner.Learner]()
 
-    def trajectory(self) -> Trajectory:
+    def rollout(self) -> Sampled:
         """Return the next rollout."""
         requests = Requests(as_prompts(self.work.prompts), self.work.ids, key(self.rollouts))
         self.rollouts += 1
         with self.parts.policies.behaviour(self.parts.engine) as module:
             chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
-        return chunks[0].trajectory
-
-    def rollout(self) -> Sampled:
-        """Return the next rollout in the form of the comparison."""
-        made = self.trajectory()
+        made = chunks[0].trajectory
         return Sampled(torch.cat([made.x[:, :1], made.x_next], dim=1), made.log_prob)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
