@@ -182,30 +182,22 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
             advice = "resume with the settings that it was saved with, or start a run in another folder"
             raise RunError(f"checkpoint {path} is of another run: {changes}; {advice}")
     store, name = locate(path)
-    unread = f"checkpoint {path} could not be read: {{reason}}"
+    unread, other = f"checkpoint {path} could not be read: {{reason}}", f"checkpoint {path} is of another model"
     with TemporaryDirectory(prefix="fluvial-") as scratch:
         with _agreed(world, unread):
             reader = TensorFiles(store, name, manifest["files"], Path(scratch))
             held = reader.read_metadata().state_dict_metadata
         with world.agreed():
             if set(held) != set(state):
-                raise RunError(
-                    f"checkpoint {path} is of another model: it holds {len(held)} tensors, {len(set(held) & set(state))} "
-                    f"of the {len(state)} expected"
-                )
+                shared = len(set(held) & set(state))
+                raise RunError(f"{other}: it holds {len(held)} tensors, {shared} of the {len(state)} expected")
             for key, tensor in state.items():
                 entry = held[key]
                 assert isinstance(entry, TensorStorageMetadata)  # safetensors hold nothing else
                 if entry.size != tensor.shape:
-                    raise RunError(
-                        f"checkpoint {path} is of another model: {key} has shape {list(entry.size)} there, "
-                        f"{list(tensor.shape)} here"
-                    )
+                    raise RunError(f"{other}: {key} has shape {list(entry.size)} there, {list(tensor.shape)} here")
                 if entry.properties.dtype != tensor.dtype:
-                    raise RunError(
-                        f"checkpoint {path} is of another model: {key} is {entry.properties.dtype} there, "
-                        f"{tensor.dtype} here"
-                    )
+                    raise RunError(f"{other}: {key} is {entry.properties.dtype} there, {tensor.dtype} here")
                 if sum(chunk.sizes.numel() for chunk in entry.chunks) != tensor.numel():
                     raise RunError(f"checkpoint {path} holds only a part of {key}")
         with _agreed(world, unread):
@@ -312,7 +304,7 @@ def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> s
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
         return f"{MANIFEST} cannot be read"
     present = store.sizes(name)
-    if store.holds_only_its_own() and (unknown := {*present} - {*expected, MANIFEST}):
+    if store.holds_only_its_own and (unknown := {*present} - {*expected, MANIFEST}):
         return f"{min(unknown)} does not belong to it"
     for file, (size, _) in expected.items():
         if file not in present:

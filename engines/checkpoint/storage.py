@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -45,6 +45,7 @@ class CheckpointStore(ABC):
     fs: AbstractFileSystem
     path: str  # in the spelling of `fs`
     spelling: str  # in the user's spelling, up to a checkpoint's name
+    holds_only_its_own: ClassVar[bool] = True  # whether a killed save never leaves foreign files in a checkpoint's folder
 
     def spelled(self, name: str) -> str:
         """Return a checkpoint's path or URL in the user's spelling."""
@@ -74,10 +75,6 @@ class CheckpointStore(ABC):
         Args:
             recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
         """
-
-    @abstractmethod
-    def holds_only_its_own(self) -> bool:
-        """Return whether a killed save never leaves foreign files in a checkpoint's folder."""
 
     @abstractmethod
     def draft(self, name: str) -> Draft:
@@ -110,9 +107,9 @@ class CheckpointStore(ABC):
     def _at(self, *names: str) -> str:
         return "/".join((self.path.rstrip("/"), *names))
 
-    @abstractmethod
     def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the filesystem, and raise OSError if it fails."""
+        return call(*args, **options)
 
 
 class LocalStore(CheckpointStore):
@@ -123,9 +120,6 @@ class LocalStore(CheckpointStore):
             self._recover()
         found = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
         return sorted((name for name in found if NAME.fullmatch(name)), key=int)
-
-    def holds_only_its_own(self) -> bool:
-        return True
 
     def draft(self, name: str) -> Draft:
         root = Path(self.path)
@@ -186,9 +180,6 @@ class LocalStore(CheckpointStore):
                 with suppress(FileNotFoundError):  # another rank was faster
                     os.rename(aside, final)
 
-    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return call(*args, **options)
-
 
 class RemoteStore(CheckpointStore):
     """A folder behind a URL. Files are written to a new subfolder; the manifest, written last, makes them a checkpoint.
@@ -196,11 +187,10 @@ class RemoteStore(CheckpointStore):
     The only atomic operation it relies on is replacing a small file, which every service has.
     """
 
+    holds_only_its_own = False  # a killed replacement leaves its files beside the others
+
     def names(self, *, recover: bool = True) -> list[str]:
         return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
-
-    def holds_only_its_own(self) -> bool:
-        return False  # a killed replacement leaves its files beside the others
 
     def draft(self, name: str) -> Draft:
         for unfinished in {*self._numbered()} - {*self.names()}:

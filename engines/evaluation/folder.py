@@ -60,10 +60,8 @@ class EvaluationFolder:
         """Write scores, table and sheet.
 
         Args:
-            found: rows of the table.
             ours: evaluation of the model.
             base: evaluation of the base model, if there is one.
-            title: name of the model.
             settings: settings of the evaluation, as JSON holds them.
         """
         if not self.world.is_main:

@@ -13,6 +13,7 @@ from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.fsdp.world import World
 
 MARK = ".launch"
+LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process, the same on all ranks and in all attempts
 
 
 class Restart(NamedTuple):
@@ -27,8 +28,7 @@ def mark(out: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    name = _launch()
-    if name is not None:
+    if (name := os.environ.get(LAUNCH)) is not None:
         (out / MARK).write_text(name)
 
 
@@ -68,11 +68,6 @@ def restarted(out: Path, checkpoints: Path | str, world: World, *, console: Cons
     return Restart(None)
 
 
-def _launch() -> str | None:
-    """Return the name of the torchrun that started this process; it is the same on all ranks and in all attempts."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
 def _marked(out: Path) -> bool:
     note = out / MARK
-    return note.is_file() and note.read_text() == _launch()
+    return note.is_file() and note.read_text() == os.environ.get(LAUNCH)

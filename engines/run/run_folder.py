@@ -73,8 +73,9 @@ class RunFolder:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.out, self.say = out, say
-        self.records = self._kept(update)
         self.metrics = out / "metrics.jsonl"
+        held = read_records(self.metrics) if update else ()  # of an interrupted run, without a line that a crash cut short
+        self.records = [record for record in held if record["update"] <= update]
         write_json(out / CONFIG, config)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
         self.tracker: SafeTracker | None = None
@@ -225,11 +226,6 @@ class RunFolder:
         if kept:
             write_json(path, {"id": made})
         return made
-
-    def _kept(self, update: int) -> list[dict[str, Any]]:
-        """Return the records of an interrupted run up to an update; a last line that a crash cut short is dropped."""
-        records = read_records(self.out / "metrics.jsonl") if update else ()
-        return [record for record in records if record["update"] <= update]
 
 
 def write_json(path: Path, value: Any) -> None:

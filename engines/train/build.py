@@ -49,7 +49,6 @@ from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import load_lora
-from fluvial.models.protocol import Weights
 
 
 class Parts(NamedTuple):
@@ -68,7 +67,7 @@ class Parts(NamedTuple):
     learner: Learner
     rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
     runners: RewardRunners
-    base: str  # fingerprint of the weights that training starts from
+    base: str  # fingerprint of the weights, and of the adapter, that training starts from
 
 
 def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Path | str | None = None) -> Parts:
@@ -114,7 +113,9 @@ def _built(
     with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
-        base = _base(module, weights, world) + adapter
+        base = ""
+        if has_values(world.device):
+            base = _digest(module) if weights is None else fingerprint(weights)
     blocks = job.model.blocks(module)
     engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
     with world.agreed():
@@ -153,7 +154,7 @@ def _built(
         rollouts = Rollouts(config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences)
     ahead = None if copy is None else Ahead(rollouts, runners, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
-    parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base
+    parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base + adapter
     return Parts(config, choice, job, asked, *parts)
 
 
@@ -167,13 +168,6 @@ def _with_micro_batch(
         return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), None
     choice = choose_micro_batch(config, job, engine, schedule)
     return replace(config, micro_batch=choice.micro_batch), choice
-
-
-def _base(module: nn.Module, weights: Weights | None, world: World) -> str:
-    """Return a fingerprint of the weights that training starts from."""
-    if not has_values(world.device):
-        return ""
-    return _digest(module) if weights is None else fingerprint(weights)
 
 
 def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:

@@ -11,16 +11,19 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
-from fluvial.engines.data.records import Prompt, texts
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.records import Prompt, negatives, texts
+from fluvial.engines.errors import RunError, UsageError, no_effect
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
-from fluvial.engines.train.jobs.pipeline import is_adapter, opened, pipeline, read_training
+from fluvial.engines.train.jobs.pipeline import is_adapter, opened, read_prompts_of, read_training
 from fluvial.engines.train.jobs.weights import from_run, with_base
+from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 
 __all__ = [
@@ -31,7 +34,6 @@ __all__ = [
     "named",
     "of_run",
     "opened",
-    "pipeline",
     "to_sample",
     "to_train",
     "words",
@@ -182,17 +184,58 @@ def to_train(
     data: Sequence[str] = (),
     preferences: Path | None = None,
 ) -> Job:
-    """Return the job of training a model, with its prompts; the arguments are those of `to_sample` and `pipeline`.
+    """Return the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
+
+    Args:
+        name, settings, steps, guidance, weights, compute: see `to_sample`.
+        prompts: files of prompts to train on, see `data.prompts.sources`.
+        data: images with captions, which are the prompts then, see `data.images.read_images`.
+        preferences: folder of preferences, whose prompts are the job's where there is no such file.
 
     Raises:
-        UsageError: there is no such model, or no prompts.
+        UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
     """
     if name in MODELS or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
         _check_unset(name, settings)
         return named(name, weights=weights, prompts=prompts, data=data)
-    job = pipeline(
-        name, settings, prompts=prompts, data=data, preferences=preferences, steps=steps, guidance=guidance, compute=compute
+    from fluvial.models.rewards.jpeg import jpeg_compressibility
+
+    if not prompts and not data and preferences is None:
+        raise UsageError(
+            f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
+            ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            "captions"
+        )
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute)
+    model: Any = job.model
+    train, heldout, source_weights = read_prompts_of(
+        settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt
     )
+    if job.sizes and prompts:
+        train = with_recorded_sizes(train, list(job.sizes))
+    job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=source_weights)
+    if is_adapter(name):
+        return with_base(job, weights)
+
+    def prepare(world: World, negative: Sequence[str]) -> None:
+        if settings.text_cache is not None:
+            own = [text for text in negatives([*train, *heldout], "") if text]
+            everything = list(dict.fromkeys([*texts([*train, *heldout]), *own, *negative]))
+            with world.agreed():  # until every rank has written its prompts
+                try:
+                    for prompt in everything[world.rank :: world.size]:
+                        model.encode([prompt])
+                except ValueError as error:
+                    raise UsageError(f"model {name}: {error}") from error
+                except OSError as error:
+                    raise RunError(f"{error}; what is encoded is kept, start again to go on") from error
+            model.release()
+
+    def check(module: nn.Module) -> str:
+        error = model.check(module, texts((train * 2)[:2]))
+        return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
+
+    job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
     return with_base(job, weights)
 
 

@@ -126,7 +126,6 @@ class Learner:
         The items of recorded steps are views of the samples' trajectory, so that nothing is stored twice.
 
         Args:
-            rollout: samples of this rank.
             rewards: rewards of all samples, on the host.
             weights: weight of each reward, `[K]`.
             history: last rewards of each prompt, to which those of this rollout are added if advantages read them.

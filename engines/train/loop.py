@@ -64,7 +64,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                         folder.log({"update": done, "micro_batch": trainer.choice.record})
                 if (compiled := trainer.warm_up(progress)) is not None:
                     progress.say(str(compiled))
-                if (handshake := trainer.compare_with_servers()) is not None:
+                if (handshake := trainer.rollouts.compare_with_servers()) is not None:
                     progress.say(str(handshake))
                     if folder:
                         folder.log({"update": done, "handshake": handshake.record})
@@ -199,11 +199,14 @@ class Loop:
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
         trainer.export(out)
-        counted = trainer.progress
+        counted, seconds = trainer.progress, sum(trainer.progress.seconds.values())
         assert counted.before is not None
         summary: dict[str, Any] = {
             **metrics.evaluation_summary(counted.before, after),
-            **metrics.speed_summary(counted.seconds, counted.samples),
+            "train_seconds": seconds,
+            "train_seconds_by_phase": dict(counted.seconds),
+            "train_samples": counted.samples,
+            "samples_per_second": counted.samples / seconds if seconds else 0.0,
             "first_pass_max_abs_log_ratio": counted.max_log_ratio,
             "updates": trainer.engine.updates,
             "skipped_steps": trainer.engine.skipped,
@@ -225,7 +228,7 @@ class Loop:
             if after.score:
                 trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
             self.progress.say(
-                f"{trainer.engine.updates} updates, {counted.samples} samples, {summary['train_seconds']:.0f} s of "
+                f"{trainer.engine.updates} updates, {counted.samples} samples, {seconds:.0f} s of "
                 f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
             self.progress.say(f"report: {out / 'report.html'}; images: {out / 'samples' / 'before-after.png'}")
@@ -235,6 +238,4 @@ class Loop:
 def _restarted(config: TrainConfig, world: World, console: Console | None) -> TrainConfig:
     """Return the run as it goes on if torchrun has started it before, else as it is configured."""
     found = restart.restarted(config.out, config.checkpoint_folder, world, console=console)
-    if found is None:
-        return config
-    return replace(config, resume=True, resume_from=config.resume_from if found.checkpoint is None else found.checkpoint)
+    return config if found is None else replace(config, resume=True, resume_from=found.checkpoint or config.resume_from)

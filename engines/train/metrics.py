@@ -284,17 +284,6 @@ def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluat
     }
 
 
-def speed_summary(seconds: Mapping[str, float], samples: int) -> dict[str, Any]:
-    """Return the seconds of all updates, by phase too, and their samples per second, as fields of a summary."""
-    total = sum(seconds.values())
-    return {
-        "train_seconds": total,
-        "train_seconds_by_phase": dict(seconds),
-        "train_samples": samples,
-        "samples_per_second": samples / total if total else 0.0,
-    }
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
     packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")

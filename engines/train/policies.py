@@ -99,8 +99,6 @@ class Policies:
         """Return items with the predictions of the other policies that they do not have; every rank must take part.
 
         Args:
-            items: items of an update.
-            cond: their conditioning.
             engine: engine of the policy that is trained.
             predict: function that returns a network's prediction at each item.
             pad_to: largest number of items of any rank.

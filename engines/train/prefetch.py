@@ -297,9 +297,7 @@ def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> 
     Memory on the host, per rank: the samples of all ranks.
 
     Args:
-        batch: samples of this rank.
         found: what its rewards say of them.
-        samples: number of samples of all ranks.
     """
     rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
     rows["thumbnails"] = batch.thumbnails

@@ -71,7 +71,6 @@ def of_model(
     """Return a run of an objective that has no published run of its own here.
 
     Args:
-        model: what is trained.
         objective: objective, of large models and, if `tuned` has no other, of the built-in ones.
         rollout: rollout, likewise.
         tuned: settings of the built-in models, where they differ.

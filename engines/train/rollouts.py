@@ -77,7 +77,6 @@ class Rollouts:
     """Asks for this rank's samples of each rollout.
 
     Args:
-        job: model and prompts.
         engine: engine whose module is the policy, on the ranks that samples are spread over.
         policies: the other policies, which are offloaded while samples are made.
         source: maker of the samples.

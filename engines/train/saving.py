@@ -77,7 +77,6 @@ class Saver:
         """Write a checkpoint, unless this update already has one; in the background if the run is configured so.
 
         Args:
-            progress: what the run has counted so far.
             blocking: write it at once.
         """
         self.wait(progress)

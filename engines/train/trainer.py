@@ -24,7 +24,6 @@ from fluvial.engines.rewards.floors import free_weights, learnt_weights, updated
 from fluvial.engines.rewards.gather import Rewards, gather_rewards
 from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run.stop import StopRequest
-from fluvial.engines.sources.handshake import Handshake
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
@@ -115,7 +114,7 @@ class Trainer:
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
         """
-        self.compare_with_servers()
+        self.rollouts.compare_with_servers()
         programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
@@ -175,10 +174,6 @@ class Trainer:
         if not self.engine.compiles:
             return None
         return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
-
-    def compare_with_servers(self) -> Handshake | None:
-        """Compare servers that make the samples with the trainer, once; every rank must take part."""
-        return self.rollouts.compare_with_servers()
 
     def save(self) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""

@@ -28,7 +28,7 @@ class Job:
     `heldout` should share neither data nor model with the reward, so that reward hacking shows.
 
     Args:
-        model: model to train; `handwriting` and `pipeline` below return a job with one.
+        model: model to train; `job.handwriting` and `job.to_train` return a job with one.
         prompts: prompts to train on: strings, or `data.records.Prompt` with metadata for the rewards.
         rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
         heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.
@@ -85,7 +85,7 @@ class Job:
         try:
             check_model(model, "model")
         except ValueError as error:
-            made = "fluvial.engines.train.job.handwriting and .pipeline make jobs with one"
+            made = "fluvial.engines.train.job.handwriting and .to_train make jobs with one"
             raise UsageError(f"job: {error}; see fluvial.models.protocol, or {made}") from error
         train = _records("prompts", prompts)
         train, apart = split_off(train) if heldout is None else (train, _records("heldout", heldout))

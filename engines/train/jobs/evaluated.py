@@ -19,8 +19,6 @@ def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> J
     """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
 
     Args:
-        job: job of the run.
-        config: what is evaluated.
         pipeline: size of the images where the evaluation has none of its own.
 
     Raises:

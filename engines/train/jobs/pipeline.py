@@ -7,86 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.prompts import read_heldout, read_sources, split_off, with_recorded_sizes
-from fluvial.engines.data.records import Prompt, negatives, texts
-from fluvial.engines.data.sizes import Size, shapes_of
-from fluvial.engines.errors import RunError, UsageError, no_effect
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
+from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.sizes import shapes_of
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
-from fluvial.models import is_recorded
 from fluvial.models.device import default_device, is_accelerator
-
-
-def pipeline(
-    name: str,
-    config: PipelineConfig,
-    *,
-    prompts: Sequence[str] = (),
-    preferences: Path | None = None,
-    data: Sequence[str] = (),
-    steps: int,
-    guidance: Guidance,
-    compute: torch.dtype,
-) -> Job:
-    """Return the job of training a diffusers pipeline, or a user-defined model, on prompts from a file.
-
-    Args:
-        name: folder of the pipeline, its id on the Hub, or `module:name` of an own model (`models.load_adapter`).
-        config: size of the images, and how the pipeline is opened.
-        prompts: files of prompts to train on, see `data.prompts.sources`.
-        preferences: folder of preferences, whose prompts are the job's where there is no such file.
-        data: images with captions, which are the prompts then, see `data.images.read_images`.
-        steps: steps per sample, of a pipeline without an adapter.
-        guidance: guidance of its steps.
-        compute: dtype that its network computes in.
-
-    Raises:
-        UsageError: there are no prompts, the pipeline cannot be opened or trained, or it makes no images of that size.
-    """
-    from fluvial.models.rewards.jpeg import jpeg_compressibility
-
-    if not prompts and not data and preferences is None:
-        raise UsageError(
-            f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
-            ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
-            "captions"
-        )
-    job = opened(name, config, steps=steps, guidance=guidance, compute=compute)
-    model: Any = job.model
-    train, heldout, weights = read_prompts_of(
-        config, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt
-    )
-    if job.sizes and prompts:
-        train = with_recorded_sizes(train, list(job.sizes))
-    job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=weights)
-    if is_adapter(name):
-        return job
-
-    def prepare(world: World, negative: Sequence[str]) -> None:
-        if config.text_cache is not None:
-            own = [text for text in negatives([*train, *heldout], "") if text]
-            everything = list(dict.fromkeys([*texts([*train, *heldout]), *own, *negative]))
-            with world.agreed():  # until every rank has written its prompts
-                try:
-                    for prompt in everything[world.rank :: world.size]:
-                        model.encode([prompt])
-                except ValueError as error:
-                    raise UsageError(f"model {name}: {error}") from error
-                except OSError as error:
-                    raise RunError(f"{error}; what is encoded is kept, start again to go on") from error
-            model.release()
-
-    def check(module: nn.Module) -> str:
-        error = model.check(module, texts((train * 2)[:2]))
-        return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
-
-    return replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
 
 
 class PromptsOfRun(NamedTuple):
@@ -108,7 +39,7 @@ def read_prompts_of(
     """Return the prompts that a run trains on, and those that it holds out.
 
     Args:
-        config, prompts, preferences, data: arguments of `pipeline`.
+        config, prompts, preferences, data: settings and arguments of `job.to_train`.
         check: function that raises ValueError for a string that is not a prompt of the model.
     """
     heldout = read_heldout(config.heldout, prompts or data, check=check)
@@ -141,13 +72,25 @@ def opened(
     """Return the job of a pipeline without prompts, rewards and evaluators.
 
     Args:
-        name, config, steps, guidance, compute: arguments of `pipeline`.
+        name, config, steps, guidance, compute: see `job.to_sample`.
 
     Raises:
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
-    if is_adapter(name):
-        return _adapted(name, config)
+    try:
+        if is_adapter(name):
+            model, shape = _adapted(name, config)
+        else:
+            model = _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+            shape = model.latent_shape(**config.size._asdict(), frames=config.frames)
+        sizes = shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
+
+
+def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
+    """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.pipelines.folder import local_folder
     from fluvial.models.pipelines.open import has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
@@ -157,34 +100,20 @@ def opened(
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
         options["text_tokens"] = config.text_tokens
-    size: dict[str, Any] = {**config.size._asdict(), "frames": config.frames}
-    try:
-        folder = local_folder(name, trust_remote_code=config.trust_remote_code)
-        model: Any
-        if not has_adapter(folder):
-            if config.shift is not None:
-                raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
-            if config.sizes:
-                raise UsageError(
-                    "`pipeline.sizes` is set, and the pipeline has no adapter, so that it has one size: use height"
-                )
-            options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
-            model = AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
-        elif config.call:
+    folder = local_folder(name, trust_remote_code=config.trust_remote_code)
+    if has_adapter(folder):
+        if config.call:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
-        else:
-            if config.shift is not None:
-                options["shift"] = config.shift
-            model = open_model(folder, **options)
-        shape, sizes = model.latent_shape(**size), _sizes(model, config)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"model {name}: {error}") from error
-    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
-
-
-def _sizes(model: Any, config: PipelineConfig) -> dict[Size, tuple[int, ...]]:
-    """Return the shape of a sample of each size; ValueError if the model has no such size."""
-    return shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
+        if config.shift is not None:
+            options["shift"] = config.shift
+        return open_model(folder, **options)
+    if config.shift is not None:
+        raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
+    if config.sizes:
+        raise UsageError("`pipeline.sizes` is set, and the pipeline has no adapter, so that it has one size: use height")
+    options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
+    size = {**config.size._asdict(), "frames": config.frames}
+    return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
 
 
 def is_adapter(name: str) -> bool:
@@ -192,24 +121,19 @@ def is_adapter(name: str) -> bool:
     return ":" in name and not Path(name).is_dir()
 
 
-def _adapted(name: str, config: PipelineConfig) -> Job:
-    """Return the job of a user-defined model, without prompts, rewards and evaluators."""
+def _adapted(name: str, config: PipelineConfig) -> tuple[Any, tuple[int, ...]]:
+    """Return a user-defined model, and the shape of its samples."""
     from fluvial.models import load_adapter
 
-    size: dict[str, Any] = {**config.size._asdict(), "frames": config.frames}
     sized = PipelineConfig(config.height, config.width, config.sizes, config.frames)
-    try:
-        if config != replace(sized, heldout=config.heldout):
-            raise ValueError(
-                "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
-            )
-        model = load_adapter(name)
-        # A model of one size says so by defaults, and then need not be told.
-        shape = only_shape(model) if sized == PipelineConfig() and has_one_size(model) else model.latent_shape(**size)
-        sizes = _sizes(model, config)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"model {name}: {error}") from error
-    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
+    if config != replace(sized, heldout=config.heldout):
+        raise ValueError(
+            "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
+        )
+    model: Any = load_adapter(name)
+    if sized == PipelineConfig() and has_one_size(model):  # it says so by defaults, and then need not be told
+        return model, only_shape(model)
+    return model, model.latent_shape(**config.size._asdict(), frames=config.frames)
 
 
 def _named_value(word: str) -> tuple[str, Any]:

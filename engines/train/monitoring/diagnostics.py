@@ -59,9 +59,7 @@ class Probe(NamedTuple):
         over the schedule.
 
         Args:
-            job: model and prompts.
             schedule: schedule with its timesteps on the device.
-            micro_batch: samples per forward pass.
         """
         root = key(SEED)
         requests = Requests(_prompts(job), range(SAMPLES), fold_in(root, Stream.PROBE_SAMPLES))
@@ -75,12 +73,7 @@ class Probe(NamedTuple):
         return bare._replace(v=bare._predictions(job, module, micro_batch))
 
     def velocity_drift(self, job: Job, module: nn.Module, *, micro_batch: int) -> float:
-        """Return mean |v - v0|^2 / mean |v0|^2, v the prediction of a model, v0 that of the model at the start.
-
-        Args:
-            job: model and prompts.
-            micro_batch: samples per forward pass.
-        """
+        """Return mean |v - v0|^2 / mean |v0|^2, v the prediction of a model, v0 that of the model at the start."""
         v = self._predictions(job, module, micro_batch)
         return float(velocity_error(v, self.v).mean() / velocity_error(self.v, torch.zeros_like(self.v)).mean())
 
