@@ -17,8 +17,7 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.simulate import simulate
-from fluvial.engines.rollout.async_config import AsyncConfig
-from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.config import AsyncConfig, RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.rollout.window import RandomWindow

@@ -71,10 +71,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
         if self.compile is True and self.checkpointing == "selective":
-            raise UsageError(
-                "`engine.checkpointing` is selective and `engine.compile` is on, but a compiled block chooses what it "
-                "keeps: set `engine.checkpointing` to none or block"
-            )
+            hint = "with `engine.compile`, a compiled block chooses what it keeps"
+            raise UsageError("engine.checkpointing", "selective", "none or block", hint)
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the blocks are compiled on a device."""
@@ -153,20 +151,16 @@ class OptimizerConfig:
             check_number("optimizer", field, decay, low=0, high=1)
             if decay == 1:
                 raise UsageError(f"optimizer.{field}", getattr(self, field), "below 1", "the average would never change")
-        if not self.ema_warmup and not self.ema_decay:
-            raise UsageError("`optimizer.ema_warmup` is False, and `optimizer.ema_decay` is 0: set ema_decay > 0")
-        if self.ema_interval > 1 and not self.ema_decay:
-            raise UsageError(
-                "optimizer.ema_interval", self.ema_interval, hint="`optimizer.ema_decay` is 0; set ema_decay > 0"
-            )
-        if self.ema_repeats > 1 and not self.ema_decay:
-            raise UsageError("optimizer.ema_repeats", self.ema_repeats, hint="`optimizer.ema_decay` is 0; set ema_decay > 0")
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("ema_warmup", "ema_interval", "ema_repeats"):
+            if not self.ema_decay and getattr(self, name) != defaults[name]:
+                hint = "`optimizer.ema_decay` is 0; set ema_decay > 0"
+                raise UsageError(f"optimizer.{name}", getattr(self, name), hint=hint)
         if self.warmup and self.warmup_ratio:
             raise UsageError(
                 f"`optimizer.warmup` is {self.warmup} and `optimizer.warmup_ratio` is {self.warmup_ratio:g}: set one "
                 "of the two"
             )
-        defaults = {field.name: field.default for field in fields(self)}
         for field in UNUSED[self.name]:
             if getattr(self, field) != defaults[field]:
                 raise UsageError(

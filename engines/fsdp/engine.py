@@ -27,7 +27,7 @@ from fluvial.engines.fsdp.gradient_sync import LastBackward
 from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.optimizer_state import sharded_like
+from fluvial.engines.fsdp.optimizer_state import local, saved, sharded_like
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, set_lr
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
@@ -38,7 +38,7 @@ LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
 
 
 class UpdateInfo(NamedTuple):
-    """What one update did, read back from the device once."""
+    """Diagnostics of one update, read back from the device once."""
 
     loss: float  # weighted sum over the items of all ranks, divided by the count
     grad_norm: float  # before clipping
@@ -111,7 +111,6 @@ class Engine:
         self._row = OPTIMIZERS[self.config.name]
         self.optimizer = self._row.build(self.trainable.values(), self.config)
         for parameter in self.trainable.values():
-            assert isinstance(parameter, DTensor)
             self.optimizer.state[parameter] = self._row.start(parameter, self.config)
         self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
         self.average = ema.init(self._local()) if self.config.ema_decay else {}
@@ -139,8 +138,7 @@ class Engine:
 
         Args:
             items: pytree of tensors `[P, ...]`, this rank's part of the items. P >= 1 may differ between ranks.
-            loss_fn: function from a micro-batch of items to their losses `[b]`, one per item, or to the losses and a
-                NamedTuple of diagnostics `[b]`.
+            loss_fn: function of a micro-batch of items, see `LossFn`.
             weight: weight of each item in the loss, `[P]`; by default 1.
             count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
             micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`.
@@ -187,9 +185,9 @@ class Engine:
                 diagnostics.add(info, rows)
         self.last_backward.end()
         norm = self._gradient_norm()
-        local = diagnostics.row(loss_sum, self.world.peak_memory())[None]
+        row = diagnostics.row(loss_sum, self.world.peak_memory())[None]
         # The one read-back of the update.
-        table = torch.cat([self.world.gather_data(local), norm.to(local).expand(1, local.shape[1])]).tolist()
+        table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
         result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
         return result_info._replace(flops=n * self.flops[shapes])
 
@@ -219,7 +217,7 @@ class Engine:
         """Return the norm of the gradients over all parameters and ranks."""
         whole = self.sharded.is_whole  # then this rank's parts are all there is
         gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
-        norm = get_total_norm([_local(gradient) if whole else gradient for gradient in gradients])
+        norm = get_total_norm([local(gradient) if whole else gradient for gradient in gradients])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
@@ -259,18 +257,7 @@ class Engine:
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
                 "lower `optimizer.lr`, or look at the reward and the last samples"
             )
-        return UpdateInfo(
-            loss=numbers.loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            skipped=skip,
-            mean=numbers.mean,
-            max_abs=numbers.max_abs,
-            items=numbers.items,
-            flops=0,
-            parts=numbers.parts,
-            memory=numbers.memory,
-        )
+        return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
 
     @contextmanager
     def inference(self, *, average: bool = False) -> Iterator[nn.Module]:
@@ -279,17 +266,16 @@ class Engine:
         Args:
             average: whether to compute with the moving average, if there is one, instead of the weights.
         """
-        swap = average and bool(self.average)
-        if swap:
+        kept: dict[str, Tensor] = {}
+        if average and self.average:
             self._check_onloaded()
-        kept = ema.init(self._local()) if swap else {}
-        if swap:
+            kept = ema.init(self._local())
             self._write_local(self.average)
         try:
             with self.sharded.inference() as module:
                 yield module
         finally:
-            if swap:
+            if kept:
                 self._write_local(kept)
 
     def offload(self, *, parameters: bool = True) -> None:
@@ -302,7 +288,7 @@ class Engine:
         """
         moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        self.host.offload(_local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
+        self.host.offload(local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
         if parameters:
             self.sharded.offload()
 
@@ -330,7 +316,7 @@ class Engine:
     def averaged(self) -> dict[str, Tensor]:
         """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
         self._check_onloaded()
-        return {name: _like(self.trainable[name], shard) for name, shard in self.average.items()}
+        return {name: sharded_like(self.trainable[name], shard) for name, shard in self.average.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, as a flat dict of (sharded) tensors: weights, optimizer state, average.
@@ -343,7 +329,7 @@ class Engine:
             state[f"weight.{name}"] = parameter.detach()
             state.update((f"{key}.{name}", tensor) for key, tensor in self._moments(name).items())
             if name in self.average:
-                state[f"average.{name}"] = _like(parameter, self.average[name])
+                state[f"average.{name}"] = sharded_like(parameter, self.average[name])
         for name, parameter in self.carried.items():
             state[f"weight.{name}"] = parameter.detach()
         return state
@@ -362,7 +348,7 @@ class Engine:
         own = self.state()
         with torch.no_grad():
             for name, tensor in own.items():
-                _local(tensor).copy_(_local(state[name]))
+                local(tensor).copy_(local(state[name]))
             for parameter in self.trainable.values():
                 if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
                     self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
@@ -370,8 +356,7 @@ class Engine:
     def _moments(self, name: str) -> dict[str, DTensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
-        assert isinstance(parameter, DTensor)
-        return self._row.saved(parameter, self.optimizer.state[parameter], self.config)
+        return saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
 
     def set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
@@ -388,14 +373,3 @@ class Engine:
     def _write_local(self, shards: dict[str, Tensor]) -> None:
         for name, shard in self._local().items():
             shard.copy_(shards[name])
-
-
-def _like(parameter: nn.Parameter, shard: Tensor) -> DTensor:
-    """Return this rank's shard as part of a tensor that is laid out as `parameter`."""
-    assert isinstance(parameter, DTensor)
-    return sharded_like(parameter, shard)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that may be sharded; it shares the storage."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor

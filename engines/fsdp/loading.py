@@ -40,7 +40,9 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
         for name, each in folder.items():
             load_weights(module.get_submodule(name), each, world=world)
         return
-    wanted = {plain_name(name): tensor for name, tensor in _tensors(module).items() if ".lora_" not in name}
+    # They share the module's storage.
+    state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
+    wanted = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
     with world.agreed():
         held = shapes(folder)
         if missing := sorted(set(wanted) - set(held)):
@@ -76,7 +78,10 @@ def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         UsageError: there are no weight files, or one cannot be read.
     """
-    held = {name: file for file in weight_files(folder) for name in _names(file)}
+    held: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            held.update(dict.fromkeys(tensors.keys(), file))
     for name in sorted(held):
         with _opened(held[name]) as tensors:
             yield name, tensors.get_tensor(name)
@@ -93,10 +98,9 @@ def fingerprint(folder: Weights) -> str:
     if isinstance(folder, Mapping):
         prints = {name: fingerprint(each) for name, each in folder.items()}
         return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
-    shapes(folder)
     rows = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
+        with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 shape = tensors.get_slice(name).get_shape()
                 row = tensors.get_slice(name)[:1] if shape else tensors.get_tensor(name)
@@ -119,11 +123,6 @@ def _opened(file: Path) -> Iterator[Any]:
         raise UsageError(f"{file} cannot be read: {error}") from error
 
 
-def _names(file: Path) -> list[str]:
-    with _opened(file) as tensors:
-        return list(tensors.keys())
-
-
 class _Only(FileSystem):
     """A model folder as the library's reader lists it: the weight files alone."""
 
@@ -133,10 +132,3 @@ class _Only(FileSystem):
     def ls(self, path: Any) -> list[str]:
         """Return the paths of the weight files."""
         return [str(file) for file in weight_files(self.folder)]
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; they share the module's storage."""
-    return {
-        name: tensor.detach() if isinstance(tensor, DTensor) else tensor.data for name, tensor in module.state_dict().items()
-    }

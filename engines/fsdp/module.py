@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.loading import load_weights
 from fluvial.engines.fsdp.offload import HostOffload
+from fluvial.engines.fsdp.optimizer_state import local
 from fluvial.engines.fsdp.parallelize import find_blocks, parallelize
 from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World, current_world
@@ -99,12 +99,8 @@ class ShardedModule:
         Args:
             trainable: whether to leave out frozen parameters.
         """
-        shards = {}
-        for name, parameter in self.module.named_parameters():
-            assert isinstance(parameter, DTensor)
-            if parameter.requires_grad or not trainable:
-                shards[name] = parameter.to_local().detach()
-        return shards
+        held = self.module.named_parameters()
+        return {name: local(parameter) for name, parameter in held if parameter.requires_grad or not trainable}
 
     def offload(self) -> None:
         """Move this rank's shards of the parameters to the host. The module cannot compute until `onload`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -39,38 +39,41 @@ class Buffer(NamedTuple):
         return values + 4 * values // BLOCK + TABLE if self.quantised else 4 * values
 
 
-def allocate(parameter: DTensor, buffer: Buffer) -> DTensor:
+def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
     """Return a tensor of zeros for the state of a sharded parameter."""
-    shard = parameter.to_local()
+    shard = local(parameter)
     shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
     if buffer.quantised and 0 not in shape:
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        local = OptimState8bit.zeros(shape, buffer.bits == "signed8", BLOCK, shard.device, dtype=torch.float32)
+        part = OptimState8bit.zeros(shape, buffer.bits == "signed8", BLOCK, shard.device, dtype=torch.float32)
     else:
-        local = torch.zeros(shape, device=shard.device)
-    return sharded_like(parameter, local, buffer.shape, replicated=not buffer.sharded)
+        part = torch.zeros(shape, device=shard.device)
+    return sharded_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
 
 
-def sharded_like(
-    parameter: DTensor, local: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False
-) -> DTensor:
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor  # to_local() is recorded for autograd
+
+
+def sharded_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
     """Return this rank's part as a tensor that is laid out as `parameter`.
 
     Args:
-        parameter: parameter whose mesh and placements are used.
-        local: part of this rank.
+        parameter: sharded parameter whose mesh and placements are used.
+        part: part of this rank.
         shape: shape over all ranks, by default that of the parameter.
         replicated: whether each rank holds the whole tensor instead.
     """
     spec = parameter._spec
-    if shape is None and not replicated and local.dtype == parameter.dtype:
-        return DTensor(local, spec, requires_grad=False)
-    like = torch.empty(parameter.shape if shape is None else shape, dtype=local.dtype, device="meta")
+    if shape is None and not replicated and part.dtype == parameter.dtype:
+        return DTensor(part, spec, requires_grad=False)
+    like = torch.empty(parameter.shape if shape is None else shape, dtype=part.dtype, device="meta")
     placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
     # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
     meta = TensorMeta(like.shape, like.stride(), like.dtype)
-    return DTensor(local, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
+    return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
@@ -86,11 +89,11 @@ def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, 
         if not buffer.quantised:
             tensors[key] = tensor
             continue
-        local, row = tensor.to_local(), math.prod(buffer.shape[1:])
-        if local.numel():
-            codes, scale = local.codes, local.scale
+        part, row = tensor.to_local(), math.prod(buffer.shape[1:])
+        if part.numel():
+            codes, scale = part.codes, part.scale
         else:  # a rank without rows holds an empty tensor, which has no blocks
-            codes, scale = local.to(torch.uint8), local
+            codes, scale = part.to(torch.uint8), part
         tensors[f"{key}.codes"] = sharded_like(tensor, codes)
         shape = (buffer.shape[0], row // BLOCK)
         tensors[f"{key}.scale"] = sharded_like(tensor, scale.view(len(codes), row // BLOCK), shape)

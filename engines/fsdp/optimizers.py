@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig, OptimizerName
-from fluvial.engines.fsdp.optimizer_state import Buffer, allocate, saved
+from fluvial.engines.fsdp.optimizer_state import Buffer, allocate, local
 
 Shape = tuple[int, ...]
 TINY = 1e-30  # added to squared gradients by Adafactor, so that a gradient of 0 has a root (arXiv 1804.04235)
@@ -28,27 +28,20 @@ class Row(NamedTuple):
     step: Literal["device", "host", "none"]  # where the count of steps lies that is kept per parameter
     elementwise: bool = False  # whether a value's step depends on its own gradient and state alone
 
-    def start(self, parameter: DTensor, config: OptimizerConfig) -> dict[str, Any]:
+    def start(self, parameter: nn.Parameter, config: OptimizerConfig) -> dict[str, Any]:
         """Return a parameter's state before the first step."""
-        device = parameter.to_local().device if self.step == "device" else "cpu"
+        device = local(parameter).device if self.step == "device" else "cpu"
         count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
         return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
 
     def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float) -> None:
-        """Clip the gradients to a norm and take a step; an elementwise optimizer takes it with this rank's plain tensors.
+        """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
 
-        Args:
-            optimizer: optimizer of sharded parameters.
-            norm: norm of the gradients over all ranks.
-            max_norm: largest norm.
+        An elementwise optimizer takes it with this rank's plain tensors.
         """
         with plain(optimizer) if self.elementwise else nullcontext():
             clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm, norm)
             optimizer.step()
-
-    def saved(self, parameter: DTensor, state: dict[str, Any], config: OptimizerConfig) -> dict[str, DTensor]:
-        """Return the tensors of a parameter's state that a checkpoint holds."""
-        return saved(state, self.buffers(tuple(parameter.shape), config))
 
     def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
         """Return the bytes of a parameter's state on the first of `ranks` ranks."""
@@ -77,7 +70,7 @@ class Adafactor(Optimizer):
         """Take one step."""
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
-            squares = [_local(p.grad).square() + TINY for p in held]
+            squares = [local(p.grad).square() + TINY for p in held]
             # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
             matrices = [i for i, p in enumerate(held) if p.ndim == 2]
             columns = dict(zip(matrices, _sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
@@ -86,30 +79,28 @@ class Adafactor(Optimizer):
                 state["step"] += 1
                 keep = 1 - float(state["step"]) ** -0.8
                 if p.ndim == 1:
-                    _local(state["variance"]).lerp_(squares[i], 1 - keep)
+                    local(state["variance"]).lerp_(squares[i], 1 - keep)
                     continue
-                _local(state["row"]).lerp_(squares[i].mean(-1), 1 - keep)
+                local(state["row"]).lerp_(squares[i].mean(-1), 1 - keep)
                 mean = columns[i] / p.shape[0] if i in columns else squares[i].mean(-2)
-                _local(state["column"]).lerp_(mean, 1 - keep)
+                local(state["column"]).lerp_(mean, 1 - keep)
             del squares
             # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
-            rows = [_local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
+            rows = [local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
             means = dict(zip(matrices, _sum_over_shards(rows, held), strict=True))
             scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
             norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
             for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
                 clip = (norm / p.numel()).sqrt().clamp(min=1)
                 # Computed again rather than kept for all parameters at once.
-                _local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(
-                    self._direction(p, scale) * (group["lr"] / clip)
-                )
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
 
     def _direction(self, parameter: Tensor, row_mean: Tensor | None) -> Tensor:
         """Return G / sqrt(V) of this rank's rows."""
-        state, gradient = self.state[parameter], _local(parameter.grad)
+        state, gradient = self.state[parameter], local(parameter.grad)
         if parameter.ndim == 1:
-            return gradient * _local(state["variance"]).rsqrt()
-        row, column = _local(state["row"]), _local(state["column"])
+            return gradient * local(state["variance"]).rsqrt()
+        row, column = local(state["row"]), local(state["column"])
         mean = row.mean(-1, keepdim=True) if row_mean is None else row_mean
         return gradient * (row / mean).rsqrt()[..., None] * column.rsqrt()[..., None, :]
 
@@ -167,9 +158,9 @@ def plain(optimizer: Optimizer) -> Iterator[None]:
         for group, parameters in groups:
             group["params"] = []
             for sharded in parameters:
-                part = nn.Parameter(_local(sharded).detach(), requires_grad=sharded.requires_grad)
-                part.grad = None if sharded.grad is None else _local(sharded.grad)
-                optimizer.state[part] = {key: _local(value) for key, value in states[sharded].items()}
+                part = nn.Parameter(local(sharded).detach(), requires_grad=sharded.requires_grad)
+                part.grad = None if sharded.grad is None else local(sharded.grad)
+                optimizer.state[part] = {key: local(value) for key, value in states[sharded].items()}
                 group["params"].append(part)
         yield
     finally:
@@ -184,11 +175,7 @@ def frozen_by_eps(
 ) -> str | None:
     """Return a warning if Adam's eps is above the RMS of the gradient, which freezes training without an error.
 
-    Args:
-        config: optimizer.
-        grad_norm: norm of the gradient before clipping.
-        parameters: trained parameters.
-        updates: number of updates before this one.
+    `grad_norm` is that before clipping, and `updates` the number of updates before this one.
     """
     eps, norm = config.adam_eps, min(grad_norm, config.max_grad_norm)
     rms = norm / math.sqrt(sum(p.numel() for p in parameters))
@@ -207,11 +194,6 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
 
 
 def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:

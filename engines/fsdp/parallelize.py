@@ -155,21 +155,13 @@ def compiled_programs() -> int:
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
-    """Wrap each block's forward so that only its inputs are kept for the backward pass.
+    """Wrap each block's forward in place so that only its inputs, or expensive results too, are kept for the backward pass.
 
     The wrapped forward lies inside the sharding, so computing it again gathers nothing.
-
-    Args:
-        blocks: blocks to wrap, in place.
-        selective: whether results that are expensive to compute are kept too.
     """
+    contexts = _selective if selective else noop_context_fn
     for block in blocks:
-        block.forward = partial(
-            checkpoint,
-            block.forward,
-            use_reentrant=False,
-            context_fn=_selective if selective else noop_context_fn,
-        )
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
@@ -187,11 +179,8 @@ def set_attention(module: nn.Module, backend: str) -> None:
         raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
     # Models with older attention ignore the setting, and diffusers does not say so.
     if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
-        raise UsageError(
-            "engine.attention",
-            backend,
-            hint=f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out",
-        )
+        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"
+        raise UsageError("engine.attention", backend, hint=hint)
 
 
 def split_tokens(module: nn.Module, degree: int, world: World) -> None:
@@ -236,13 +225,9 @@ def split_tokens(module: nn.Module, degree: int, world: World) -> None:
 def _with_whole_tokens(
     forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward, or raise UsageError if its tokens cannot be split.
+    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks.
 
-    Args:
-        forward: forward of the module.
-        dims: dimension of the tokens, and number of dimensions, of each input that is split.
-        degree: number of ranks that share a sample.
-        args, kwargs: arguments of the forward.
+    `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
     """
     advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
     for name, (dim, expected) in dims.items():
@@ -292,8 +277,8 @@ def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, froz
         if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):
             parameter.data = parameter.data.to(frozen)
     stays = config.offload == "always"
-    module._apply(lambda tensor: tensor if tensor.is_meta or (stays and _is_parameter(tensor)) else tensor.to(device))
 
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta or (stays and isinstance(tensor, nn.Parameter)) else tensor.to(device)
 
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+    module._apply(moved)

@@ -67,10 +67,7 @@ class Parameters:
         """Register the plain parameters."""
         if self._shards:
             return
-        for slot in self._slots:
-            shard = slot.owner._parameters[slot.name]
-            assert isinstance(shard, nn.Parameter)
-            self._shards[slot] = shard
+        self._shards = {slot: cast(nn.Parameter, slot.owner._parameters[slot.name]) for slot in self._slots}
         plain = {shard: self._plain_of(shard) for shard in dict.fromkeys(self._shards.values())}
         for slot, shard in self._shards.items():
             slot.owner._parameters[slot.name] = plain[shard]
@@ -145,7 +142,7 @@ class Parameters:
                 if isinstance(shard.grad, DTensor):
                     shard.grad._local_tensor.add_(gradient)
                 else:
-                    shard.grad = sharded_like(shard, gradient.to(shard.dtype))  # type: ignore[arg-type]
+                    shard.grad = sharded_like(shard, gradient.to(shard.dtype))
 
 
 class WholeModule(FSDPModule):

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from fluvial.core import gaussian
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.transitions import Sampler
-from fluvial.engines.rollout.items.last import LastSteps
+from fluvial.engines.rollout.items import LastSteps
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
 

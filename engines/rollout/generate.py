@@ -62,10 +62,8 @@ class Guidance:
     def __post_init__(self) -> None:
         check_fields(self, "rollout.guidance", scale=(0, math.inf))
         if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
-            raise UsageError(
-                "`rollout.guidance.update` is conditional, without guidance in the update: expected a scale other "
-                "than 1, and gradient both"
-            )
+            hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
+            raise UsageError("rollout.guidance.update", "conditional", "guided", hint)
 
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
@@ -73,10 +71,7 @@ class Guidance:
         A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
         already.
 
-        Args:
-            model: the model.
-            prompts: prompt of each sample.
-            tokens: length that prompts are padded to; by default the model's own.
+        `tokens` is the length that prompts are padded to, by default the model's own.
         """
         cond = trimmed(model, model.encode(texts(prompts)), tokens)
         if not self.is_guided(model):
@@ -207,11 +202,6 @@ class Sampling:
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> Cond:
         """Return the conditioning of a chunk, laid out as in an update, which gathers it by row: so bits are the same."""
         return fresh_copy(self.guidance.encode(model, prompts, self.text_tokens), self.schedule.timesteps.device)
-
-    @property
-    def shared_steps(self) -> int:
-        """Number of steps that are computed once per group."""
-        return 0 if self.prefix is None else self.prefix.steps
 
 
 class Requests(NamedTuple):
@@ -383,7 +373,8 @@ def _unrolled(
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
     end = len(sampling.schedule.timesteps)
     last = end if sampling.after == Tail() else max(window) + 1
-    table = _plan(x, sampling, prediction, window, range(sampling.shared_steps, last))
+    first = 0 if sampling.prefix is None else sampling.prefix.steps
+    table = _plan(x, sampling, prediction, window, range(first, last))
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
     latest = deque[Step](maxlen=1)
 

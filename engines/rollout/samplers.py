@@ -24,15 +24,15 @@ from fluvial.models import Prediction
 
 @dataclass(frozen=True)
 class SamplerRule:
-    """What a run must know of a sampler.
+    """A sampler, and its properties that a run depends on.
 
     Args:
         bind: `(eta, levels) -> sampler`, which binds the hyper-parameters for a schedule of T+1 noise levels.
         max_eta: largest eta that the sampler is defined for; 0 for a sampler that takes no noise.
         last_step_is_deterministic: the step to the schedule's end has std 0, and so no log-probability.
         std_is_a_rate: std is a rate times sqrt(|dt|), which GRPO-Guard's loss assumes.
-        published_std: what the sampler's published code calls std: that of the step, or the rate std / sqrt(|dt|). A KL
-            that is computed with the rate is |dt| times the exact one.
+        kl_weight: weight of the KL of a step in the sampler's published loss, see `core.step.policy_loss`: rate where its
+            code computes the KL with the rate std / sqrt(|dt|), which makes it |dt| times the exact one.
         prediction: what the models predict that it samples from; None for any.
     """
 
@@ -40,13 +40,8 @@ class SamplerRule:
     max_eta: float = math.inf
     last_step_is_deterministic: bool = False
     std_is_a_rate: bool = False
-    published_std: Literal["step", "rate"] = "step"
+    kl_weight: KLWeight = "exact"
     prediction: Prediction | None = "velocity"
-
-    @property
-    def kl_weight(self) -> KLWeight:
-        """Weight of the KL of a step in the sampler's published loss, see `core.step.policy_loss`."""
-        return "rate" if self.published_std == "rate" else "exact"
 
 
 def _built_in(name: transitions.SamplerName, **options: Any) -> SamplerRule:
@@ -54,7 +49,7 @@ def _built_in(name: transitions.SamplerName, **options: Any) -> SamplerRule:
 
 
 SAMPLERS: dict[str, SamplerRule] = {
-    "flow_sde": _built_in("flow_sde", std_is_a_rate=True, published_std="rate"),
+    "flow_sde": _built_in("flow_sde", std_is_a_rate=True, kl_weight="rate"),
     "dance_sde": _built_in("dance_sde", std_is_a_rate=True),
     "cps": _built_in("cps", last_step_is_deterministic=True),
     "ddim": _built_in("ddim", last_step_is_deterministic=True, prediction="epsilon"),
@@ -129,12 +124,8 @@ class Stochastic:
     def __post_init__(self) -> None:
         check_fields(self, "rollout.sampler", eta=(0, math.inf))
         if self.eta == 0:
-            raise UsageError(
-                "rollout.sampler.eta",
-                0,
-                "a number above 0",
-                f"every step of {self.kind} would be deterministic, without a density, as with sampler ode",
-            )
+            hint = f"every step of {self.kind} would be deterministic, without a density, as with sampler ode"
+            raise UsageError("rollout.sampler.eta", 0, "a number above 0", hint)
         if self.eta > self.rule.max_eta:
             raise UsageError("rollout.sampler.eta", self.eta, f"at most {self.rule.max_eta:g} for {self.kind}")
 
@@ -150,7 +141,7 @@ class Stochastic:
 
     @cached_property
     def rule(self) -> SamplerRule:
-        """What a run must know of the sampler."""
+        """Rule of the sampler."""
         return sampler_rule(self.name)
 
 

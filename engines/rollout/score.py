@@ -1,6 +1,7 @@
 """Log-probabilities of externally generated trajectories, e.g. of a serving engine or an earlier policy."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import optree
@@ -11,6 +12,7 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler
 from fluvial.engines.fsdp.determinism import fresh_copy
+from fluvial.engines.rollout.items import recorded_steps
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import guided_velocity
@@ -55,32 +57,18 @@ def score(
     batch, count = trajectory.x.shape[:2]
     _check(trajectory, cond, schedule)
     device = trajectory.x.device
-    levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
-    step = trajectory.steps.to(device).T.flatten()
-    items = {
-        "x": trajectory.x.transpose(0, 1).flatten(0, 1),
-        "x_next": trajectory.x_next.transpose(0, 1).flatten(0, 1),
-        "level": levels[step],
-        "level_next": levels[step + 1],
-        "timestep": timesteps[step],
-        "sample": torch.arange(batch, device=device).repeat(count),
-    }
+    levels, unweighted = schedule.levels.to(device), torch.ones(batch, device=device)
+    items = recorded_steps(trajectory, schedule, sampler(levels[:-1], levels[1:]), unweighted, unweighted)
+
+    log_prob = partial(step_log_prob, form=form, reduction=reduction, implementation=implementation)
 
     def scored() -> Iterator[Tensor]:
         for start in range(0, batch * count, micro_batch or batch):
             rows = slice(start, start + (micro_batch or batch))
-            part = fresh_copy({name: tensor[rows] for name, tensor in items.items()}, device)
-            own = optree.tree_map(lambda table, sample=part["sample"]: table[sample.to(table.device)].to(device), cond)
-            v = guided_velocity(model, module, part["x"], part["level"], own, timestep=part["timestep"], forwards=forwards)
-            yield step_log_prob(
-                sampler(part["level"], part["level_next"]),
-                part["x"],
-                v,
-                part["x_next"],
-                form=form,
-                reduction=reduction,
-                implementation=implementation,
-            )[0]
+            part = fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)
+            own = optree.tree_map(lambda table, sample=part.sample: table[sample.to(table.device)].to(device), cond)
+            v = guided_velocity(model, module, part.x, part.level, own, timestep=part.timestep, forwards=forwards)
+            yield log_prob(part.transition, part.x, v, part.x_next)[0]
 
     return torch.cat([*scored()]).unflatten(0, (count, batch)).T
 

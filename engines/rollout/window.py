@@ -14,7 +14,7 @@ from fluvial.core.sigmas import moving_window, sde_steps, sde_window
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.rollout.tail import Tail
 
-# What one draw of the steps is for.
+# Scope of one draw of the steps.
 Draw = Literal["rollout", "call", "sample", "run"]
 # Stochastic steps: one set for all samples, or `[B, S]`, those of each sample.
 Steps = Collection[int] | Tensor
@@ -133,7 +133,7 @@ class AllSteps(_Range):
     high: int | None = None
 
     def count(self, steps: int) -> int:
-        """Return the number of stochastic steps of a sample."""
+        """Return the number of steps of the range."""
         low, high = self.range(steps)
         return high - low
 
@@ -270,12 +270,8 @@ class Branches(_Range):
         """Raise UsageError unless the window fits the schedule, and a group divides into trunks."""
         super().check(steps, group)
         if group % self.trunk(steps, group):
-            raise UsageError(
-                "rollout.group",
-                group,
-                f"a multiple of {self.trunk(steps, group)}",
-                f"{self.samples} samples at each of the {self.places(steps)} places of the window",
-            )
+            hint = f"{self.samples} samples at each of the {self.places(steps)} places of the window"
+            raise UsageError("rollout.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
 
     def compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
@@ -311,7 +307,7 @@ class AllRecorded:
         return recorded
 
     def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
-        """Return 1 for each recorded step of each sample, `[B, S]`."""
+        """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
         return torch.ones(batch, recorded)
 
 
@@ -340,7 +336,7 @@ class FirstRecorded(_Fraction):
     kind: ClassVar[str] = "first"
 
     def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
-        """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`."""
+        """Return 1 for the first steps, else 0, `[B, S]`."""
         return (torch.arange(recorded) < self.count(recorded)).float().expand(batch, -1)
 
 
@@ -355,7 +351,7 @@ class RandomRecorded(_Fraction):
     kind: ClassVar[str] = "random"
 
     def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
-        """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
+        """Return 1 for the drawn steps, else 0, `[B, S]`; the same on every rank."""
         drawn = uniform(fold_in(key, torch.arange(batch)), (batch, recorded))
         place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
         return (place < self.count(recorded)).float()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.rollout.config import ServersConfig
 from fluvial.engines.wire.client import START, HttpClient, Reply, is_success, retry_after
 from fluvial.engines.wire.decode import WireError
 

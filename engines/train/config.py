@@ -15,8 +15,7 @@ from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.protocol import Follower, Objective
 from fluvial.engines.objectives.surrogates import Clipped
 from fluvial.engines.objectives.table import check_objective
-from fluvial.engines.rollout.async_config import AsyncConfig
-from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.config import AsyncConfig, RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig

@@ -95,7 +95,7 @@ def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Co
     log_prob, _ = step_log_prob(transition, x, v, items["x_next"], form=settings.form)
     mean = denoiser.architecture.pack(gaussian.mean(transition, x, v))
     sqrt_dt = torch.sqrt(level - level_next)
-    is_rate = SAMPLERS[settings.sampler].published_std == "rate"
+    is_rate = SAMPLERS[settings.sampler].kl_weight == "rate"
     std = transition.std / sqrt_dt if is_rate else transition.std
     return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
 

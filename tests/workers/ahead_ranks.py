@@ -10,7 +10,7 @@ import tiny_jobs as tiny
 
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.async_config import AsyncConfig
+from fluvial.engines.rollout.config import AsyncConfig
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Clean samples with noise: the items of objectives that need no recorded steps."""
+"""Clean samples with noise, alone or in pairs: the items of objectives that need no recorded steps."""
 
 from typing import NamedTuple
 
@@ -29,6 +29,22 @@ class NoisedSamples(NamedTuple):
 
     def parts(self, levels: Tensor) -> Tensor:
         """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        return in_tenth(self.level)
+
+
+class Pairs(NamedTuple):
+    """P pairs of two clean samples at the same level with the same noise, the preferred sample first."""
+
+    x: Tensor  # [P, 2, *event], samples with noise, at which the model is evaluated
+    level: Tensor  # [P], their noise level
+    timestep: Tensor | None  # [P], timestep that the model is given; None if the model derives it from the level
+    sample: Tensor  # [P] int64, row of the conditioning
+    weight: Tensor  # [P], weight in the loss: 1, or 0 for pairs that only fill up
+    target: Tensor  # [P, 2, *event], what the model should predict
+    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+
+    def parts(self, levels: Tensor) -> Tensor:
+        """Return the tenth of the noise levels from 0 to 1 that each pair belongs to, bool `[P, 10]`."""
         return in_tenth(self.level)
 
 
@@ -80,5 +96,36 @@ def noised_samples(
         weight=weight.repeat(each),
         x0=x0.repeat(each, *[1] * (x0.ndim - 1)),
         target=torch.cat([target for _, target in parts]),
+        predictions={},
+    )
+
+
+def noised_pairs(
+    win: Tensor,
+    lose: Tensor,
+    keys: Key,
+    weight: Tensor,
+    schedule: Schedule,
+    config: NoisingConfig,
+    prediction: Prediction,
+    *,
+    level_keys: Key | None = None,
+) -> Pairs:
+    """Return each pair at `config.each` noise levels: item m * B + i is pair i at its m-th level.
+
+    Args:
+        win, lose: preferred and rejected samples, `[B, *event]`.
+        keys, weight, schedule, config, prediction, level_keys: arguments of `noised_samples`.
+    """
+    better, worse = (
+        noised_samples(x0, keys, weight, weight, schedule, config, prediction, level_keys=level_keys) for x0 in (win, lose)
+    )
+    return Pairs(
+        x=torch.stack([better.x, worse.x], dim=1),
+        level=better.level,
+        timestep=better.timestep,
+        sample=better.sample,
+        weight=better.weight,
+        target=torch.stack([better.target, worse.target], dim=1),
         predictions={},
     )

@@ -23,10 +23,9 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
-from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
 from fluvial.engines.rollout.generate import Chunk, Guidance
 from fluvial.engines.rollout.samplers import Ode, Stochastic
-from fluvial.engines.rollout.servers import ServersConfig
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import Branches, RandomWindow
 from fluvial.engines.sources import servers

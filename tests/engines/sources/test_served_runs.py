@@ -13,8 +13,7 @@ import torch
 from marks import long
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.train import train
 from fluvial.engines.train.config import TrainConfig

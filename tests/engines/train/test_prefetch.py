@@ -19,7 +19,7 @@ from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Nft, Sft
-from fluvial.engines.rollout.async_config import AsyncConfig
+from fluvial.engines.rollout.config import AsyncConfig
 from fluvial.engines.rollout.generate import Chunk
 from fluvial.engines.rollout.samplers import Ode, Stochastic
 from fluvial.engines.train.build import _copy

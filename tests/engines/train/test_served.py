@@ -13,8 +13,7 @@ import torch
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.rollout.async_config import AsyncConfig
-from fluvial.engines.rollout.servers import ServersConfig
+from fluvial.engines.rollout.config import AsyncConfig, ServersConfig
 from fluvial.engines.train.config import CorrectionConfig, TrainConfig
 from fluvial.engines.train.trainer import Trainer
 
