@@ -15,36 +15,17 @@ from fluvial.engines.report.records import read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.
-PRIVATE = {
-    "out",
-    "model",
-    "prompts",
-    "data",
-    "data_cache",
-    "data_errors",
-    "weights",
-    "checkpoints",
-    "resume",
-    "resume_from",
-    "engine",
-    "collective_timeout",
-    "keep_checkpoints",
-    "checkpoint_every",
-    "checkpoint_async",
-    "eval_every",
-    "eval_samples",
-    "final_samples",
-    "export_dtype",
-    "export_every",
-    "export_as",
-    "tracker",
-}
+MACHINE = "out model prompts data data_cache data_errors weights checkpoints resume resume_from engine collective_timeout"
+REPORTS = "keep_checkpoints checkpoint_every checkpoint_async eval_every eval_samples final_samples tracker"
+EXPORTS = "export_dtype export_every export_as"
+PRIVATE = {*MACHINE.split(), *REPORTS.split(), *EXPORTS.split()}
+PATHS = {"pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card says.
+    """Contents of a model card.
 
     Args:
         kind: format of the weights beside it.
@@ -200,17 +181,12 @@ def _settings(card: Card) -> str:
     rows = [
         f"| `{name}` | `{json.dumps(value)}` |"
         for name, value in ours.items()
-        if name.split(".")[0] not in PRIVATE and not _is_path(name) and theirs.get(name) != value
+        if name.split(".")[0] not in PRIVATE and name not in PATHS and theirs.get(name) != value
     ]
-    head = [
-        "## Training",
-        "",
-        f"Objective `{card.objective}`. Settings that are not its defaults:",
-        "",
-        "| field | value |",
-        "|---|---|",
-    ]
-    return "\n".join([*head, *rows]) if rows else f"## Training\n\nObjective `{card.objective}` with its defaults."
+    if not rows:
+        return f"## Training\n\nObjective `{card.objective}` with its defaults."
+    head = f"## Training\n\nObjective `{card.objective}`. Settings that are not its defaults:"
+    return "\n".join([head, "", "| field | value |", "|---|---|", *rows])
 
 
 def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve: bool, images: bool) -> str:
@@ -256,11 +232,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
     return found
-
-
-def _is_path(name: str) -> bool:
-    """Return whether a field holds places on a machine."""
-    return name in ("pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights")
 
 
 def _number(value: Any) -> str:

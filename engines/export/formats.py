@@ -70,8 +70,7 @@ def write(
         module: network that was trained.
         model: model that it belongs to.
         out: folder.
-        average: parameters to write instead of the module's own, by name.
-        dtype: dtype of the files, by default that of the parameters.
+        average, dtype: see `fsdp.export.weights`.
         merge: whether comfyui gets the weights with the adapter merged into them, not the adapter.
         world: process group the module is sharded over.
 
@@ -98,13 +97,7 @@ def write(
 
 
 def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
-    """Copy a pipeline's index and the parts that it names, and its licence, to another folder.
-
-    Args:
-        folder: folder of the pipeline; links in it, as the Hub's cache has, are followed.
-        out: folder to copy to.
-        without: names of parts that are left out.
-    """
+    """Copy a pipeline's index, its licence and the parts that it names to `out`, without some; links are followed."""
     from fluvial.models.pipelines.folder import INDEX, entries
 
     out.mkdir(parents=True, exist_ok=True)

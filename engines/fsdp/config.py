@@ -180,13 +180,8 @@ def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | N
     In a warm-up of w updates it is (n + 1) / w, so the w-th is taken at the peak. Afterwards it is floor + (1 - floor) s(n),
     where s is 1, or half a cosine from update max(w, 1) on.
 
-    Args:
-        optimizer: optimizer whose learning rate is scheduled.
-        config: schedule, warm-up and floor.
-        updates: number of updates planned; None if it is not known, which only a constant schedule allows.
-
     Raises:
-        ValueError: the schedule depends on the number of updates, and it is None.
+        UsageError: the schedule depends on the number of planned updates, and `updates` is None.
     """
     if updates is None:
         for field, default in (("schedule", "constant"), ("warmup_ratio", 0.0)):

@@ -25,10 +25,8 @@ from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.gradient_sync import LastBackward
 from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches
-from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.optimizer_state import local, saved, sharded_like
-from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, set_lr
+from fluvial.engines.fsdp.module import HostOffload, ShardedModule
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, sharded_like
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
@@ -194,10 +192,8 @@ class Engine:
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
         """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
 
-        Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone.
-
-        Args:
-            losses: functions that make a forward pass and return a scalar, as many on every rank.
+        Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone. Each loss
+        is a function that makes a forward pass and returns a scalar; there are as many on every rank.
         """
         self._check_onloaded()
         with self.sharded.train(), trusted_values():
@@ -281,10 +277,7 @@ class Engine:
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
 
-        Memory: the host holds as many bytes, pinned for a GPU; the device holds none of them.
-
-        Args:
-            parameters: whether parameters are moved too. If they stay, the module can still sample.
+        Without `parameters`, these stay on the device, and the module can still sample.
         """
         moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
@@ -304,11 +297,9 @@ class Engine:
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU), one at a time, as `export.weights` does. Every rank must take part.
+        """Yield (name, full tensor on the CPU) as `export.weights` does, of the moving average where there is one.
 
-        Args:
-            average: whether the moving average is used, if there is one.
-            adapter, merge, dtype: as for `export.weights`.
+        Every rank must take part.
         """
         averaged = self.averaged() if average else None
         return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)

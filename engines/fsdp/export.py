@@ -45,9 +45,7 @@ def export(
     Args:
         module: diffusers model, written with its config.json, or any other module, written without.
         out: folder. Its other files stay.
-        average: parameters to write instead of the module's own, by name.
-        merge: whether the adapter `default` is folded into the weights.
-        dtype: dtype of the files, by default that of the parameters.
+        average, merge, dtype: see `weights`.
         max_shard_size: bytes per file, or text such as "5GB".
         world: process group the module is sharded over.
 
@@ -80,7 +78,7 @@ def weights(
         average: (sharded) tensors to use instead of the module's own, by name of the parameter.
         adapter: adapter to yield or to merge; by default `default` is merged.
         merge: whether the adapter is folded into the weights.
-        dtype: dtype that floating-point tensors are cast to at the end.
+        dtype: dtype that floating-point tensors are cast to at the end; by default each keeps its own.
         names: exported names to yield, in their order, the same on all ranks; by default all.
 
     Raises:
@@ -172,8 +170,7 @@ def write_lora(
         module: module with adapters, sharded or not.
         out: folder.
         adapter: name of the adapter.
-        average: parameters to write instead of the module's own, by name.
-        dtype: dtype of the file, by default that of the parameters.
+        average, dtype: see `weights`.
         world: process group the module is sharded over.
 
     Raises:
@@ -206,10 +203,7 @@ def component(network: nn.Module) -> str:
 
 
 def components(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the networks of a module by their names in diffusers' pipelines, which servers know them by.
-
-    An nn.ModuleDict of models names them itself.
-    """
+    """Return the networks of a module by their names in diffusers' pipelines; an nn.ModuleDict names them itself."""
     return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
 
 
@@ -275,12 +269,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a network without adapters, whole or sharded; they share its storage.
-
-    Args:
-        network: network.
-        parameters: leave buffers out.
-    """
+    """Return a network's tensors without adapters (with `parameters`, also without buffers); they share its storage."""
     tensors: Mapping[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
 

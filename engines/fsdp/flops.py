@@ -145,9 +145,7 @@ def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
 
     Args:
         flops: operations of the model on all ranks, without recomputed ones.
-        seconds: time they took.
         peak: FLOP/s of one rank's device.
-        ranks: number of devices.
 
     Raises:
         ValueError: seconds, peak or ranks are not above 0.

@@ -36,12 +36,7 @@ class LastBackward:
         self._forwards.clear()
 
     def end(self) -> None:
-        """End the update.
-
-        Raises:
-            ValueError: the last micro-batch ran a forward pass with gradient that its loss does not depend on, so gradients
-                were never reduced.
-        """
+        """End the update; ValueError if the loss does not need a forward pass, so that gradients were never reduced."""
         self._last = False  # outside of an update FSDP's own rule applies
         if self._waiting:
             self._waiting.clear()

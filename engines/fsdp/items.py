@@ -72,12 +72,7 @@ class Diagnostics:
         self._leaves: list[Tensor] = []  # of all items, where they are split
 
     def add(self, info: Any, rows: slice) -> None:
-        """Add the diagnostics of a micro-batch.
-
-        Args:
-            info: NamedTuple of tensors `[b]`, or nothing.
-            rows: the micro-batch among the N rows.
-        """
+        """Add the diagnostics of the micro-batch of some rows: a NamedTuple of tensors `[b]`, or nothing."""
         counted = self.real[rows]
         self.names = info._fields if info else ()
         leaves = torch.stack([leaf.detach() for leaf in info]) * counted if info else counted.new_zeros(0, len(counted))
@@ -88,12 +83,7 @@ class Diagnostics:
             self._leaves.append(leaves)
 
     def row(self, loss: Tensor, memory: Sequence[float]) -> Tensor:
-        """Return this rank's numbers as one row.
-
-        Args:
-            loss: sum of the losses.
-            memory: bytes of this rank; they are written to the device without waiting for it.
-        """
+        """Return this rank's numbers as one row, with the sum of the losses and its bytes of memory."""
         assert self.sums is not None
         assert self.peaks is not None
         held = [loss.new_full((1,), size) for size in memory]

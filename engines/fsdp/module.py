@@ -1,6 +1,6 @@
-"""A sharded module for forward passes: the base of a training engine, and all that a reference or a teacher needs."""
+"""A sharded module for forward passes, and its offload: the base of a training engine, and all that a reference needs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -9,13 +9,53 @@ from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.loading import load_weights
-from fluvial.engines.fsdp.offload import HostOffload
-from fluvial.engines.fsdp.optimizer_state import local
+from fluvial.engines.fsdp.optimizers import local
 from fluvial.engines.fsdp.parallelize import find_blocks, parallelize
 from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World, current_world
-from fluvial.models.device import has_values
+from fluvial.models.device import has_values, is_accelerator
 from fluvial.models.protocol import Weights
+
+
+class HostOffload:
+    """Moves the storages of tensors to the host and back, to the bit. The tensors themselves stay the same objects.
+
+    Memory: the host holds as many bytes, pinned for a GPU. The device holds none, because the storages are emptied. On a CPU
+    the same happens and saves nothing.
+
+    Args:
+        device: device that the tensors are computed on. Tensors on another device are left alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._moved: list[tuple[Tensor, Tensor]] = []  # all of a storage on the device, and its copy on the host
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' storages to the host and empty them on the device. Storages already moved stay so."""
+        pinned = is_accelerator(self.device)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or tensor.device.type != self.device.type:
+                continue
+            whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=pinned)
+            self._moved.append((whole, host.copy_(whole)))
+            storage.resize_(0)
+
+    def onload(self) -> None:
+        """Copy every storage back to the device."""
+        for whole, host in self._moved:
+            whole.untyped_storage().resize_(host.nbytes)
+            whole.copy_(host, non_blocking=True)
+        if self._moved and is_accelerator(self.device):
+            torch.get_device_module(self.device).current_stream().synchronize()  # before the host's memory is freed
+        self._moved.clear()
+
+    def check_onloaded(self) -> None:
+        """Raise ValueError if any storage is on the host."""
+        if self._moved:
+            raise ValueError("tensors of the engine are offloaded to the host: call onload() first")
 
 
 class ShardedModule:
@@ -94,11 +134,7 @@ class ShardedModule:
         return _mode(self.module, False)
 
     def shards(self, *, trainable: bool = False) -> dict[str, Tensor]:
-        """Return this rank's shard of each parameter by name; it shares the parameter's storage.
-
-        Args:
-            trainable: whether to leave out frozen parameters.
-        """
+        """Return this rank's shard of each (trainable) parameter by name; it shares the parameter's storage."""
         held = self.module.named_parameters()
         return {name: local(parameter) for name, parameter in held if parameter.requires_grad or not trainable}
 

@@ -8,7 +8,7 @@ copy each, gradients are summed over them once per update, in flat buckets.
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fluvial.engines.fsdp.optimizer_state import sharded_like
+from fluvial.engines.fsdp.optimizers import sharded_like
 
 # Largest bytes of a bucket, which is a copy. The gradients of most adapters fit into one.
 BUCKET = 2**28
-
-
-class Slot(NamedTuple):
-    """A place in the module where a parameter is registered."""
-
-    owner: nn.Module
-    name: str
+Slot = tuple[nn.Module, str]  # a module, and the name of a parameter that is registered there
 
 
 class Parameters:
@@ -52,9 +46,7 @@ class Parameters:
         self._shards: dict[Slot, nn.Parameter] = {}  # while plain parameters are registered
         self._plain: dict[nn.Parameter, nn.Parameter] = {}  # of each shard
         self._gradients: dict[nn.Parameter, Tensor] = {}  # sum of each plain parameter
-        self._slots = [
-            Slot(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None
-        ]
+        self._slots = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
         made: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two modules share stays shared
         for owner, name in self._slots:
             parameter = owner._parameters[name]
@@ -67,15 +59,15 @@ class Parameters:
         """Register the plain parameters."""
         if self._shards:
             return
-        self._shards = {slot: cast(nn.Parameter, slot.owner._parameters[slot.name]) for slot in self._slots}
+        self._shards = {(owner, name): cast(nn.Parameter, owner._parameters[name]) for owner, name in self._slots}
         plain = {shard: self._plain_of(shard) for shard in dict.fromkeys(self._shards.values())}
-        for slot, shard in self._shards.items():
-            slot.owner._parameters[slot.name] = plain[shard]
+        for (owner, name), shard in self._shards.items():
+            owner._parameters[name] = plain[shard]
 
     def reshard(self) -> None:
         """Register the shards, and free the parameters that were cast."""
-        for slot, shard in self._shards.items():
-            slot.owner._parameters[slot.name] = shard
+        for (owner, name), shard in self._shards.items():
+            owner._parameters[name] = shard
         for shard, plain in self._plain.items():
             if self._shards and shard.dtype != plain.dtype:
                 plain.untyped_storage().resize_(0)
@@ -181,13 +173,9 @@ class WholeModule(FSDPModule):
 
 
 def keep_whole(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Make the blocks and the module units as `fully_shard` does, with whole copies, in place.
+    """Make the blocks and the module, of the same values on every rank, units as `fully_shard` does, with whole copies.
 
-    Args:
-        module: module that every rank holds a copy of, with the same values.
-        blocks: repeated blocks of the module.
-        mesh: mesh whose last dimension has one rank; a dimension before it holds the copies.
-        policy: dtypes of the computation and of the reduction.
+    `mesh` and `policy` are those of `Parameters`.
     """
     parameters = Parameters(module, mesh, policy)
     for unit in dict.fromkeys([*blocks, module]):

@@ -68,11 +68,7 @@ class World:
         return self.size // self.sequence
 
     def grouped(self, sequence: int) -> "World":
-        """Return this world with groups of `sequence` ranks.
-
-        Raises:
-            UsageError: `sequence` does not divide the number of ranks.
-        """
+        """Return this world with groups of `sequence` ranks; UsageError unless that divides the number of ranks."""
         if self.size % sequence:
             raise UsageError("engine.context_parallel", sequence, f"a divisor of the {self.size} ranks")
         return replace(self, sequence=sequence)
@@ -84,11 +80,7 @@ class World:
         return replace(self, device=torch.device("cpu"), group=group)
 
     def alone(self, device: torch.device | None = None) -> "World":
-        """Return a world of this process alone, for modules that it holds whole. Every rank must take part.
-
-        Args:
-            device: where these modules are, by default on this world's device.
-        """
+        """Return a world of this process alone, for modules that it holds whole on a device. Every rank must take part."""
         device = self.device if device is None else device
         if self.size == 1 and device.type == self.device.type:
             return self
@@ -96,11 +88,7 @@ class World:
         return replace(self, rank=0, size=1, sequence=1, mesh=mesh, device=device)
 
     def hybrid_mesh(self, replicas: int) -> DeviceMesh:
-        """Return the mesh for a number of replicas, each sharded over its part of the ranks.
-
-        Raises:
-            UsageError: `replicas` does not divide the number of ranks.
-        """
+        """Return the mesh for a number of replicas, each sharded over its part of the ranks, whose number it divides."""
         if replicas == 1:
             return self.mesh
         if self.size % replicas:

@@ -163,11 +163,7 @@ def graded(
 def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:
     """Return the advantage of each sample, `[B]`; zeros where there are no rewards.
 
-    Args:
-        rewards: `[B, K]`.
-        weights: weight of each reward, `[K]`.
-        group: index of each sample's group, `[B]`.
-        config: normalisation and combination.
+    Rewards are `[B, K]`, weights one per reward, `[K]`, and `group` is the index of each sample's group, `[B]`.
     """
     if not rewards.shape[1]:
         return rewards.new_zeros(len(rewards))
@@ -212,11 +208,7 @@ def history_advantages(reward: Tensor, prompts: Sequence[str], history: History,
     mean_p and std_p are those of the last `config.history` rewards of the prompt, those of this rollout included. As long as
     there are fewer than `config.history_min`, they are those of all samples of the rollout.
 
-    Args:
-        reward: reward of each sample of the rollout, `[B]`, the same on every rank.
-        prompts: prompt of each sample.
-        history: last rewards of each prompt, changed in place.
-        config: how rewards become advantages.
+    The rewards, `[B]`, are the same on every rank, and `history` is changed in place.
 
     Source: DDPO, arXiv 2305.13301, and its published code.
     """

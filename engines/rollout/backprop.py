@@ -18,11 +18,7 @@ def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
 
     It is steps - int(n) for the first n within the schedule out of draws from N(steps - last, spread^2).
 
-    Args:
-        key: key of the rollout.
-        steps: number of steps of the schedule.
-        last: its usual value.
-        spread: standard deviation; 0 draws nothing.
+    `steps` is the number of steps of the schedule. A spread of 0 draws nothing, and gives `last`.
 
     Source: AlignProp, arXiv 2310.03739, and its published code.
     """

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
@@ -12,12 +13,12 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import Sampler
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.rollout.samplers import SamplerChoice, Stochastic
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import AllRecorded, AllSteps, Trained, Window
-from fluvial.models import Prediction
+from fluvial.models import DiffusionModel, Prediction, Schedule
 
 REPLAYED = "replayed:"  # first letters of a source of stored rollouts
 
@@ -172,12 +173,22 @@ class RolloutConfig:
         return self.prompts * self.group
 
     def bound_sampler(self, levels: Tensor, prediction: Prediction = "velocity") -> Sampler:
-        """Return the sampler with its hyper-parameters bound.
-
-        Args:
-            levels: T+1 noise levels of the schedule.
-            prediction: what the model predicts.
-        """
+        """Return the sampler with its hyper-parameters bound, for a schedule of T+1 noise levels."""
         if self.sampler.is_deterministic:
             return deterministic_step(prediction)
         return self.sampler.rule.bind(self.sampler.eta, levels)
+
+
+class Schedules:
+    """Schedule and sampler of the rollouts by the shape of a sample, whose size shifts the noise levels of some models."""
+
+    def __init__(self, model: DiffusionModel, rollout: RolloutConfig, device: torch.device) -> None:
+        self.model, self.rollout, self.device = model, rollout, device
+        self._known: dict[tuple[int, ...], tuple[Schedule, Sampler]] = {}
+
+    def of(self, shape: tuple[int, ...]) -> tuple[Schedule, Sampler]:
+        """Return the schedule of samples of a shape, its timesteps on the device, and the sampler bound to its levels."""
+        if shape not in self._known:
+            schedule = on_device(self.model.schedule(self.rollout.steps, shape), self.device)
+            self._known[shape] = schedule, self.rollout.bound_sampler(schedule.levels, self.model.prediction)
+        return self._known[shape]

@@ -45,12 +45,10 @@ def correct(
     """Return a rollout's items with the update's own log-probs for the old ones, weighted; every rank must take part.
 
     Args:
-        items: B*S pairs of this rank, step by step.
+        items: B*S pairs of this rank's `share`, step by step.
         log_prob: old log-prob of each pair, as the update computes it, `[B*S]`.
         recorded: old log-probs as the rollout recorded them, `[B, S]`.
-        config: what is done about the difference.
-        share: which samples these are.
-        gather: joins the ranks' tensors along the batch.
+        gather: function that joins the ranks' tensors along the batch.
     """
     assert config.mode != "none"
     own = log_prob.unflatten(0, (recorded.shape[1], -1)).T.contiguous()

@@ -37,10 +37,7 @@ def after_schedule(schedule: Schedule, start: int, fraction: float, least: int =
     The levels of a flow's schedule are s t / (1 + (s - 1) t) of evenly spaced times t. The shift s is read off the schedule
     and interpolated, so that those of a schedule with one shift are exact.
 
-    Args:
-        schedule: T+1 levels that fall to 0, and T timesteps.
-        start: index of the first of these steps, from 1 to T - 1.
-        fraction, least: see `Tail`.
+    `start` is from 1 to T - 1, and the T+1 levels fall to 0. For `fraction` and `least` see `Tail`.
     """
     levels = schedule.levels.to("cpu", torch.float64)
     T = len(levels) - 1

@@ -25,11 +25,9 @@ class Padding(NamedTuple):
 
 
 class TextLengths:
-    """Finds the length that prompts are padded to, for a model that masks padding.
+    """Finds the length that prompts are padded to, the model's own unless `models.padding.trims_padding` holds for it.
 
-    Args:
-        model: the model; nothing is trimmed unless `models.padding.trims_padding` holds for it.
-        world: process group that the samples are spread over; None where this process makes all of them.
+    Without a world, this process makes all samples.
     """
 
     def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
@@ -37,10 +35,9 @@ class TextLengths:
         self._known: dict[str, int] = {}
 
     def padding(self, prompts: Sequence[str]) -> Padding | None:
-        """Return the padding of these prompts, None for the model's own; every rank must take part.
+        """Return the padding of this rank's prompts, negative ones included, None for the model's own.
 
-        Args:
-            prompts: prompt of each sample of this rank, with the negative prompts of guidance.
+        Every rank must take part.
         """
         model: Any = self.model
         if not trims_padding(model):

@@ -27,8 +27,8 @@ from fluvial.engines.rewards.registry import check_records, check_rewards, selec
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
+from fluvial.engines.rollout.config import Schedules
 from fluvial.engines.rollout.generate import on_device
-from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
 from fluvial.engines.sources.sampler_copy import Copy

@@ -17,6 +17,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rollout.config import Schedules
 from fluvial.engines.rollout.generate import (
     Chunk,
     Requests,
@@ -27,7 +28,6 @@ from fluvial.engines.rollout.generate import (
     joined,
     slots,
 )
-from fluvial.engines.rollout.schedules import Schedules
 from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.engines.sources.handshake import Handshake, check
 from fluvial.engines.sources.protocol import RolloutSource

@@ -20,8 +20,7 @@ from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.offload import HostOffload
+from fluvial.engines.fsdp.module import HostOffload, ShardedModule
 from fluvial.engines.fsdp.world import joined_world
 from fluvial.engines.verl.algorithms import Algorithm
 from fluvial.engines.verl.batch import Fields

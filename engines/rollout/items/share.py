@@ -36,9 +36,7 @@ class Share(NamedTuple):
 def select(items: Kind, counted: Tensor) -> Kind:
     """Return the items that add something to the loss, in order; the others need not be computed.
 
-    Args:
-        items: P items.
-        counted: `[P]` on the host, so that the device is not waited for; 0 for items that add nothing.
+    `counted` is 0 for items that add nothing, `[P]`, on the host, so that the device is not waited for.
     """
     rows = torch.nonzero(counted).flatten().to(items.level.device)
     chosen: Kind = optree.tree_map(lambda tensor: tensor[rows], items)
@@ -46,11 +44,7 @@ def select(items: Kind, counted: Tensor) -> Kind:
 
 
 def transfers(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many items each rank sends to each other rank, so that their numbers differ by at most one.
-
-    Args:
-        counts: number of items of each rank.
-    """
+    """Return how many of its items each rank sends to each other rank, so that their numbers differ by at most one."""
     ranks = range(len(counts))
     share, more = divmod(sum(counts), len(counts))
     surplus = [count - share - (rank < more) for rank, count in enumerate(counts)]

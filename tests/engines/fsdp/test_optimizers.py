@@ -21,8 +21,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import optimizers
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.optimizer_state import Buffer
-from fluvial.engines.fsdp.optimizers import OPTIMIZERS
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS, Buffer
 from fluvial.engines.fsdp.world import World, init_world
 
 NAMES = sorted(OPTIMIZERS)
