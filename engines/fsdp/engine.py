@@ -297,9 +297,9 @@ class Engine:
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) as `export.weights` does, of the moving average where there is one.
+        """Yield (name, full tensor on the CPU) as `export.weights` does. Every rank must take part.
 
-        Every rank must take part.
+        With `average` they are those of the moving average, if there is one.
         """
         averaged = self.averaged() if average else None
         return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
