@@ -71,10 +71,7 @@ def sde_step(
         transition: coefficients `[B]` or 0-d.
         x, v: sample and model output, `[B, *event]`.
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
-        v_uncond, guidance, form, reduction: as in `step_log_prob`.
-
-    Raises:
-        ValueError: an error of `gaussian.log_prob`.
+        v_uncond, guidance, form, reduction: as in `step_log_prob`, which also says what raises.
     """
     v = guided("sde_step", v, v_uncond, guidance)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))

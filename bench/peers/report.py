@@ -134,7 +134,9 @@ def markdown(rows: Sequence[PeerRow]) -> str:
     ratios = [_head(key, found) | _ratios(found) for key, found, _ in cases]
     shares = [_head(key, found) | _shares(found, alone) for key, found, alone in cases if key[2] == 1 and alone]
     memory = [_head(key, found) | _memory(found) for key, found, _ in cases]
-    commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in _commits(newest))
+    measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
+    projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
+    commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
     made = f"fluvial at `{newest[-1].fluvial}`; {commits}; medians of {_span(row.runs for row in newest)} rounds."
     apart = (
         f"Log-probabilities are {max(row.log_prob_distance for row in newest):.0e} apart at most, gradients "
@@ -210,10 +212,6 @@ def _memory(found: Rows) -> dict[str, str]:
 
 def _megabytes(own: int, other: int) -> str:
     return f"{own / 1e6:.1f} MB, {other / 1e6:.1f} MB"
-
-
-def _commits(rows: Sequence[PeerRow]) -> list[tuple[str, str]]:
-    return sorted({(row.peer, row.commit) for row in rows if row.peer != TRANSFORMER}, key=lambda pair: KNOWN.index(pair[0]))
 
 
 def _span(numbers: Iterable[int]) -> str:
