@@ -13,6 +13,8 @@ from rollout_servers import Server
 from fluvial.engines.wire.response import RolloutSample, read_response
 from fluvial.models.handwriting import Handwriting
 
+pytestmark = pytest.mark.bits
+
 
 @pytest.fixture(scope="module")
 def server() -> Server:
