@@ -138,9 +138,9 @@ def test_a_prefix_costs_one_row_per_group(case: Case, each: int) -> None:
     assert len(rows) == each * STEPS * SAMPLES == each * 72
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
 def test_bits_do_not_depend_on_the_rank(micro_batch: int) -> None:
-    """A group that two ranks hold a part of is computed by both, and is the same on both."""
+    """A group that two ranks hold a part of is computed by both, and is the same on both, in chunks of the same sizes."""
     whole = Case().made(micro_batch=micro_batch)
     parts = [Case().made(ids, micro_batch=micro_batch) for ids in (range(6), range(6, 12))]
     for one, *two in zip(whole[:5], *(part[:5] for part in parts), strict=True):
