@@ -27,11 +27,13 @@ class ServerInfo(Struct, frozen=True):
         takes_options: whether the server reads fluvial's own fields of a request, `FluvialOptions`.
         prediction: prediction of its model; None where it does not say.
         weight_version: number of updates that made its weights, or another server's name of them.
+        micro_batch: rows that each of its batches is filled up to; None where it does not say.
     """
 
     takes_options: bool = False
     prediction: str | None = None
     weight_version: int | str | None = None
+    micro_batch: int | None = None
 
     @property
     def kind(self) -> Kind:

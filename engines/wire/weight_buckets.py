@@ -14,7 +14,7 @@ from fluvial.engines.wire.tensors import DTYPES, Shape
 # What a server calls the dtype of its weights (`dit_precision` of GET /v1/models).
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FACTORS = ".lora"  # after the name of a network: the checksum of its adapter, which only fluvial's own server reports
-UNKNOWN = "not_found"  # checksum of a network that a server does not have
+UNKNOWN = "not_found"  # checksum of a network, or of an adapter, that a server does not have
 SHARED_FILES = "fluvial_shared_files"  # load_format of buckets in files, which fluvial's own server takes
 MOST_BUCKETS = 4096
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
@@ -69,6 +69,17 @@ def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: to
     """
     scale = torch.tensor(scaling, dtype=torch.float64).view(torch.int64)  # as an integer, no dtype changes it
     return checksum([*((name, factors[name]) for name in sorted(factors)), (SCALING, scale)], dtype=dtype)
+
+
+def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what `get_weights_checksum` has to report of a server with exactly these weights and adapters.
+
+    A network that is not in `adapters` has none: `UNKNOWN` is expected, so that an adapter of another run is found.
+
+    Args:
+        base, adapters: checksums by name of a network.
+    """
+    return {**base, **{name + FACTORS: (adapters or {}).get(name, UNKNOWN) for name in base}}
 
 
 class Place(Struct, frozen=True):

@@ -184,8 +184,13 @@ class ServedWeights:
         return staged
 
     def exchange(self, staged: Staged) -> None:
-        """Exchange the values of networks with those of `staged`, in place. What fails leaves all as it was."""
+        """Exchange the values of networks with those of `staged`, in place, and take their adapters off.
+
+        So a network has exactly the weights of the push. What fails leaves all as it was.
+        """
+        adapters = {name: self.adapters.get(name) for name in staged}
         done: list[tuple[Tensor, Tensor]] = []
+        self.adapt(dict.fromkeys(staged))
         try:
             with torch.no_grad():
                 for network, tensors in staged.items():
@@ -199,6 +204,7 @@ class ServedWeights:
             with torch.no_grad():
                 for tensor, before in reversed(done):
                     tensor.copy_(before)
+            self.adapt(adapters)
             raise
 
     def tensors(self, name: str) -> dict[str, Tensor]:

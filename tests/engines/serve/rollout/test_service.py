@@ -266,7 +266,7 @@ def test_the_model_is_described(server: Server) -> None:
     (model,) = get(server, "/v1/models").value["data"]
     assert (model["id"], model["pipeline_class"], model["dit_precision"], model["num_gpus"]) == ("tiny", "Tiny", "fp32", 0)
     info = get(server, "/v1/model_info").value
-    assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0)
+    assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0, MICRO_BATCH)
     assert (info["latent_shape"], info["num_inference_steps"], info["micro_batch"]) == ([1, 4, 4], 4, MICRO_BATCH)
     assert (info["weight_version"], info["prediction"], info["model_path"]) == (0, "velocity", "tiny")
 

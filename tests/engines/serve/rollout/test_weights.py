@@ -17,7 +17,15 @@ from weight_servers import Served, adapted, base, engine_of, move, moved_base, r
 import fluvial.engines.serve.rollout.served_weights as serving
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.wire.weight_buckets import SHARED_FILES, SharedBucket, adapter_checksum, buckets, checksum, flattened
+from fluvial.engines.wire.weight_buckets import (
+    SHARED_FILES,
+    SharedBucket,
+    adapter_checksum,
+    buckets,
+    checksum,
+    flattened,
+    policy_checksums,
+)
 from fluvial.models.lora import adapter_parameters
 
 FULL, LORA = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
@@ -64,6 +72,17 @@ def set_lora(server: Served, path: Path, **more: Any) -> asgi.Answer:
     return ask(server, "/v1/set_lora", lora_nickname="a", lora_path=str(path), **more)
 
 
+def send_bucket(
+    server: Served, folder: Path, tensors: dict[str, Tensor], push: str = "p", index: int = 0, count: int = 1, **more: Any
+) -> asgi.Answer:
+    """Send tensors as one bucket of a push."""
+    (places,) = buckets(tensors, most_bytes=10**6)
+    bucket = SharedBucket(push, index, count, "transformer", str(folder / "bucket"), places)
+    (folder / "bucket").write_bytes(flattened(places, tensors.values()).numpy().tobytes())
+    value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket.as_json())], **more}
+    return ask(server, "/update_weights_from_tensor", **value)
+
+
 def state(server: Served) -> Any:
     """Return all that an update may change."""
     weights = server.weights
@@ -96,15 +115,32 @@ def test_weights_and_adapters_come_and_go(folder: Path, exports: dict[str, Any])
     for name, parameter in adapter_parameters(expected, "default").items():
         parameter.data.copy_(server_adapter[f"transformer.{name}"])
     assert torch.equal(run(server.weights.module), run(expected))
-    assert update(server, folder / "full").status == 200  # under the adapter, which stays
-    assert torch.equal(run(server.weights.module), run(expected))
+
+
+@pytest.mark.parametrize("merge_mode", ["dynamic", "merge"])
+@pytest.mark.parametrize("route", ["disk", "buckets"])
+def test_a_push_of_all_weights_takes_an_adapter_off(
+    folder: Path, exports: dict[str, Any], route: str, merge_mode: str
+) -> None:
+    """The adapter of an earlier run; afterwards the server has exactly what was pushed, and its checksums say so."""
+    server, tensors = served(folder), load_file(folder / "full" / FULL)
+    assert set_lora(server, folder / "lora", merge_mode=merge_mode).status == 200
+    if route == "disk":
+        answer = update(server, folder / "full", weight_version=3)
+    else:
+        answer = send_bucket(server, folder, tensors, weight_version=3)
+    assert (answer.status, answer.value["weight_version"]) == (200, 3)
+    assert torch.equal(run(server.weights.module), exports["full"])
+    wanted = policy_checksums({"transformer": checksum(sorted(tensors.items()))})
+    assert ask(server, "/get_weights_checksum", module_names=[*wanted]).value == wanted
+    assert asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"] == {}
 
 
 def test_adapters_of_another_rank_replace_each_other(folder: Path) -> None:
     server, module = served(folder), base()
     assert set_lora(server, folder / "lora").status == 200
     save_file(
-        {"into.lora_A.weight": torch.ones(3, 23), "into.lora_B.weight": torch.ones(24, 3)}, folder / "other.safetensors"
+        {"into.lora_A.weight": torch.ones(3, 24), "into.lora_B.weight": torch.ones(24, 3)}, folder / "other.safetensors"
     )
     assert set_lora(server, folder / "other.safetensors", lora_alpha=6, strength=0.5).status == 200
     with torch.no_grad():
@@ -338,11 +374,7 @@ def test_buckets_of_two_pushes_are_not_mixed(folder: Path) -> None:
     halves = [dict([*tensors.items()][:1]), dict([*tensors.items()][1:])]
 
     def sent(push: str, index: int) -> asgi.Answer:
-        (places,) = buckets(halves[index], most_bytes=10**6)
-        bucket = SharedBucket(push, index, 2, "transformer", str(folder / "bucket"), places)
-        (folder / "bucket").write_bytes(flattened(places, halves[index].values()).numpy().tobytes())
-        value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket.as_json())]}
-        return ask(server, "/update_weights_from_tensor", **value)
+        return send_bucket(server, folder, halves[index], push, index, 2)
 
     before = state(server)
     assert sent("a", 0).status == 200
@@ -380,7 +412,7 @@ def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyP
         load(*args)
 
     monkeypatch.setattr(serving, "load_lora", once)
-    save_file({"into.lora_A.weight": torch.ones(3, 23), "into.lora_B.weight": torch.ones(24, 3)}, folder / "x.safetensors")
+    save_file({"into.lora_A.weight": torch.ones(3, 24), "into.lora_B.weight": torch.ones(24, 3)}, folder / "x.safetensors")
     assert set_lora(server, folder / "x.safetensors").status == 500
     assert state(server) == before
 
