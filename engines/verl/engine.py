@@ -26,13 +26,12 @@ from fluvial.engines.verl.algorithms import Algorithm
 from fluvial.engines.verl.batch import Fields
 from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.passes import LossFunction, Passes
-from fluvial.engines.verl.settings import Settings, lr_factor, read_settings
+from fluvial.engines.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.models import add_lora
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
-NETWORK = "transformer."  # start of the names of weights in the rollout's pipeline
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 
 
@@ -52,6 +51,9 @@ class VerlEngine:
     # Of verl: the context that moves an engine between host and device, and the function that gathers metrics.
     context: ClassVar[Callable[..., AbstractContextManager[None]]]
     append: ClassVar[Callable[[dict[str, Any], dict[str, Any]], None]]
+    hooks: ClassVar[
+        Callable[[Any], Any]
+    ]  # verl-omni's adapter for a model config, or None; its hooks choose what is trained
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.model_config, self.engine_config = model_config, engine_config
@@ -82,6 +84,10 @@ class VerlEngine:
             self._add_adapters(module)
         except ValueError as error:
             raise UsageError(f"model: {error}") from error
+        hooks = type(self).hooks(self.model_config)
+        if hooks is not None and settings.lora is None:
+            hooks.configure_trainable_params(module, self.model_config)
+        self._configure: Callable[[nn.Module], None] = _unchanged if hooks is None else hooks.configure_train_mode
         blocks = model.blocks(module)
         if settings.optimizer is None:
             module.requires_grad_(False)
@@ -113,6 +119,11 @@ class VerlEngine:
     def module(self) -> nn.Module:
         """The sharded network."""
         return self._sharded().module
+
+    @property
+    def scheduler(self) -> Any:
+        """diffusers' scheduler of the pipeline; verl-omni compares the `config` of teacher and student."""
+        return self.denoiser.model.scheduler()
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -190,7 +201,9 @@ class VerlEngine:
             append=type(self).append,
         )
         with deterministic(self.settings.engine.deterministic):
-            return passes.infer(self._sharded()) if forward_only else passes.train(self._trained("a backward pass"))
+            if forward_only:
+                return passes.infer(self._sharded())
+            return passes.train(self._trained("a backward pass"), self._configure)
 
     def optimizer_step(self) -> float:
         """Take an optimizer step, unless the gradient is not finite, and return its norm before clipping."""
@@ -274,11 +287,11 @@ class VerlEngine:
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
                     for name, tensor in export.weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
-                        yield NETWORK + name, tensor
+                        yield f"{NETWORK}.{name}", tensor
                     return
                 for name, tensor in export.base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
-                    yield NETWORK + name, export.gathered(tensor).to(cast, copy=True)
+                    yield f"{NETWORK}.{name}", export.gathered(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
             return tensors(), None
@@ -398,6 +411,10 @@ class VerlEngine:
         if self.engine is None:
             raise UsageError(f"engine.forward_only is set, and {what} needs an optimizer")
         return self.engine
+
+
+def _unchanged(module: nn.Module) -> None:
+    """Leave a module in training mode as it is."""
 
 
 def _check_remote(path: str | None) -> None:

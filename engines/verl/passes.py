@@ -62,11 +62,20 @@ class Passes:
         self.losses: list[Tensor] = []
         self.metrics: dict[str, Any] = {}
 
-    def train(self, engine: Engine) -> dict[str, Any]:
-        """Add the gradients of the loss to the engine's, and return the result."""
-        # verl's losses are means over the samples of a rank, and the gradient is that of the mean over the ranks.
-        share = 1 / self.world.data_size
-        engine.backward([partial(self._loss, engine.module, rows, share) for rows in self._slices()])
+    def train(self, engine: Engine, configure: Callable[[nn.Module], None]) -> dict[str, Any]:
+        """Add the gradients of the loss to the engine's, and return the result.
+
+        Args:
+            engine: the engine.
+            configure: function that changes the module once it is in training mode.
+        """
+
+        def loss(rows: slice) -> Tensor:
+            configure(engine.module)
+            # verl's losses are means over the samples of a rank, and the gradient is that of the mean over the ranks.
+            return self._loss(engine.module, rows) / self.world.data_size
+
+        engine.backward([partial(loss, rows) for rows in self._slices()])
         return self._result()
 
     def infer(self, module: ShardedModule) -> dict[str, Any]:
@@ -80,16 +89,32 @@ class Passes:
         for start in range(0, self.batch.size, self.micro_batch):
             yield slice(start, min(start + self.micro_batch, self.batch.size))
 
-    def _loss(self, module: nn.Module, rows: slice, share: float = 1.0) -> Tensor:
-        """Return the loss of a micro-batch times `share`, a scalar; 0 without a loss function."""
+    def _loss(self, module: nn.Module, rows: slice) -> Tensor:
+        """Return the loss of a micro-batch, a scalar; 0 without a loss function."""
         device = self.world.device
         items = fresh_copy({name: tensor[rows] for name, tensor in self.batch.items.items()}, device)
         outputs = self.algorithm.outputs(self.denoiser, module, items, self.batch.cond)
         for name, value in outputs.items():
             self.outputs.setdefault(name, []).append(value.detach())
+        total = torch.zeros((), device=device)
         if self.loss_function is None:
-            return torch.zeros((), device=device)
-        data = self._data(rows, device)
+            return total
+        for part in self._steps(rows):
+            own = {name: value[part.start - rows.start : part.stop - rows.start] for name, value in outputs.items()}
+            total = total + self._step_loss(own, self._data(part, device))
+        return total
+
+    def _steps(self, rows: slice) -> Iterator[slice]:
+        """Cut a micro-batch where a step ends: a loss function may average over what it is given, and expects one step."""
+        start = rows.start
+        while start < rows.stop:
+            stop = min((start // self.batch.samples + 1) * self.batch.samples, rows.stop)
+            yield slice(start, stop)
+            start = stop
+
+    def _step_loss(self, outputs: dict[str, Tensor], data: Any) -> Tensor:
+        """Return what verl's loss function returns for items of one step, checked, and note its metrics."""
+        assert self.loss_function is not None
         result = self.loss_function(model_output=outputs, data=data, dp_group=self.group)
         if not isinstance(result, tuple) or len(result) != 2:
             raise UsageError(f"the loss function returned a {type(result).__name__}, expected a loss and its metrics")
@@ -99,13 +124,12 @@ class Passes:
             raise UsageError(f"the loss function returned a loss of {shape}, expected a tensor with one number")
         self.losses.append(loss.detach().reshape(()))
         self.append(self.metrics, metrics)
-        return loss.reshape(()) * share
+        return loss.reshape(())
 
     def _data(self, rows: slice, device: torch.device) -> Any:
-        """Return what the loss function reads of a micro-batch.
+        """Return what the loss function reads of some items.
 
-        `gradient_accumulation_steps` is what it divides its mean by: the number of micro-batches, or for a smaller last one
-        the ratio of all items to its own.
+        `gradient_accumulation_steps` is what it divides its mean by: the ratio of all items to these.
         """
         from tensordict import TensorDict
         from tensordict.tensorclass import NonTensorData, NonTensorStack

@@ -25,6 +25,9 @@ DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }
+NETWORK = "transformer"  # folder of the network in a pipeline, and its name in the rollout's
+# The algorithm that verl-omni registers for one architecture alone, unless model.external_lib registers more.
+DANCE, DANCES = "dance_grpo", "WanPipeline"
 # Fields of the model config that change the network in a way that the engine has not.
 ABSENT = ("exclude_modules", "target_parameters", "config_path")
 
@@ -73,19 +76,24 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
     Args:
         model: verl-omni's DiffusionModelConfig.
         engine: verl's FSDPEngineConfig.
-        optimizer: verl's FSDPOptimizerConfig; None for an engine that only makes forward passes.
+        optimizer: verl's FSDPOptimizerConfig. An engine that only makes forward passes ignores it: verl-omni's reference and
+            teacher always come with one.
         checkpoint: verl's CheckpointConfig; None leaves it at its defaults.
         ranks: number of ranks.
 
     Raises:
-        UsageError: a field is missing, has a value that fluvial does not support, or an optimizer is missing.
+        UsageError: a field is missing or has a value that fluvial does not support.
     """
-    if engine.forward_only != (optimizer is None):
-        raise UsageError(
-            f"engine.forward_only is {engine.forward_only}, and the optimizer config is "
-            f"{'missing' if optimizer is None else 'given'}: a trained engine needs one, and any other none"
-        )
+    if engine.forward_only:
+        optimizer = None
+    elif optimizer is None:
+        raise UsageError("the optimizer config is missing: set it, or engine.forward_only")
     pipeline, algorithm = _part(model, "pipeline"), _part(model, "algo")
+    if model.algorithm == DANCE and model.architecture != DANCES and model.external_lib is None:
+        raise UsageError(
+            f"model.algorithm is {DANCE!r}, and verl-omni samples so with {DANCES} alone: for {model.architecture} set "
+            "model.algorithm=flow_grpo and model.algo.sde_type=dance_sde, which has the same loss"
+        )
     if algorithm.sde_type not in SAMPLERS:
         raise UsageError(f"model.algo.sde_type is {algorithm.sde_type!r}, expected one of {', '.join(map(repr, SAMPLERS))}")
     sampler, form = SAMPLERS[algorithm.sde_type]
@@ -95,6 +103,8 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         raise UsageError(f"{error} (model.algo.noise_level)") from error
     if getattr(pipeline, "num_frames", 1) != 1:
         raise UsageError(f"model.pipeline.num_frames is {pipeline.num_frames}, expected 1: this plug-in trains on images")
+    if model.transformer_subfolder != NETWORK:
+        raise UsageError(f"model.transformer_subfolder is {model.transformer_subfolder!r}, expected {NETWORK!r}")
     seed = int(engine.seed)
     return Settings(
         folder=Path(model.local_path or model.path),
@@ -107,7 +117,7 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         eta=float(algorithm.noise_level),
         engine=_engine(engine, model, ranks=ranks),
         optimizer=None if optimizer is None else _optimizer(optimizer),
-        lora=_lora(model),
+        lora=_lora(model, trained=optimizer is not None),
         adapters=tuple(name for name in _adapters(model) if name != "reference"),
         seed=seed,
         merge=bool((getattr(model, "lora", None) or {}).get("merge", False)),
@@ -167,6 +177,9 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
     if ranks % size:
         raise UsageError(f"engine.fsdp_size is {size}, expected a divisor of the {ranks} ranks, or -1")
     mixed: Mapping[str, Any] = config.mixed_precision or {}
+    buffers = mixed.get("buffer_dtype", "fp32")
+    if DTYPES.get(str(buffers)) != "float32":
+        raise UsageError(f"engine.mixed_precision.buffer_dtype is {buffers!r}, and buffers stay in float32: leave it out")
     if config.qat.enable:
         raise UsageError("engine.qat.enable is True, and fluvial has no quantisation-aware training: set it to False")
     backend = model.attn_backend
@@ -209,7 +222,7 @@ def _optimizer(config: Any) -> OptimizerConfig:
         raise UsageError(f"optim: {error}") from error
 
 
-def _lora(model: Any) -> LoraConfig | None:
+def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
     """Return the adapter, or None if all weights are trained."""
     for name in ABSENT:
         if getattr(model, name, None):
@@ -220,7 +233,7 @@ def _lora(model: Any) -> LoraConfig | None:
     if model.lora_rank <= 0:
         if path is not None:
             raise UsageError(f"model.lora_adapter_path is {path}, and model.lora_rank is {model.lora_rank}: set the rank")
-        if tuple(_adapters(model)) not in (("default",), ()):
+        if trained and tuple(_adapters(model)) not in (("default",), ()):
             raise UsageError(
                 f"model.policy_state_adapters are {', '.join(_adapters(model))}, which need LoRA: set model.lora_rank"
             )

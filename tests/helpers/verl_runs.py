@@ -57,6 +57,8 @@ def model_config(name: str, folder: Path, **changes: Any) -> Any:
         "enable_gradient_checkpointing": False,
         "attn_backend": "native",
         "config_path": None,
+        "external_lib": None,
+        "transformer_subfolder": "transformer",
         "pipeline": pipeline,
         "algo": SimpleNamespace(noise_level=noise, sde_type=changes.pop("sde_type", "sde")),
     }

@@ -2,9 +2,13 @@
 
 import copy
 import re
+import sys
 import tomllib
+from abc import abstractmethod
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,14 +60,92 @@ def test_the_entry_point_registers_an_engine_for_each_model_type(base: Any) -> N
         assert issubclass(base.EngineRegistry.get_engine_cls(kind, "fluvial"), base.BaseEngine)
 
 
-def test_an_unsupported_verl_is_refused_when_an_engine_is_made(
-    folders: dict[str, Path], world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_verl_is_refused_by_its_interface_and_not_by_its_version(
+    folders: dict[str, Path], world: World, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not when verl is imported, where nobody would see it."""
-    verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA))
-    monkeypatch.setattr("fluvial.engines.verl.plugin.version", lambda name: "0.10.0")
-    with pytest.raises(UsageError, match=re.escape("verl is 0.10.0, and this plug-in supports 0.9.*")):
+    """And when an engine is made, not when verl is imported, where nobody would see it.
+
+    `verl/workers/engine/base.py` of 0.10.0.dev (commit 1dda039b) is that of 0.9.1 to the byte.
+    """
+    monkeypatch.setattr("fluvial.engines.verl.plugin.version", lambda name: "0.10.0.dev0")
+    model = verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA)
+    verl_runs.build(model)
+    monkeypatch.setattr(base.BaseEngine, "optimizer_step", lambda self, closure: None)
+    monkeypatch.setattr(base.BaseEngine, "copy_adapter", lambda self, source, target: None, raising=False)
+    monkeypatch.setattr(base.BaseEngine, "use_adapter", lambda self: None, raising=False)
+    monkeypatch.setattr(base.BaseEngine, "warm_up", abstractmethod(lambda self: None), raising=False)
+    problem = "optimizer_step has closure; use_adapter has no name; warm_up is new"
+    with pytest.raises(UsageError, match=re.escape(f"verl 0.10.0.dev0 is not supported, its engines differ: {problem}")):
+        verl_runs.build(model)
+
+
+def test_an_unknown_device_is_named(folders: dict[str, Path], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an NPU verl finds the engine, which says why it does not run."""
+    npu = SimpleNamespace(device_name="npu", vendor_name="huawei")
+    monkeypatch.setattr(real_verl.part("verl.utils.device"), "get_platform", lambda: npu)
+    with pytest.raises(UsageError, match="verl found the device 'npu', and fluvial computes on cuda and cpu alone"):
         verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+
+
+def test_verls_own_strategies_choose_these_engines_by_vendor(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl-omni accepts a distillation teacher with strategy fsdp or fsdp2 alone (engine_workers.py)."""
+    with pytest.raises(ValueError, match="No engine registered"):
+        base.EngineRegistry.get_engine_cls("diffusion_model", "fsdp2")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "fluvial")
+    own = base.EngineRegistry.get_engine_cls("diffusion_model", "fluvial")
+    for strategy in ("fsdp", "fsdp2"):
+        assert base.EngineRegistry.get_engine_cls("diffusion_model", strategy) is own
+
+
+def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(
+    folders: dict[str, Path], world: World, made: verl_runs.Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`configure_trainable_params` before sharding, and `configure_train_mode` in each pass of training."""
+    modes: list[bool] = []
+
+    class Adapter:
+        """Stand-in for a subclass of verl-omni's DiffusionModelBase."""
+
+        @classmethod
+        def peek_class(cls, architecture: str, algorithm: str) -> Any:
+            """Return the adapter of SD3 for Flow-GRPO."""
+            return cls if (architecture, algorithm) == ("StableDiffusion3Pipeline", "flow_grpo") else None
+
+        @classmethod
+        def configure_trainable_params(cls, module: torch.nn.Module, config: Any) -> None:
+            """Train the last block alone."""
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name.startswith("transformer_blocks.1.") and config.lora_rank == 0)
+
+        @classmethod
+        def configure_train_mode(cls, module: torch.nn.Module) -> None:
+            """Keep the embedding of positions in evaluation mode."""
+            modes.append(module.training)
+            module.get_submodule("pos_embed").eval()
+
+    package = ModuleType("verl_omni")
+    package.__spec__ = ModuleSpec("verl_omni", None)
+    base = ModuleType("verl_omni.pipelines.model_base")
+    base.__dict__["DiffusionModelBase"] = Adapter
+    for name, module in (("verl_omni", package), ("verl_omni.pipelines", package), (base.__name__, base)):
+        monkeypatch.setitem(sys.modules, name, module)
+    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+    before, sent = full(engine), set(weights(engine))
+    seen: list[bool] = []
+    engine.module.get_submodule("pos_embed").register_forward_pre_hook(lambda part, given: seen.append(part.training))
+    with engine.train_mode():
+        engine.train_batch(verl_runs.batch("sd3", made), verl_runs.flow_grpo())
+    changed = {name for name, tensor in full(engine).items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(name.startswith("transformer_blocks.1.") for name in changed)
+    assert sent == {f"transformer.{name}" for name in made.model.build().state_dict()}
+    assert modes == [True, True]
+    assert seen == [False, False]
+    with engine.eval_mode():
+        engine.infer_batch(verl_runs.batch("sd3", made))
+    assert len(modes) == 2
+    lora = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA))
+    assert all("lora" in name for name, parameter in lora.module.named_parameters() if parameter.requires_grad)
 
 
 def test_a_rollout_engine_gets_the_base_once_and_then_the_adapter(
@@ -208,10 +290,14 @@ def test_parameters_and_optimizer_are_offloaded_apart(
     assert engine.is_optimizer_offload_enabled == optimizer
 
 
-def test_an_engine_without_an_optimizer_only_infers(folders: dict[str, Path], world: World, made: verl_runs.Made) -> None:
-    """The reference policy of full fine-tuning: it scores trajectories, and a step is refused in one line."""
+@pytest.mark.parametrize("optimizer", ["default", None])
+def test_an_engine_for_inference_has_no_optimizer(
+    folders: dict[str, Path], world: World, made: verl_runs.Made, optimizer: Any
+) -> None:
+    """The reference of full fine-tuning and a teacher; verl-omni passes both an optimizer config and its adapters' names."""
     config = verl_runs.engine_config(forward_only=True)
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), engine=config, optimizer=None)
+    model = verl_runs.model_config("sd3", folders["sd3"], policy_state_adapters=("default", "old"))
+    engine = verl_runs.build(model, engine=config, optimizer=optimizer)
     with engine.eval_mode():
         found = engine.infer_batch(verl_runs.batch("sd3", made))["model_output"]["log_probs"]
     torch.testing.assert_close(found, made.trajectory.log_prob, rtol=0, atol=1e-6)
@@ -258,6 +344,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     "architecture": ({"architecture": "WanPipeline"}, {}, {}, "model.architecture is 'WanPipeline', expected one of"),
     "another pipeline": ({"architecture": "QwenImagePipeline"}, {}, {}, "model.architecture is QwenImagePipeline, and"),
     "no folder": ({"local_path": "/nowhere"}, {}, {}, "model.path: "),
+    "algorithm": (
+        {"algorithm": "dance_grpo"},
+        {},
+        {},
+        "model.algorithm is 'dance_grpo', and verl-omni samples so with WanPi",
+    ),
+    "subfolder": (
+        {"transformer_subfolder": "transformer_2"},
+        {},
+        {},
+        "model.transformer_subfolder is 'transformer_2', expec",
+    ),
+    "buffers": ({}, {"mixed_precision": {"buffer_dtype": "bf16"}}, {}, "engine.mixed_precision.buffer_dtype is 'bf16', and"),
     "sampler": ({"sde_type": "ode"}, {}, {}, "model.algo.sde_type is 'ode', expected one of 'sde', 'cps', 'dance_sde'"),
     "noise": ({"sde_type": "cps", "noise_level": 1.5}, {}, {}, "eta is 1.5"),
     "all linear": ({"lora_rank": 2}, {}, {}, "model.target_modules is 'all-linear', expected a list"),
@@ -285,7 +384,17 @@ def test_settings_that_have_no_meaning_here_are_one_line(folders: dict[str, Path
     assert "\n" not in str(error.value)
 
 
+def test_a_teachers_scheduler_is_compared_with_the_students(folders: dict[str, Path], world: World) -> None:
+    """verl-omni reads `engine.scheduler.config` of both, and wants them equal."""
+    student = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+    teacher = verl_runs.build(
+        verl_runs.model_config("sd3", folders["sd3"]), engine=verl_runs.engine_config(forward_only=True)
+    )
+    other = verl_runs.build(verl_runs.model_config("qwen-image", folders["qwen-image"]))
+    assert teacher.scheduler.config == student.scheduler.config
+    assert other.scheduler.config != student.scheduler.config
+
+
 def test_a_trained_engine_needs_an_optimizer(folders: dict[str, Path], world: World) -> None:
-    """And one that only infers has none."""
     with pytest.raises(UsageError, match="the optimizer config is missing"):
         verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), optimizer=None)

@@ -85,12 +85,13 @@ def test_train_batch_updates_as_fluvials_own_update(folders: dict[str, Path], wo
 
 
 def test_loss_functions_are_called_as_verl_calls_them(folders: dict[str, Path], world: World) -> None:
-    """One call per micro-batch, whose losses add up to the mean; a smaller last one weighs less. full_determinism holds."""
+    """One call per micro-batch and step; losses add up to the mean, smaller parts weigh less; full_determinism holds."""
     made = verl_runs.rollout("sd3", folders["sd3"])
     config = verl_runs.engine_config(full_determinism=True)
     engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), engine=config)
     losses = []
-    for size, expected in ((8, [(8, 1)]), (4, [(4, 2)] * 2), (3, [(3, 8 / 3), (3, 8 / 3), (2, 4)])):
+    whole, parts = [(4, 2)] * 2, [(3, 8 / 3), (1, 8), (2, 4), (2, 4)]
+    for size, expected in ((8, whole), (4, whole), (3, parts)):
         calls: list[Any] = []
         data = verl_runs.batch("sd3", made, micro_batch_size_per_gpu=size)
         with engine.train_mode():
@@ -101,6 +102,24 @@ def test_loss_functions_are_called_as_verl_calls_them(folders: dict[str, Path], 
         assert len(result["metrics"]["actor/ratio_mean"]) == len(result["loss"]) == len(calls)
         losses.append(sum(result["loss"]))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_a_loss_may_average_over_a_step(folders: dict[str, Path], world: World) -> None:
+    """GRPO-Guard scales ratios by the mean std of what it is given, so a pass over several steps does not mix them."""
+    made = verl_runs.rollout("sd3", folders["sd3"])
+    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+
+    def loss(*, model_output: dict[str, Any], data: Any, dp_group: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        scale = model_output["std_dev_t"].mean() * model_output["sqrt_dt"].mean()
+        gain = (model_output["log_probs"] - data["old_log_probs"]) * data["advantages"]
+        return (scale * gain).mean() / data["gradient_accumulation_steps"], {}
+
+    losses = []
+    for size in (8, 4, 3):
+        with engine.train_mode():
+            result = engine.forward_backward_batch(verl_runs.batch("sd3", made, micro_batch_size_per_gpu=size), loss)
+        losses.append(sum(result["loss"]))
+    assert losses == pytest.approx([losses[1]] * 3, rel=1e-5)
 
 
 def test_a_forward_pass_may_hold_several_steps(folders: dict[str, Path], world: World) -> None:
