@@ -27,7 +27,7 @@ NOT_SIMULATED = (
 
 
 class Line(NamedTuple):
-    """What a line of the program holds, or does."""
+    """Bytes that a line of the program holds."""
 
     line: str
     bytes: int
@@ -94,7 +94,7 @@ class PhaseReport:
 
 
 class CheckpointLayout(NamedTuple):
-    """What a checkpoint and the export at the end of a run hold."""
+    """Sizes of a checkpoint, and of the export at the end of a run."""
 
     tensors: int
     bytes_of_rank: int
@@ -105,7 +105,7 @@ class CheckpointLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a training run would do on its GPUs.
+    """Memory, communication, FLOPs and host waits of a training run on its GPUs, by phase.
 
     Args:
         ranks: number of GPUs.

@@ -17,6 +17,7 @@ from fluvial.engines.fsdp.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole, replicas
 from fluvial.engines.fsdp.whole import largest_bucket
+from fluvial.engines.simulate.attention import attention
 from fluvial.models.lora import is_adapter
 
 Phase = Literal["update", "rollout"]
@@ -78,6 +79,17 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
+class Activations(NamedTuple):
+    """Bytes of the activations of a forward pass, and of its backward pass if it has one.
+
+    A unit of communication (a block, or the rest) is done in the backward pass when the gradients of all its parameters are.
+    """
+
+    peak: int
+    after: int = 0  # when the unit is done in whose backward pass the peak is
+    later: int = 0  # peak after that
+
+
 class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
 
@@ -89,7 +101,7 @@ class Accounting(NamedTuple):
     gradients: int  # float32, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
-    communication: int  # gradients of one unit (block or rest), as computed and as reduced; of a rollout, a unit as gathered
+    communication: int  # beyond the activations' peak: gradients of a unit, as computed and as reduced; or a unit as gathered
     activations: int  # of one micro-batch
     trajectory: int  # tensors that a rollout stored
     host: int
@@ -108,7 +120,7 @@ def account(
     engine: EngineConfig,
     device: torch.device,
     ranks: int,
-    activations: int,
+    activations: Activations,
     trajectory: int = 0,
     micro_batches: int = 2,
     reference: bool = False,
@@ -116,7 +128,8 @@ def account(
 ) -> Accounting:
     """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
 
-    The peak of an update is in the last micro-batch's backward pass. With P parameters, T of them trained, c bytes per value
+    The peak of an update is in the last micro-batch's backward pass: either where the activations have theirs, or where the
+    gradients of a unit are reduced, when the activations of that unit are freed. With P parameters, T of them trained, c bytes per value
     for the computation, g for the reduction, and R ranks per replica:
 
         parameters (4 T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients 4 T / R
@@ -135,7 +148,7 @@ def account(
         optimizer, engine: configuration of the engine.
         device: device of the computation, which decides compute="auto".
         ranks: number of processes.
-        activations: bytes of activations, see `activations`.
+        activations: see `activations`.
         trajectory: bytes of the tensors that a rollout stored.
         micro_batches: number of micro-batches per update and rank.
         reference: whether a frozen copy is kept for a KL term, as in full fine-tuning.
@@ -178,8 +191,13 @@ def account(
     if update and whole:
         communication = largest_bucket([reduce * p.numel() for p in trained]) if ranks > 1 else 0
         accumulated = here["gradients"] + reduce * sum(p.numel() for p in trained) if reduce < 4 else 0
-    elif update:  # a single rank makes one more copy, to divide
-        communication = (compute + reduce * (1 if shards > 1 else 2)) * _largest_trained(units)
+    elif update:
+        largest = _largest_trained(units)
+        reduced = reduce * largest * (1 if shards > 1 else 2)  # a single rank makes one more copy, to divide
+        computed = 0 if accumulated else compute * largest
+        # Accumulated gradients are freed as they are reduced, so only the first reduction adds to them.
+        later = 0 if accumulated else activations.later + reduced
+        communication = max(0, activations.after + computed + reduced - activations.peak, later - activations.peak)
     elif not whole and shards > 1 and engine.comm == "keep":  # what the last unit arrived in
         communication = compute * max(sum(parameter.numel() for parameter in unit) for unit in units)
     return Accounting(
@@ -188,7 +206,7 @@ def account(
         gathered=gathered,
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         communication=communication,
-        activations=activations,
+        activations=activations.peak,
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),
     )
@@ -202,8 +220,8 @@ def activations(
     engine: EngineConfig,
     device: torch.device,
     grad: bool,
-) -> int:
-    """Return the peak bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
+) -> Activations:
+    """Return the bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
 
     The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing. Saved and
     temporary tensors both count while they live. Attention is assumed to run in a fused kernel, which keeps no scores. With
@@ -226,18 +244,39 @@ def activations(
     dtype = engine.compute_dtype(device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     for unit in [*blocks, module]:
         unit.forward = _FusedAttention(unit.forward)
         cast_samples(unit, dtype)
     if engine.checkpointing != "none":
         checkpoint_blocks(blocks, selective=engine.checkpointing == "selective")
-    with LiveStorages([*module.parameters(), *module.buffers()], meta=True) as live, torch.set_grad_enabled(grad):
+    live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
+    done = _units_done(_units(module, blocks), live) if grad else []
+    with live, torch.set_grad_enabled(grad):
         out = forward(module)
         if grad:
             out.float().square().sum().backward()
-    return live.peak // engine.context_parallel
+    done.append(Activations(live.peak, live.now))
+    highest = max(range(len(done)), key=lambda unit: done[unit].peak)
+    later = max((unit.peak for unit in done[highest + 1 :]), default=0)
+    return Activations(*(size // engine.context_parallel for size in done[highest]._replace(later=later)))
+
+
+def _units_done(units: list[list[nn.Parameter]], live: LiveStorages) -> list[Activations]:
+    """Drop each gradient as it arrives, and return a list that the backward pass fills: peak and end of each unit."""
+    done: list[Activations] = []
+    for unit in units:
+        missing = {parameter for parameter in unit if parameter.requires_grad}
+
+        def arrived(parameter: Any, missing: set[nn.Parameter] = missing) -> None:
+            parameter.grad = None
+            missing.discard(parameter)
+            if not missing:
+                done.append(Activations(live.peak, live.now))
+                live.peak = live.now
+
+        for parameter in missing:
+            parameter.register_post_accumulate_grad_hook(arrived)
+    return done
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -255,29 +294,8 @@ class _FusedAttention(TorchFunctionMode):
             return self.forward(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = _fused_attention if func is nn.functional.scaled_dot_product_attention else func
+        run = attention if func is nn.functional.scaled_dot_product_attention else func
         return run(*args, **(kwargs or {}))
-
-
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute attention with a fused kernel; the arguments are those of `scaled_dot_product_attention`."""
-    if enable_gqa:
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:

@@ -34,7 +34,7 @@ class Passes(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What one size took, on the slowest rank."""
+    """Seconds and bytes of one size, on the slowest rank."""
 
     seconds: float  # of a forward pass of a rollout, and a forward and backward pass of an update; inf: out of memory
     peak: int  # bytes beyond weights and optimizer state, on the rank that took most

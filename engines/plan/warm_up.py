@@ -14,7 +14,7 @@ from fluvial.engines.report.progress import RunProgress
 
 
 class WarmUp(NamedTuple):
-    """What a warm-up did."""
+    """Result of a warm-up."""
 
     programs: int  # that were compiled, or read from the cache
     seconds: float

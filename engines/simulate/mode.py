@@ -21,10 +21,12 @@ from fluvial.engines.simulate.place import place
 aten, prim = torch.ops.aten, torch.ops.prim
 # Host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
 LARGE = 2**24
-# Values of so few numbers survive on the device, as long as they are only moved, cut and joined: rewards that are gathered.
-FEW = 4096
-NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose"
+# Values of so few numbers are known on the device, too, where they follow from the host's: lengths of prompts, masks, steps.
+FEW = 2**16
+# Floating-point values only as long as they are moved, cut and joined: rewards that are gathered.
+NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose unbind split"
 MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
+UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class Wait(NamedTuple):
@@ -127,31 +129,31 @@ class SimulatedMode(TorchDispatchMode):
 
     def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation, without values."""
-        value = _moved(func, args, kwargs) if func.overloadpacket in MOVES else None
-        args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+        given, named = args, kwargs
+        if any(isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         with self.fake:
             out = func(*args, **kwargs)
-        if value is not None:
-            out.fluvial_value = value
+        results = [out] if isinstance(out, FakeTensor) else [leaf for leaf in tree_iter(out) if isinstance(leaf, FakeTensor)]
+        _follow(func, given, named, results)
         self.operations[self.phase] += 1
         formula = FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops[self.phase] += int(formula(*args, **kwargs, out_val=out))
-        self._count(func, out)
+        self._count(func, results)
         return out
 
-    def _count(self, func: Any, out: Any) -> None:
-        """Enter the storages of a result in the ledger."""
+    def _count(self, func: Any, results: list[FakeTensor]) -> None:
+        """Enter the storages of an operation's results in the ledger."""
         line = ""
-        for tensor in tree_iter(out):
-            if isinstance(tensor, FakeTensor):
-                kind = tensor.fake_device.type
-                if kind not in (TYPE, "cpu"):
-                    continue
-                ledger, storage = self.ledger if kind == TYPE else self.host, tensor.untyped_storage()
-                if not ledger.is_known(storage):
-                    line = line or place(4) or f"backward, {func._schema.name.partition('::')[2]}"
-                    ledger.add(storage, line)
+        for tensor in results:
+            kind = tensor.fake_device.type
+            if kind not in (TYPE, "cpu"):
+                continue
+            ledger, storage = self.ledger if kind == TYPE else self.host, tensor.untyped_storage()
+            if not ledger.is_known(storage):
+                line = line or place(4) or f"backward, {func._schema.name.partition('::')[2]}"
+                ledger.add(storage, line)
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         """Return a host tensor without its values."""
@@ -170,32 +172,41 @@ class SimulatedMode(TorchDispatchMode):
         with self.fake if fake else nullcontext():
             out = func(*args, **kwargs)
         if fake:
-            self._count(func, out)
+            self._count(func, [leaf for leaf in tree_iter(out) if isinstance(leaf, FakeTensor)])
             collectives.same_values(func, args)
         else:
             collectives.same_everywhere(func, args)
         return out
 
-    # What needs more than a shape. A handler that returns NotImplemented leaves the operation to `_computed`.
+    # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_computed`.
 
     def _read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == TYPE:
             self.note("read", func._schema.name.partition("::")[2])
-        value = getattr(tensor, "fluvial_value", None)
+        value = _value(tensor)
         if value is not None:
             return value.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
     def _equal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         self.note("read", "equal")
-        return True
+        first, second = _value(args[0]), _value(args[1])
+        return True if first is None or second is None else torch.equal(first, second)
 
-    def _nonzero(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.note("read", "nonzero")
-        tensor = args[0]
-        made = aten.empty.memory_format
-        return self._computed(made, ([tensor.numel(), tensor.dim()],), {"dtype": torch.int64, "device": tensor.device})
+    def _nonzero(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        return self._true(args[0], "nonzero")
+
+    def _true(self, mask: Tensor, operation: str) -> Tensor:
+        """Return the indices at which a mask is true `[N, dimensions]`: all of them if its values are not known."""
+        self.note("read", operation)
+        value = _value(mask)
+        count = mask.numel() if value is None else int(value.count_nonzero())
+        options = {"dtype": torch.int64, "device": mask.device}
+        out: Tensor = self._computed(aten.empty.memory_format, ([count, mask.dim()],), options)
+        if value is not None:
+            out.fluvial_value = value.nonzero()  # type: ignore[attr-defined]
+        return out
 
     def _to_copy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         source, device = args[0], kwargs.get("device")
@@ -208,15 +219,15 @@ class SimulatedMode(TorchDispatchMode):
         waits = not kwargs.get("non_blocking", False)
         self._moves(source.device.type, target.type, waits=waits, operation="to")
         options: dict[str, Any] = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
-        value = getattr(source, "fluvial_value", None)
+        value = _value(source)
         if target.type == "cpu":
             if value is not None:
                 return value.to(options["dtype"]).clone()
             return self._on_host(aten.zeros.default, (list(source.shape),), options, [])
         like = self._as_fake(source)
         out = self._computed(aten.empty_like.default, (like,), options)
-        if not isinstance(source, FakeTensor) and source.numel() <= FEW and not source.is_meta:
-            out.fluvial_value = source.detach().to(options["dtype"]).clone()
+        if value is not None:
+            out.fluvial_value = value.to(options["dtype"]).clone()
         return out
 
     def _copy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -227,6 +238,8 @@ class SimulatedMode(TorchDispatchMode):
         self._moves(source.device.type, target.device.type, waits=waits, operation="copy_")
         if torch.broadcast_shapes(target.shape, source.shape) != target.shape:
             raise RuntimeError(f"copy_: a tensor of shape {list(source.shape)} does not fit into {list(target.shape)}")
+        if isinstance(target, FakeTensor):
+            _follow(func, args, kwargs, [target])
         return target
 
     def _moves(self, source: str, target: str, *, waits: bool, operation: str) -> None:
@@ -242,10 +255,7 @@ class SimulatedMode(TorchDispatchMode):
         places: list[Tensor | None] = []
         for each in args[1]:
             if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
-                self.note("read", "index by a mask")
-                number = {"dtype": torch.int64, "device": args[0].device}  # a mask that leaves nothing out
-                every = self._computed(aten.empty.memory_format, ([each.numel()],), number)
-                places += [every] * each.dim()
+                places += self._computed(aten.unbind.int, (self._true(each, "index by a mask"), 1), {})
             else:
                 if isinstance(each, Tensor) and each.device.type == "cpu":
                     self.note("blocking copy to the device", "index by a host tensor")
@@ -253,16 +263,16 @@ class SimulatedMode(TorchDispatchMode):
         return self._computed(func, (args[0], places, *args[2:]), kwargs)
 
     def _mask(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.note("read", "masked_select")
-        options = {"dtype": args[0].dtype, "device": args[0].device}
-        return self._computed(aten.empty.memory_format, ([args[0].numel()],), options)
+        number = len(self._true(args[1], "masked_select"))
+        return self._computed(aten.empty.memory_format, ([number],), {"dtype": args[0].dtype, "device": args[0].device})
 
     def _repeat(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-            self.note("read", "repeat_interleave")
-            length = args[0].shape[0]
-            return self._computed(aten.empty.memory_format, ([length],), {"dtype": torch.int64, "device": args[0].device})
-        return NotImplemented
+        if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is not None:
+            return NotImplemented
+        self.note("read", "repeat_interleave")
+        value = _value(args[0])
+        length = args[0].shape[0] if value is None else int(value.sum())
+        return self._computed(func, args, {**kwargs, "output_size": length})
 
     def _nothing(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         return None
@@ -271,14 +281,48 @@ class SimulatedMode(TorchDispatchMode):
         return False
 
 
-def _moved(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the values of an operation's result, if those of all its tensors are known."""
-    leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not all(hasattr(leaf, "fluvial_value") for leaf in leaves):
+def _value(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor on the host, if they are known and few."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, "fluvial_value", None)
+    return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
+
+
+def _follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
+    """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
+    values = _computed_values(func, args, kwargs, results)
+    if values is not None:
+        for result, value in zip(results, values, strict=True):
+            result.fluvial_value = value
+    elif func._schema.is_mutable:
+        for result in results:
+            vars(result).pop("fluvial_value", None)
+
+
+def _computed_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
+    """Return the values of the results, None if they are not known."""
+    packet = func.overloadpacket
+    if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    args, kwargs = tree_map_only(Tensor, lambda leaf: leaf.fluvial_value, (args, kwargs))
-    value = func(*args, **kwargs)
-    return value if isinstance(value, Tensor) and value.numel() <= FEW else None
+    moves = packet in MOVES
+    if not all(each.numel() <= FEW and (moves or not _is_inexact(each.dtype)) for each in results):
+        return None
+    known = []
+    for leaf in tree_iter((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            value = _value(leaf)
+            if value is None:
+                return None
+            known.append(value)
+    remaining = iter(known)
+    args, kwargs = tree_map_only(Tensor, lambda _: next(remaining), (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return [leaf for leaf in tree_iter(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class _FakeMode(FakeTensorMode):
@@ -299,7 +343,7 @@ class _FakeMode(FakeTensorMode):
 
     @property
     def enter_stack(self) -> list[Any]:
-        """What the mode found when this thread entered it."""
+        """Modes that were active when this thread entered the mode, one per entry."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         stack: list[Any] = self._local.stack

@@ -148,7 +148,7 @@ def update(simulation: Simulation, **options: Any) -> Engine:
 @pytest.mark.parametrize("comm", ["keep", "reshard"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_engine_updates_offloads_and_onloads(ranks: int, comm: str, offload: str) -> None:
-    """What is offloaded leaves the device, and comes back to the byte."""
+    """Offloaded tensors leave the device, and come back to the byte."""
     with simulate(ranks=ranks) as simulation:
         engine = update(simulation, comm=comm, offload=offload)
         held = simulation.mode.ledger.now
