@@ -101,7 +101,7 @@ class Accounting(NamedTuple):
     gradients: int  # float32, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
-    communication: int  # beyond the activations' peak: gradients of a unit, as computed and as reduced; or a unit as gathered
+    communication: int  # of a unit, as far as it adds to the activations' peak: its gradients, or its parameters as gathered
     activations: int  # of one micro-batch
     trajectory: int  # tensors that a rollout stored
     host: int
@@ -129,8 +129,8 @@ def account(
     """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
 
     The peak of an update is in the last micro-batch's backward pass: either where the activations have theirs, or where the
-    gradients of a unit are reduced, when the activations of that unit are freed. With P parameters, T of them trained, c bytes per value
-    for the computation, g for the reduction, and R ranks per replica:
+    gradients of a unit are reduced and the activations of that unit are freed. With P parameters, T of them trained, c bytes
+    per value for the computation, g for the reduction, and R ranks per replica:
 
         parameters (4 T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients 4 T / R
         gathered c P with comm="keep", else those of two blocks and of what is in no block

@@ -114,7 +114,8 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
     """To the byte: weights, moments, average and gradients."""
     config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
     shapes = net(train, meta=True)
-    paper = account(shapes, list(shapes.blocks), optimizer=config, engine=sharding, device=CPU, ranks=1, activations=Activations(0))
+    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": Activations(0)}
+    paper = account(shapes, list(shapes.blocks), ranks=1, **options)
     module = net(train, meta=False)
     engine = Engine(module, list(module.blocks), config, one, updates=5, sharding=sharding)
     items, weight = data(6)
@@ -227,7 +228,8 @@ def live(count: int, *, grad: bool = True, **lies: Any) -> int:
     with torch.device("meta"):
         module, x = Wide(count), torch.zeros(8, 16)
     before = copy.deepcopy(module)
-    found = activations(module, list(module.blocks), lambda made: made(x), engine=EngineConfig(**lies), device=CPU, grad=grad)
+    engine = EngineConfig(**lies)
+    found = activations(module, list(module.blocks), lambda made: made(x), engine=engine, device=CPU, grad=grad)
     # The module that was given is left as it was.
     assert [(n, p.dtype, p.grad) for n, p in module.named_parameters()] == [
         (n, p.dtype, p.grad) for n, p in before.named_parameters()

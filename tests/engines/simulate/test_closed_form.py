@@ -11,11 +11,17 @@ from fluvial.engines.plan.trace import trace
 pytestmark = pytest.mark.simulated
 # The closed form may be this much above the trace, and hardly below it.
 ABOVE, BELOW = 0.05, 0.01
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"comm": "reshard"},
+    {"checkpointing": "block"},
+    {"checkpointing": "block", "grad_sync": "every"},
+]
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("engine", [{}, {"comm": "reshard"}, {"checkpointing": "block"}, {"checkpointing": "block", "grad_sync": "every"}], ids=str)
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_a_plan_is_held_to_the_trace(engine: dict[str, Any], train: Train, gpus: int) -> None:
     """For the update and for the rollout."""
     config = PlanConfig(gpus=gpus, train=train, micro_batch=16, engine=EngineConfig(**engine))
