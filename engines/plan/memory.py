@@ -189,7 +189,8 @@ def account(
     if whole:
         gathered = compute * sum(p.numel() for p in masters) if compute < 4 else 0
     if update and whole:
-        communication = largest_bucket([reduce * p.numel() for p in trained]) if ranks > 1 else 0
+        bucket = largest_bucket([reduce * p.numel() for p in trained]) if ranks > 1 else 0
+        communication = max(0, bucket - activations.peak)  # after the backward pass
         accumulated = here["gradients"] + reduce * sum(p.numel() for p in trained) if reduce < 4 else 0
     elif update:
         largest = _largest_trained(units)

@@ -67,11 +67,17 @@ def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:
 
 def same_values(function: Any, args: tuple) -> None:
     """Give the results of a gather on the device the values of its input, where they are known."""
-    if function._schema.name == "c10d::allgather_":
+    name = function._schema.name
+    if name == "c10d::allgather_":
         for output, given in zip(args[0], args[1], strict=True):
             if (value := getattr(given, "fluvial_value", None)) is not None:
                 for each in output:
                     each.fluvial_value = value
+    elif name in ("c10d::_allgather_base_", "c10d::alltoall_base_"):
+        if (value := getattr(args[1], "fluvial_value", None)) is not None:
+            result = torch.empty(args[0].shape, dtype=args[0].dtype)
+            same_everywhere(function, (result, value))
+            args[0].fluvial_value = result
 
 
 def same_everywhere(function: Any, args: tuple) -> None:

@@ -293,7 +293,7 @@ def _follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTe
     values = _computed_values(func, args, kwargs, results)
     if values is not None:
         for result, value in zip(results, values, strict=True):
-            result.fluvial_value = value
+            result.fluvial_value = value  # type: ignore[attr-defined]
     elif func._schema.is_mutable:
         for result in results:
             vars(result).pop("fluvial_value", None)
