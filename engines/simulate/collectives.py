@@ -73,11 +73,12 @@ def same_values(function: Any, args: tuple) -> None:
             if (value := getattr(given, "fluvial_value", None)) is not None:
                 for each in output:
                     each.fluvial_value = value
-    elif name in ("c10d::_allgather_base_", "c10d::alltoall_base_"):
-        if (value := getattr(args[1], "fluvial_value", None)) is not None:
-            result = torch.empty(args[0].shape, dtype=args[0].dtype)
-            same_everywhere(function, (result, value))
-            args[0].fluvial_value = result
+    if name not in ("c10d::_allgather_base_", "c10d::alltoall_base_"):
+        return
+    if (value := getattr(args[1], "fluvial_value", None)) is not None:
+        result = torch.empty(args[0].shape, dtype=args[0].dtype)
+        same_everywhere(function, (result, value))
+        args[0].fluvial_value = result
 
 
 def same_everywhere(function: Any, args: tuple) -> None:
