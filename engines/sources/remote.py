@@ -76,7 +76,7 @@ class Remote(RolloutSource):
         """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
         guided = sampling.guidance.is_guided(self.model)
         orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
-        expected = Expected(self.kind, sampling, max(self.version, 0), self.rollout.servers.most_mb)
+        expected = Expected(self.kind, self.model, sampling, max(self.version, 0), self.rollout.servers.most_mb)
         steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
         self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
         self._seen[requests.key] = set()

@@ -1,6 +1,7 @@
 """Replies of rollout servers as samples. What does not fit the request is a `WireError` of one line, and is never used."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from fluvial.engines.sources.requests import OUTPUTS, PromptOrder
 from fluvial.engines.wire.client import Reply
 from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.response import MSGPACK, DitTrajectory, Kind, RolloutSample, read_response
+from fluvial.models import DiffusionModel
+from fluvial.models.pipelines.layouts import layout_of
 
 NEAR = 1e-5  # largest difference of noise levels
 TIMESTEPS = 1000.0  # training timesteps: a timestep of the wire is its sigma times this
@@ -36,11 +39,13 @@ class Expected:
 
     Args:
         kind: what the servers are.
+        model: adapter of the architecture, which knows the layout of latents and the size of images.
         version: version of the weights that must make them.
         most_mb: largest reply, in megabytes.
     """
 
     kind: Kind
+    model: DiffusionModel
     sampling: Sampling
     version: int
     most_mb: int
@@ -80,35 +85,38 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
     trajectory = found.dit_trajectory
     if trajectory is None:
         raise WireError(f"{where} has no dit_trajectory")
-    check_schedule(trajectory, expected, where)
-    steps, event = len(expected.sampling.schedule.timesteps), expected.sampling.shape
-    if tuple(trajectory.latents.shape[1:]) != event:
-        raise WireError(f"{where} has latents of shape {list(trajectory.latents.shape[1:])}, expected {list(event)}")
+    steps = len(expected.sampling.schedule.timesteps)
     places = _places(trajectory, order, steps, where)
+    check_schedule(trajectory, [*places], expected, where)
     needed = sorted({*recorded, *(step + 1 for step in recorded), steps})
     if missing := [boundary for boundary in needed if boundary not in places]:
         raise WireError(f"{where} has no latents at boundary {missing[0]} of its steps")
-    latents = _finite(trajectory.latents.float(), f"{where}'s latents")
+    latents = _finite(_events(trajectory.latents.float(), expected, "latents", where), f"{where}'s latents")
     x, x_next = (latents[[places[step + more] for step in recorded]] for more in (0, 1))
     log_prob, velocity = torch.zeros(0), None
     if recorded:
         log_prob = _of_steps(found.rollout_log_probs, recorded, (steps,), "log-probabilities", where)
     if expected.keeps_velocity:
         outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
-        velocity = _of_steps(outputs, recorded, (steps, *event), OUTPUTS, where)
+        outputs = outputs if outputs is None else _events(outputs, expected, OUTPUTS, where)
+        velocity = _of_steps(outputs, recorded, (steps, *expected.sampling.shape), OUTPUTS, where)
     return Sample(
         x,
         x_next,
         log_prob,
         velocity,
         latents[places[steps]],
-        _image(found.generated_output, where),
+        _image(found.generated_output, expected, where),
         expected.version if version is None else version,
     )
 
 
-def check_schedule(trajectory: DitTrajectory, expected: Expected, where: str) -> None:
-    """Raise WireError unless a sample was made at the noise levels and timesteps of the trainer's own schedule."""
+def check_schedule(trajectory: DitTrajectory, boundaries: Sequence[int], expected: Expected, where: str) -> None:
+    """Raise WireError unless a sample was made at the noise levels and timesteps of the trainer's own schedule.
+
+    Args:
+        boundaries: boundary of each of its latents. Timesteps are those of the schedule, `[T]` or `[T+1]`, or of these.
+    """
     levels, ours = expected.sampling.schedule.levels, expected.sampling.schedule.timesteps.float().cpu()
     sigmas, timesteps = trajectory.sigmas.float(), trajectory.timesteps
     if len(sigmas) != len(levels):
@@ -118,14 +126,16 @@ def check_schedule(trajectory: DitTrajectory, expected: Expected, where: str) ->
             f"{where} was made at sigma {float(sigmas[worst]):.6g} in step {worst}, where the trainer's schedule has "
             f"{float(levels[worst]):.6g}: serve with the trainer's scheduler and shift"
         )
-    if timesteps is None or len(timesteps) not in (len(ours), len(levels)):
-        return  # those of the returned boundaries alone, or none
-    given = timesteps.float()[: len(ours)]
-    meant = ours if expected.kind == "fluvial" else TIMESTEPS * sigmas[: len(ours)]
-    if (worst := _far(given, meant, NEAR_TIMESTEP)) is not None:
-        raise WireError(
-            f"{where} has timestep {float(given[worst]):.6g} in step {worst}, expected {float(meant[worst]):.6g}"
-        )
+    if timesteps is None:
+        return
+    given = timesteps.float()
+    whole = TIMESTEPS * sigmas if expected.kind == "sglang" else torch.cat([ours, ours.new_zeros(1)])
+    same = [meant for meant in (whole[[*boundaries]], whole, whole[:-1]) if len(meant) == len(given)]
+    if not same:
+        raise WireError(f"{where} has {len(given)} timesteps, expected {len(boundaries)}, one per boundary")
+    if all(_far(given, meant, NEAR_TIMESTEP) is not None for meant in same):
+        farthest = int((given - same[0]).abs().nan_to_num(math.inf).argmax())
+        raise WireError(f"{where} has timestep {float(given[farthest]):.6g}, expected {float(same[0][farthest]):.6g}")
 
 
 def _far(values: Tensor, expected: Tensor, most: float) -> int | None:
@@ -152,8 +162,27 @@ def _of_steps(tensor: Tensor | None, recorded: tuple[int, ...], shape: tuple[int
     return _finite(tensor.float()[list(recorded)], f"{where}'s {what}")
 
 
-def _image(image: Tensor, where: str) -> Tensor:
-    """Return an image in [0, 1]."""
+def _events(latents: Tensor, expected: Expected, what: str, where: str) -> Tensor:
+    """Return latents `[K, *event]` from those of a server, which may be in sglang's layout."""
+    layout, event = layout_of(expected.model), expected.sampling.shape
+    shape = tuple(latents.shape[1:])
+    if shape not in (event, layout.shape(event)):
+        raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.shape(event))}")
+    return latents if shape == event else layout.to_event(latents, event)
+
+
+def _image(image: Tensor, expected: Expected, where: str) -> Tensor:
+    """Return an image in [0, 1], `[C, H, W]`, or `[C, F, H, W]` of a model whose samples have frames."""
+    event, shape = expected.sampling.shape, list(image.shape)
+    if image.ndim == 4 and shape[1] == 1 and len(event) < 4:
+        image = image.squeeze(1)  # a video of one frame
+    try:
+        frames = image.shape[1] if image.ndim == 4 else 1
+        made = tuple(expected.model.latent_shape(image.shape[-2], image.shape[-1], frames))
+    except ValueError as error:
+        raise WireError(f"{where} has an image of shape {shape}: {error}") from error
+    if made != event or image.ndim not in (3, 4) or image.shape[0] not in (1, 3):
+        raise WireError(f"{where} has an image of shape {shape}, of latents {list(made)}, expected {list(event)}")
     if image.dtype == torch.uint8:
         return image.float() / 255
     image = _finite(image.float(), f"{where}'s image")

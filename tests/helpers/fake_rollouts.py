@@ -117,6 +117,9 @@ class FakeRollouts:
         trajectory = DitTrajectory(
             torch.stack([known[boundary] for boundary in boundaries]), schedule.timesteps, schedule.levels, boundaries
         )
+        if self.kind == "sglang":  # timesteps of the boundaries alone, without their indices
+            timesteps = 1000 * schedule.levels[[*boundaries]]
+            trajectory = replace(trajectory, timesteps=timesteps, latent_step_indices=None)
         version = self.version if self.kind == "fluvial" else None
         return RolloutSample(
             "request", request.prompt, request.seed, image, log_probs, debug, None, trajectory, weight_version=version

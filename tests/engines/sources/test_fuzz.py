@@ -31,7 +31,7 @@ def sampling() -> Sampling:
     )
 
 
-EXPECTED = Expected("fluvial", sampling(), 0, 1)
+EXPECTED = Expected("fluvial", tiny.Tiny(), sampling(), 0, 1)
 
 
 def body() -> bytes:

@@ -185,6 +185,18 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     assert {chunk.version for chunk in made} == {3}
 
 
+@pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (4, 0)])
+def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size: int, low: int) -> None:
+    """For some windows they are as many as the four steps, and not the timesteps of these."""
+    rollout = replace(STEPS, window=RandomWindow(size, low=low, high=low + size))
+    fake, plan = FakeRollouts(net(), "sglang"), planned(one, rollout)
+    with served(fake, world=one, rollout=rollout) as source:
+        assert len(chunks(source, plan)) == 2
+        fake.faults = [of_trajectory(timesteps=lambda value: value + torch.eye(len(value))[-1])] * 9
+        with pytest.raises(RunError, match="has timestep 1, expected 0"):
+            chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))
+
+
 @pytest.mark.parametrize(
     "rollout",
     [
@@ -277,11 +289,13 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "no trajectory": (changed(dit_trajectory=None), "has no dit_trajectory"),
     "no log-probs": (changed(rollout_log_probs=None), r"shape none, expected \[4\]"),
     "NaN": (changed(rollout_log_probs=torch.full((4,), torch.nan)), "not finite"),
+    "images of another shape": (changed(generated_output=torch.ones(2, 4, 4)), r"an image of shape \[2, 4, 4\]"),
+    "a row of pixels": (changed(generated_output=torch.ones(4)), r"generated_output is torch.float32 \[4\]"),
     "a black hole": (changed(generated_output=torch.full((1, 4, 4), 7.0)), "an image from 7 to 7"),
     "other latents": (of_trajectory(latents=lambda value: value[..., :2]), r"latents of shape \[1, 4, 2\], expected"),
     "infinite latents": (of_trajectory(latents=lambda value: value / 0), "latents are not finite"),
     "other levels": (of_trajectory(sigmas=lambda value: value * 0.99), "was made at sigma 0.99 in step 0"),
-    "other timesteps": (of_trajectory(timesteps=lambda value: value + 1), "has timestep 1001 in step 0, expected 1000"),
+    "other timesteps": (of_trajectory(timesteps=lambda value: value + 1), "has timestep 1001, expected 1000"),
     "no last latents": (
         of_trajectory(latents=lambda value: value[:-1], latent_step_indices=lambda value: value[:-1]),
         "no latents at boundary 4",

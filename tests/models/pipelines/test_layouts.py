@@ -1,0 +1,37 @@
+"""Layouts of latents in sglang: those of the pipelines' own functions, and back to the bit."""
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from tiny_pipelines import ROWS
+
+from fluvial.models.pipelines.layouts import FRAME, LAYOUTS, PLAIN, TOKENS, layout_of
+
+
+def test_each_architecture_has_the_layout_of_sglang() -> None:
+    adapters: dict[str, Any] = {name: row.adapter for name, row in ROWS.items()}
+    found = {name: layout_of(object.__new__(adapter)) for name, adapter in adapters.items()}
+    packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": TOKENS, "z-image": FRAME}
+    assert found == dict.fromkeys(ROWS, PLAIN) | packed
+
+
+@pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME])
+def test_latents_come_back_from_every_layout(layout: Any) -> None:
+    """With any number of leading dimensions, and of a shape that is no square."""
+    latents = torch.randn(2, 3, 4, 6, 10)
+    there = layout.of_event(latents)
+    assert there.shape == (2, 3, *layout.shape((4, 6, 10)))
+    assert torch.equal(layout.to_event(there, (4, 6, 10)), latents)
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "QwenImagePipeline"])
+def test_tokens_are_those_of_the_pipelines_own_functions(name: str) -> None:
+    kind: Any = getattr(diffusers, name)
+    latents = torch.randn(2, 4, 6, 10)
+    framed = latents.unsqueeze(1) if name == "QwenImagePipeline" else latents  # [B, frames, C, H, W]
+    tokens = kind._pack_latents(framed, 2, 4, 6, 10)
+    assert torch.equal(LAYOUTS[name].of_event(latents), tokens)
+    opened = kind._unpack_latents(tokens, height=48, width=80, vae_scale_factor=8)
+    assert torch.equal(LAYOUTS[name].to_event(tokens, (4, 6, 10)), opened.reshape(latents.shape))
