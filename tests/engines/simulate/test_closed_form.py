@@ -9,8 +9,8 @@ from fluvial.engines.plan.plan import PlanConfig, Train, plan
 from fluvial.engines.plan.trace import trace
 
 pytestmark = pytest.mark.simulated
-# The closed form may be this much above the trace, and hardly below it. With grad_sync every it counts the buffer of a unit in
-# full, though a part of it is in use when activations of other units are freed.
+# The closed form may be this much above the trace, and hardly below it. With grad_sync every it counts the buffer of a unit
+# in full, though a part of it is in use when activations of other units are freed.
 ABOVE, ABOVE_EVERY, BELOW = 0.05, 0.06, 0.01
 ENGINES: list[dict[str, Any]] = [
     {},
