@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from fluvial.engines.sources.replies import Expected, Sample, read_samples
 from fluvial.engines.sources.requests import Asking, PromptOrder, check_served, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
 from fluvial.engines.sources.weight_sync import WeightSync
+from fluvial.engines.wire.client import UnreachableError
 from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.request import written
 from fluvial.engines.wire.response import Kind, ServerInfo
@@ -114,15 +116,28 @@ class Remote(RolloutSource):
         if world.size < self.world.size and not self.world.is_main:
             self.version = version
             return
-        with world.agreed():
-            if self.world.is_main:
-                self.pool.wait()
+        failed_at: float | None = None
+        while self.version != version:
+            with world.agreed():
+                if self.world.is_main:
+                    self.pool.wait(failed_at or time.monotonic())
+            try:
+                self._push(engine, version)
+            except UnreachableError:  # the servers may be back while there is patience
+                failed_at = failed_at or time.monotonic()
+
+    def _push(self, engine: Holder, version: int) -> None:
+        """Give weights to the servers that can be given any, once; raise UnreachableError if all of them are away."""
         with self._weights:
-            live = [server.control for server in self.pool.live] if self.world.is_main else []
-            failed = self.sync.push(engine, version, live, adapter=self.adapter(version))
-            given = world.gather_items([peer.address for peer in live])[0]
+            peers = [server.control for server in self.pool.ready] if self.world.is_main else []
+            addresses = engine.world.gather_items([peer.address for peer in peers])[0]
+            try:
+                failed = self.sync.push(engine, version, peers, adapter=self.adapter(version))
+            except UnreachableError as error:
+                self.pool.keep((), dict.fromkeys(addresses, str(error)))
+                raise
             self.version = version
-            self.pool.keep({address for address in given if address not in failed}, failed)
+            self.pool.keep({address for address in addresses if address not in failed}, failed)
 
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake:
         """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""

@@ -37,6 +37,7 @@ class Server:
         self.probe = HttpClient(url, timeout=min(PROBE_TIMEOUT, config.timeout), patience=0.0, key_env=config.key_env)
         self.in_flight = 0
         self.problem = ""  # why no requests go to it; empty where they do
+        self.is_ready = True  # whether it can be given weights: it said so when it was asked last
         self.busy_until, self.probe_at, self.probe_delay = 0.0, 0.0, FIRST_PROBE
 
     @property
@@ -65,7 +66,7 @@ class ServerPool:
             raise UsageError(f"`rollout.source` names a server twice: {', '.join(urls)}")
         self.in_flight, self.patience, self.revive = config.in_flight, config.patience, revive
         self._news, self._closed = threading.Condition(), False
-        self._last_good: float | None = None
+        self._last_good = 0.0
         self._watch: threading.Thread | None = None
         self._pushes = 0  # times that weights were given
 
@@ -74,6 +75,12 @@ class ServerPool:
         """The servers that requests go to."""
         with self._news:
             return [server for server in self.servers if not server.problem]
+
+    @property
+    def ready(self) -> list[Server]:
+        """The servers that weights can be given to: those that requests go to, and those that are back without weights."""
+        with self._news:
+            return [server for server in self.servers if server.is_ready]
 
     def ask(self, path: str, body: bytes, read: Callable[[Reply], T]) -> T:
         """Return what `read` makes of the first reply that can be used; from any number of threads.
@@ -121,14 +128,17 @@ class ServerPool:
             since, avoid = time.monotonic() if since is None else since, server
             self._check_patience(since)
 
-    def wait(self) -> None:
-        """Wait until a server can be asked.
+    def wait(self, since: float) -> None:
+        """Wait until a server can be given weights.
+
+        Args:
+            since: time of the monotonic clock when waiting began.
 
         Raises:
-            RunError: none is ready for `patience` seconds.
+            RunError: none could for `patience` seconds.
         """
-        since = time.monotonic()
-        while not self.live:
+        self._check_patience(since)
+        while not self.ready:
             self._check_patience(since)
             with self._news:
                 self._news.wait(0.05)
@@ -139,7 +149,7 @@ class ServerPool:
             self._pushes += 1
             for server in self.servers:
                 if server.address in addresses:
-                    server.problem, server.probe_delay = "", FIRST_PROBE
+                    server.problem, server.is_ready, server.probe_delay = "", True, FIRST_PROBE
                 else:
                     reason = (reasons or {}).get(server.address, server.problem)
                     self._leave(server, reason or f"{server.address} was not given the current weights")
@@ -171,6 +181,7 @@ class ServerPool:
 
     def _leave(self, server: Server, problem: str) -> None:
         """Send no requests to a server until a probe succeeds; with the lock."""
+        server.is_ready = False
         if not server.problem:
             server.probe_at = time.monotonic() + server.probe_delay
         server.problem = problem
@@ -181,9 +192,8 @@ class ServerPool:
     def _check_patience(self, since: float) -> None:
         """Raise RunError if no server has answered for too long, except where requests are in flight."""
         with self._news:
-            patience = min(self.patience, START) if self._last_good is None else self.patience
-            last = max(since, self._last_good or since)
-            if time.monotonic() - last <= patience or any(server.in_flight for server in self.servers):
+            last = max(since, self._last_good)
+            if time.monotonic() - last <= self.patience or any(server.in_flight for server in self.servers):
                 return
             problems = {server.problem or f"{server.address} is busy" for server in self.servers}
             raise RunError(f"no server has answered for {time.monotonic() - last:.0f} s: {'; '.join(sorted(problems))}")
@@ -202,7 +212,7 @@ class ServerPool:
                     if self._pushes != pushes:  # what was found is of the weights before
                         break
                     if problem is None:
-                        server.problem, server.busy_until = "", 0.0
+                        server.problem, server.busy_until, server.is_ready = "", 0.0, True
                         self._news.notify_all()
                     else:
                         server.problem = problem
@@ -213,6 +223,7 @@ class ServerPool:
         """Return why a server is not back, None if it is."""
         try:
             reply, problem = server.probe.attempt(READY)
-            return self.revive(server) if is_success(reply) else problem
+            server.is_ready = is_success(reply)
+            return self.revive(server) if server.is_ready else problem
         except (FluvialError, WireError) as error:
             return str(error)

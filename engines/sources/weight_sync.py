@@ -7,9 +7,10 @@
     shared_memory  either      all weights in buckets, in files that fluvial's own server on the same machine reads
 
 A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server takes.
-After each push the server's checksum is compared with the trainer's. In sglang, layers with an adapter have other names and
-may be merged, so their checksum differs: there the list of adapters is compared. fluvial's own server never merges, and
-reports the checksum of the adapter beside that of the base.
+The adapter of another run is taken off a server when it is met, and an adapter takes the place of the one before, so that a
+server's memory does not grow. After each push the server's checksums are compared with the trainer's: those of the base and
+of the adapter, or of its absence. In sglang, layers with an adapter have other names and may be merged, so their checksum
+differs: there the list of adapters is compared.
 """
 
 import json
@@ -17,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -32,7 +33,7 @@ from fluvial.engines.fsdp.loading import stored
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
-from fluvial.engines.wire.client import HttpClient
+from fluvial.engines.wire.client import HttpClient, UnreachableError
 from fluvial.engines.wire.weight_buckets import (
     FACTORS,
     PRECISIONS,
@@ -44,12 +45,14 @@ from fluvial.engines.wire.weight_buckets import (
     buckets,
     checksum,
     flattened,
+    policy_checksums,
 )
 from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
 Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
+Failed = dict[str, FluvialError]  # why a server did not take a push, by its address
 Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -62,7 +65,7 @@ class _Push(NamedTuple):
     module: nn.Module
     version: int
     peers: list[HttpClient]  # on the main rank
-    failed: dict[str, str]  # why a server did not take it, by its address
+    failed: Failed
     adapter: str | None  # adapter that makes the rollouts; None where the module has none
 
 
@@ -123,9 +126,10 @@ class WeightSync:
             push succeeds, because it may have any weights.
 
         Raises:
+            UnreachableError: no server took them, and one that is away may do so later.
             RunError: no server took them, or they cannot be written.
         """
-        module, failed = engine.module, dict[str, str]()
+        module, failed = engine.module, Failed()
         trained = adapter if lora_layers(module) else None
         push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
         with self._turn:
@@ -133,9 +137,12 @@ class WeightSync:
         count, failed = self._shared((len(push.peers), failed))
         for address in failed:
             self.forget(address)
+        reasons = {address: str(error) for address, error in failed.items()}
         if len(failed) >= count:
-            raise RunError(f"no server took the weights of update {version}: {next(iter(failed.values()), 'there is none')}")
-        return failed
+            away = any(isinstance(error, UnreachableError) for error in failed.values())
+            why = next(iter(reasons.values()), "there is none")
+            raise (UnreachableError if away else RunError)(f"no server took the weights of update {version}: {why}")
+        return reasons
 
     def _push(self, push: _Push) -> None:
         self.sent_bytes = 0
@@ -158,7 +165,7 @@ class WeightSync:
             Why that is not possible now, None if it has them. The next `push` gives them in any case.
         """
         with self._turn:  # after a push that is under way
-            last, failed = self.last, dict[str, str]()
+            last, failed = self.last, Failed()
             if last is None:
                 return "the last push was in buckets, which are not kept"
             self.forget(peer.address)
@@ -170,7 +177,7 @@ class WeightSync:
                 self._send(peer, last)
 
             self._each([peer], failed, send)
-            return failed.get(peer.address)
+            return None if not failed else str(failed[peer.address])
 
     def forget(self, address: str) -> None:
         """Note that a server may have started again: what it has is compared at the next push."""
@@ -196,7 +203,7 @@ class WeightSync:
                 tensors = export.base_tensors(network, parameters=True)
                 named = ((key, export.gathered(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = checksum(named, dtype=dtype)
-        others: dict[str, str] = {}
+        others = Failed()
         self._each(new, others, self._check_base)
         if not self._shared(len(others)):
             return
@@ -212,8 +219,6 @@ class WeightSync:
         pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), None)
 
         def send(peer: HttpClient) -> None:
-            with suppress(RunError):  # there may be no adapter of another run
-                peer.post("/v1/unmerge_lora_weights", {"target": "all"})
             self._send_folder(peer, pushed)
             self._check_base(peer)
 
@@ -238,11 +243,11 @@ class WeightSync:
 
     def _send_adapter(self, peer: HttpClient, pushed: Pushed, scaling: float) -> None:
         """Send an adapter to a server, and compare what it has then."""
+        adapters, paths, dtype = Sums(), list[str](), self._dtypes[peer.address]
         for name in pushed.networks:
             folder = pushed.folder if (pushed.folder / LORA).is_file() else pushed.folder / name
-            nickname = f"fluvial-{pushed.version}-{uuid.uuid4().hex[:8]}"
             value = {
-                "lora_nickname": nickname,
+                "lora_nickname": f"fluvial-{name}",  # always the same: an adapter takes the place of the one before
                 "lora_path": str(folder),
                 "target": name,
                 "strength": 1.0,
@@ -250,14 +255,20 @@ class WeightSync:
                 "weight_version": str(pushed.version),
             }
             _accepted(peer, "/v1/set_lora", value)
-            if not self.verify:
-                continue
-            reported = _checksums(peer, [name + FACTORS])[name + FACTORS]
-            if reported == UNKNOWN:
-                if nickname not in json.dumps(peer.get("/v1/list_loras")):
-                    raise RunError(f"{peer.address} accepted the adapter of update {pushed.version}, and does not list it")
-            elif reported != adapter_checksum(factors_in(folder), scaling, dtype=self._dtypes[peer.address]):
-                raise RunError(f"{peer.address} accepted the adapter of update {pushed.version}, and has another checksum")
+            paths.append(str(folder))
+            if self.verify:
+                adapters[name] = adapter_checksum(factors_in(folder), scaling, dtype=dtype)
+        if not self.verify:
+            return
+        problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
+        expected = policy_checksums(self._base[dtype], adapters)
+        found = _checksums(peer, expected)
+        if all(found[name + FACTORS] == UNKNOWN for name in adapters):  # of sglang, whose adapted layers have other names
+            listed = json.dumps(peer.get("/v1/list_loras"))
+            if not all(json.dumps(path) in listed for path in paths):
+                raise RunError(f"{problem} does not list it")
+        elif found != expected:
+            raise RunError(f"{problem} has another checksum")
 
     # All weights
 
@@ -280,7 +291,9 @@ class WeightSync:
         }
         _accepted(peer, "/update_weights_from_disk", value)
 
-    def _check_sums(self, peer: HttpClient, version: int, expected: Sums) -> None:
+    def _check_sums(self, peer: HttpClient, version: int, base: Sums) -> None:
+        """Raise RunError unless a server has these weights, and no adapter."""
+        expected = policy_checksums(base)
         if _checksums(peer, expected) != expected:
             raise RunError(
                 f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that "
@@ -348,9 +361,16 @@ class WeightSync:
             self._check_sums(peer, pushed.version, sums)
 
     def _learn(self, peer: HttpClient) -> None:
-        """Ask a server for the dtype of its weights, once."""
+        """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
         if peer.address not in self._dtypes:
             dtype = _precision(peer)
+            try:
+                if _found(peer.get("/v1/list_loras"), "active"):
+                    peer.post("/v1/unmerge_lora_weights", {"target": "all"})
+            except UnreachableError:
+                raise
+            except RunError:  # it knows no adapters
+                pass
             with self._lock:
                 self._dtypes[peer.address] = dtype
 
@@ -365,15 +385,15 @@ class WeightSync:
         dtype = self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
         return {"adapter": push.adapter, "merge": push.adapter is not None, "dtype": dtype}
 
-    def _each(self, peers: Sequence[HttpClient], failed: dict[str, str], action: Callable[[HttpClient], None]) -> None:
+    def _each(self, peers: Sequence[HttpClient], failed: Failed, action: Callable[[HttpClient], None]) -> None:
         """Act on each server that has not failed, all at the same time, and note why one fails."""
         left = [peer for peer in peers if peer.address not in failed]
 
-        def guarded(peer: HttpClient) -> tuple[str, str] | None:
+        def guarded(peer: HttpClient) -> tuple[str, FluvialError] | None:
             try:
                 action(peer)
             except FluvialError as error:
-                return peer.address, str(error)
+                return peer.address, error
             return None
 
         if left:

@@ -29,6 +29,7 @@ FREE = {
     *("eval_every", "eval_samples", "final_samples", "evaluation", "max_invalid", "stop_when_gamed"),
     *("checkpoint_every", "checkpoint_async", "checkpoints", "keep_checkpoints"),
     *("export_dtype", "export_every", "export_as"),
+    *("rollout.source", "rollout.servers", "rollout.store"),  # where samples come from
 }
 
 
@@ -171,9 +172,15 @@ class Saver:
 
 def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:
     """Return what a run that resumes from this one's checkpoints must have in common with it."""
-    settings = {name: value for name, value in flat(as_record(config)).items() if name.split(".")[0] not in FREE}
+    settings = {name: value for name, value in flat(as_record(config)).items() if not _is_free(name)}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
     records = ((prompt.text, prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
     digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
     return {**settings, "train_prompts": digest, "base_weights": base}
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a setting, or the group of settings that it is in, may change."""
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in FREE for depth in (1, 2))

@@ -26,6 +26,10 @@ JSON = "application/json"
 SHOWN = 160  # characters of a reply in a message
 
 
+class UnreachableError(RunError):
+    """A server is away, overloaded or restarting: the same request may succeed later."""
+
+
 class Reply(NamedTuple):
     """A reply of any status; names of headers are in lower case."""
 
@@ -142,7 +146,8 @@ class HttpClient:
             spent = self.clock.monotonic() - start
             if not may_pass(reply, tries) or spent + wait > patience:
                 tried = f" ({tries} tries in {spent:.0f} s)" if tries > 1 else ""
-                raise RunError(f"{problem}{tried}")
+                kind = UnreachableError if may_pass(reply, tries) else RunError
+                raise kind(f"{problem}{tried}")
             self.clock.sleep(wait)
             delay = min(2 * delay, LAST_DELAY)
 

@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.remote import Remote
 from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.wire.client import UnreachableError
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
@@ -59,9 +61,13 @@ class FakeSync:
 
     def __init__(self, fakes: Sequence[FakeRollouts]) -> None:
         self.fakes, self.repeated = fakes, list[str]()
+        self.is_down, self.pushes = False, 0
 
     def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
         """Set the version of the servers."""
+        self.pushes += 1
+        if self.is_down:
+            raise UnreachableError(f"no server took the weights of update {version}: it restarts")
         self.version = version
         for fake in self.fakes:
             fake.version = version
@@ -366,6 +372,29 @@ def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> No
         assert cast(FakeSync, source.sync).repeated == [source.pool.servers[0].address]
         assert len(chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))) == 2
         assert len(fakes[0].requests) > 1
+
+
+def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
+    """For the patience of the run, and then the weights are given again."""
+    fake, plan, engine = FakeRollouts(net()), planned(one), cast(Engine, SimpleNamespace(world=one))
+    with served(fake, world=one, config=replace(QUICK, patience=3)) as source:
+        sync = cast(FakeSync, source.sync)
+        sync.is_down, fake.is_ready = True, False
+
+        def restart() -> None:
+            sync.is_down, fake.is_ready = False, True
+
+        back = threading.Timer(1.0, restart)
+        back.start()
+        source.push(engine, 4)
+        back.join()
+        assert fake.version == 4
+        assert sync.pushes == 3
+        assert len(chunks(source, plan)) == 2
+        sync.is_down, begun = True, time.monotonic()  # it says that it is ready, and takes nothing
+        with pytest.raises(RunError, match=r"no server has answered for 3 s: no server took the weights .* it restarts"):
+            source.push(engine, 5)
+        assert time.monotonic() - begun < 6
 
 
 def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:

@@ -112,6 +112,40 @@ def test_another_adapter_than_the_trained_one_may_make_the_rollouts(tmp_path: Pa
         assert torch.equal(run(server.weights.module), run(inner))
 
 
+@pytest.mark.parametrize("method", ["auto", "disk", "shared_memory"])
+def test_the_adapter_of_another_run_is_taken_off(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
+    """Also by a server that keeps it over new weights, as sglang does; and one that has it still is left out."""
+    server, full = served(tmp_path), engine_of(moved_base(), one)
+    WeightSync(one, folder=tmp_path).push(lora, 1, [server.client])
+    assert server.weights.adapters
+
+    def kept(found: dict[str, str]) -> dict[str, str]:
+        return {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0" * 64)}
+
+    stubborn: Any = Broken(server.client, "/get_weights_checksum", kept)
+    with pytest.raises(RunError, match="another checksum"):
+        WeightSync(one, folder=tmp_path, method=method).push(full, 2, [stubborn])
+    WeightSync(one, folder=tmp_path).push(lora, 3, [server.client])
+    server.requests.clear()
+    WeightSync(one, folder=tmp_path, method=method).push(full, 4, [server.client])
+    changes = [path for path in server.requests if "unmerge" in path or "update_weights" in path]
+    assert changes[0] == "/v1/unmerge_lora_weights"
+    assert torch.equal(run(server.weights.module), output(full))
+
+
+def test_an_adapter_takes_the_place_of_the_one_before(tmp_path: Path, one: World, lora: Engine) -> None:
+    """By name, so that a server which keeps adapters by their names has one, whatever the number of pushes."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    listed = []
+    for version in (1, 2, 3):
+        move(lora, seed=version)
+        sync.push(lora, version, [server.client])
+        listed.append(server.client.get("/v1/list_loras")["loaded_adapters"])
+    assert [len(each) for each in listed] == [1, 1, 1]
+    assert len({each[0]["nickname"] for each in listed}) == 1
+    assert len({each[0]["path"] for each in listed}) == 3  # by which sglang knows that it has to be read again
+
+
 class Pair(nn.ModuleDict):
     """Two nets, each with half of the output."""
 
@@ -232,6 +266,11 @@ DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused
         (
             "/get_weights_checksum",
             lambda found: {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0")},
+            "another checksum",
+        ),
+        (  # it has restarted with other base weights since these were compared
+            "/get_weights_checksum",
+            lambda found: {**found, "transformer": "0"} if len(found) > 1 else found,
             "another checksum",
         ),
         ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),

@@ -34,12 +34,14 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.table import Guard
 from fluvial.engines.report import charts as drawing
 from fluvial.engines.rewards.runner import RewardRunner
+from fluvial.engines.rollout.config import ServersConfig
 from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.rollout.window import AllSteps, RandomWindow
 from fluvial.engines.train import train
 from fluvial.engines.train.config import AdvantageConfig, KLConfig, RolloutConfig
 from fluvial.engines.train.monitoring.diagnostics import Probe
+from fluvial.engines.train.saving import run_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -580,6 +582,15 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
         done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
         assert done.returncode in (1, 2)
         assert says in launch.one_line(done.stderr)
+
+
+def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
+    """Addresses of servers, and how they are asked, may change; the sampler may not."""
+    one = config(tmp_path)
+    asked = replace(one.rollout, source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)
+    expected = run_fingerprint(one, (), "")
+    assert run_fingerprint(replace(one, rollout=asked), (), "") == expected
+    assert run_fingerprint(replace(one, rollout=replace(asked, sampler=Stochastic(eta=0.1))), (), "") != expected
 
 
 def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
