@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,6 +35,7 @@ def test_nothing_is_importable_without_its_namespace() -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_the_namespace_alone(tmp_path: Path) -> None:
     """Every module is in it under fluvial/, and the base weights and type markers are; tests are not."""
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # modules of an earlier tree
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(ROOT)], check=True, cwd=tmp_path, timeout=300)
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()

@@ -63,7 +63,7 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
 
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor that may be sharded; it shares its storage."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor  # to_local() is recorded for autograd
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
 
 
 def sharded_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:

@@ -76,7 +76,7 @@ WRONG: list[tuple[str, str]] = [
     ("pretrain handwriting --seed -1", "seed is -1"),
     ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
     ("sample handwriting --seed -1", "seed is -1"),
-    ("train handwriting --out {tmp}/new --weights {tmp}/list", "it holds a list, expected a JSON object"),
+    ("train handwriting --out {tmp}/new --weights {tmp}/list", "list/config.json holds a list, expected a JSON object"),
     ("train handwriting --out {tmp}/new --weights {tmp}/incomplete", "is incomplete: "),
     ("train handwriting --out {tmp}/empty.txt/run", "cannot be made: Not a directory"),
     ("train handwriting --out {tmp}/new --weights {tmp}", "holds no model: config.json is missing"),
