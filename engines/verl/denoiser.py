@@ -1,6 +1,7 @@
 """The model as verl's batches use it: schedule, sampler, conditioning and predictions, with its guidance."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -44,23 +45,31 @@ class Denoiser:
             raise UsageError(
                 f"model.architecture is {settings.architecture}, and {settings.folder} is {self.model.pipeline}"
             )
-        self.schedule = cache(lambda shape: Schedule(*(t.float() for t in self.model.schedule(settings.steps, shape))))
+        if not isinstance(self.model.weights, Path):
+            raise UsageError(
+                f"model.path: {settings.folder} has {len(self.model.weights)} networks, and verl-omni trains one"
+            )
+        self.schedule = cache(self._schedule)
         self.scale = settings.scale[self.architecture.scale]
 
+    def _schedule(self, shape: Shape) -> Schedule:
+        if self.architecture.schedule is not None:
+            return self.architecture.schedule(self.settings.steps)
+        return Schedule(*(t.float() for t in self.model.schedule(self.settings.steps, shape)))
+
     def shape(self, fields: Fields) -> Shape:
-        """Return the shape of a sample, (C, H, W). UsageError if the model does not support that size."""
-        height, width = (
-            int(fields.plain(name, own)) for name, own in zip(("height", "width"), self.settings.size, strict=True)
-        )
+        """Return the shape of a sample, (C, H, W) or (C, F, H, W). UsageError if the model does not support that size."""
+        names = ("height", "width", "num_frames")
+        size = (int(fields.plain(name, own)) for name, own in zip(names, self.settings.size, strict=True))
         try:
-            return self.model.latent_shape(height, width)
+            return self.model.latent_shape(*size)
         except ValueError as error:
             raise UsageError(f"model.pipeline: {error}") from error
 
     def latents(self, fields: Fields, name: str, shape: Shape, *before: int) -> Tensor:
-        """Return samples `[*before, C, H, W]` of a batch, in float32. UsageError if there are none, or of another shape."""
+        """Return samples `[*before, C, (F,) H, W]` of a batch, in float32. UsageError if it has none of that shape."""
         layout = self.architecture.layout(shape)
-        value = fields.tensor(name, (*before, *layout), what=f"samples of {shape} for images of the size that is set")
+        value = fields.tensor(name, (*before, *layout), what=f"samples of {shape} for the size that is set")
         if value.ndim != len(before) + len(layout):
             raise UsageError(f"{name} has shape {list(value.shape)}, expected {[*before, *layout]}")
         return self.architecture.unpack(value.float(), shape)
@@ -117,7 +126,7 @@ class Denoiser:
         return v.float()
 
     def noised(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
-        """Return the items x = (1 - sigma) x0 + sigma noise, `[N, C, H, W]`, at sigma = timestep / 1000, `[N]`."""
+        """Return the items x = (1 - sigma) x0 + sigma noise, `[N, *event]`, at sigma = timestep / 1000, `[N]`."""
         level = timestep.float() / TIMESTEPS
         sigma = level.view(-1, *[1] * (x0.ndim - 1))
         sample = torch.arange(fields.samples).repeat(len(level) // fields.samples)

@@ -38,7 +38,7 @@ class Settings:
 
     folder: Path  # pipeline in diffusers' layout
     architecture: str  # class of the pipeline
-    size: tuple[int, int]  # height and width of the images in pixels
+    size: tuple[int, int, int]  # height and width in pixels, and number of frames
     steps: int  # number of steps of a rollout
     scale: Mapping[str, float]  # guidance scale by the name of its field; both names exist, and a model reads one
     sampler: SamplerName  # of the stochastic steps
@@ -101,15 +101,13 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         check_eta("model.algo", sampler, float(algorithm.noise_level))
     except ValueError as error:
         raise UsageError(f"{error} (model.algo.noise_level)") from error
-    if getattr(pipeline, "num_frames", 1) != 1:
-        raise UsageError(f"model.pipeline.num_frames is {pipeline.num_frames}, expected 1: this plug-in trains on images")
     if model.transformer_subfolder != NETWORK:
         raise UsageError(f"model.transformer_subfolder is {model.transformer_subfolder!r}, expected {NETWORK!r}")
     seed = int(engine.seed)
     return Settings(
         folder=Path(model.local_path or model.path),
         architecture=str(model.architecture),
-        size=(int(pipeline.height), int(pipeline.width)),
+        size=(int(pipeline.height), int(pipeline.width), int(pipeline.num_frames)),
         steps=int(pipeline.num_inference_steps),
         scale={name: float(getattr(pipeline, name) or 0.0) for name in ("guidance_scale", "true_cfg_scale")},
         sampler=sampler,

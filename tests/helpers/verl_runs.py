@@ -23,7 +23,7 @@ from fluvial.models.pipelines.base import Pipeline
 
 STEPS, RECORDED, SIZE, ETA = tiny_pipelines.STEPS, 2, (16, 16), 0.7
 PROMPTS = ("a red fox", "two cats", "9 owls in 1 barn", "an owl")
-CLASSES = {"sd3": "StableDiffusion3Pipeline", "qwen-image": "QwenImagePipeline"}
+CLASSES = {"sd3": "StableDiffusion3Pipeline", "qwen-image": "QwenImagePipeline", "wan": "WanPipeline"}
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["to_q", "to_k"]}
 CLIP, KL = 0.2, 0.5
 
@@ -35,9 +35,9 @@ def model_config(name: str, folder: Path, **changes: Any) -> Any:
         height=SIZE[0],
         width=SIZE[1],
         num_inference_steps=STEPS,
-        num_frames=1,
+        num_frames=changes.pop("frames", 1),
         guidance_scale=scale if name == "sd3" else None,
-        true_cfg_scale=scale if name == "qwen-image" else 1.0,
+        true_cfg_scale=1.0 if name == "sd3" else scale,
     )
     fields: dict[str, Any] = {
         "path": str(folder),
@@ -111,12 +111,21 @@ class Made(NamedTuple):
     log_prob_old: Tensor
 
 
-def rollout(name: str, folder: Path, *, scale: float = 1.0, count: int = 4, module: nn.Module | None = None) -> Made:
+def rollout(
+    name: str,
+    folder: Path,
+    *,
+    scale: float = 1.0,
+    count: int = 4,
+    module: nn.Module | None = None,
+    size: tuple[int, ...] = SIZE,
+    schedule: Schedule | None = None,
+) -> Made:
     """Return samples of a pipeline's base model, recorded at their first steps, with old log-probs near their own."""
     model = tiny_pipelines.opened(name, folder)
     cond = tiny_pipelines.conditions(model, PROMPTS[:count], scale)
-    x = tiny_pipelines.start(model, count, SIZE)
-    schedule = model.schedule(STEPS, tuple(x.shape[1:]))
+    x = tiny_pipelines.start(model, count, size)
+    schedule = schedule or model.schedule(STEPS, tuple(x.shape[1:]))
     made = tiny_pipelines.sampled(model, module or model.build(), x, cond, schedule, eta=ETA, forwards="two")
     generator = torch.Generator().manual_seed(1)
     advantage = torch.randn(count, generator=generator)
@@ -155,7 +164,8 @@ def conditioning(name: str, cond: Any) -> dict[str, Tensor]:
         return {**conditioning(name, cond.cond), **{f"negative_{key}": value for key, value in negative.items()}}
     if name == "sd3":
         return {"prompt_embeds": cond.tokens, "pooled_prompt_embeds": cond.pooled}
-    return {"prompt_embeds": cond.tokens, "prompt_embeds_mask": cond.mask}
+    mask = torch.ones(cond.tokens.shape[:2]) if name == "wan" else cond.mask
+    return {"prompt_embeds": cond.tokens, "prompt_embeds_mask": mask}
 
 
 def flow_grpo(*, kl: float = 0.0, calls: list[Any] | None = None) -> Any:

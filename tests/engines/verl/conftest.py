@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import real_verl
 import tiny_pipelines
+import verl_runs
 
 from fluvial.engines.fsdp.world import World, init_world
 
@@ -28,4 +29,4 @@ def world() -> Iterator[World]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Save the tiny pipelines."""
     root = tmp_path_factory.mktemp("pipelines")
-    return {name: tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name) for name in ("sd3", "qwen-image")}
+    return {name: tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name) for name in verl_runs.CLASSES}

@@ -48,7 +48,7 @@ def test_other_layouts_of_a_batch_give_the_same_log_probs(folders: dict[str, Pat
     unmasked = without(data, "prompt_embeds", "prompt_embeds_mask", prompt_embeds=rows)
     torch.testing.assert_close(log_probs(engine, unmasked), expected, rtol=0, atol=2e-6)
     sized = verl_runs.batch("qwen-image", made, height=16, width=16)
-    engine.settings.__dict__["size"] = (32, 32)  # that of the batch counts
+    engine.settings.__dict__["size"] = (32, 32, 1)  # that of the batch counts
     assert torch.equal(log_probs(engine, sized), expected)
 
 

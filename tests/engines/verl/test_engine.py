@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import real_verl
+import tiny_pipelines
 import torch
 import verl_runs
 from torch import Tensor
@@ -341,7 +342,7 @@ def test_the_learning_rate_is_that_of_verls_own_schedules(options: dict[str, Any
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "architecture": ({"architecture": "WanPipeline"}, {}, {}, "model.architecture is 'WanPipeline', expected one of"),
+    "architecture": ({"architecture": "FluxPipeline"}, {}, {}, "model.architecture is 'FluxPipeline', expected one of"),
     "another pipeline": ({"architecture": "QwenImagePipeline"}, {}, {}, "model.architecture is QwenImagePipeline, and"),
     "no folder": ({"local_path": "/nowhere"}, {}, {}, "model.path: "),
     "algorithm": (
@@ -382,6 +383,18 @@ def test_settings_that_have_no_meaning_here_are_one_line(folders: dict[str, Path
             optimizer=verl_runs.optimizer_config(**optimizer),
         )
     assert "\n" not in str(error.value)
+
+
+def test_sizes_and_networks_that_verl_omni_has_not_are_one_line(
+    folders: dict[str, Path], world: World, made: verl_runs.Made, tmp_path: Path
+) -> None:
+    """Several frames of a model of images; two networks by noise level, of which verl-omni trains and sends one."""
+    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], frames=5))
+    with pytest.raises(UsageError, match=r"model\.pipeline: frames is 5"):
+        engine.infer_batch(verl_runs.batch("sd3", made))
+    experts = tiny_pipelines.save(tiny_pipelines.ROWS["wan-experts"], tmp_path / "experts")
+    with pytest.raises(UsageError, match=r"model\.path: .* has 2 networks, and verl-omni trains one"):
+        verl_runs.build(verl_runs.model_config("wan", experts))
 
 
 def test_a_teachers_scheduler_is_compared_with_the_students(folders: dict[str, Path], world: World) -> None:
