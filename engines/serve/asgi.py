@@ -6,25 +6,32 @@ import hmac
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.serve.connections import Connection, ConnectionLimits
 from fluvial.engines.wire.decode import WireError
 
 Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
 ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
-OPEN = ("/health", "/health_generate")  # paths that need no key, for probes of a cluster
+OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
+LIMITS = ConnectionLimits()
 GONE = 499  # status of a request whose client has hung up; nobody receives it
 
 
@@ -36,31 +43,63 @@ class RequestError(Exception):
         self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
 
 
-class KeyCheck:
-    """Application that lets requests with the API key through.
+class Guard:
+    """Application that lets through what may be answered: requests with the API key, within the limits, of no web page.
+
+    A page in a browser on this machine can send requests to a server that other machines do not reach. Its browser names the
+    page as the Origin, asks before it sends JSON, and names the page's own host where that was bound to this address.
 
     Args:
-        key: key that must be sent as a bearer token; empty lets every request through.
+        key: key that must be sent as a bearer token; empty lets every request through whose Host is this machine.
         admin: key of the control endpoints, which also opens the others; empty leaves them to the API key.
+        limits: largest numbers of requests at work; `OPEN` is answered beyond them.
     """
 
-    def __init__(self, app: ASGIApp, key: str, *, admin: str = "", control: Collection[str] = ()) -> None:
-        self.app, self.control = app, frozenset(control)
+    def __init__(
+        self, app: ASGIApp, key: str, *, admin: str = "", control: Collection[str] = (), limits: ConnectionLimits
+    ) -> None:
+        self.app, self.control, self.limits = app, frozenset(control), limits
         self.expected, self.admin = _token(key), _token(admin)
+        self.at_work = Counter[str]()  # requests by address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 to a request without its key."""
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            sent = dict(scope["headers"]).get(b"authorization", b"")
-            controls = bool(self.admin) and scope["path"] in self.control
-            wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
-            asks = controls or bool(self.expected)
-            if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
-                name = "the admin key" if controls else "an API key"
-                response = refused(RequestError(401, f"this server asks for {name}, sent as a bearer token"))
-                await response(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        """Answer a request that is not let through, without reading its body."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        address = (scope.get("client") or ("",))[0]
+        problem = self._problem(scope["method"], scope["path"], Headers(scope=scope)) or self._overload(address)
+        if problem is not None:
+            await refused(problem)(scope, receive, send)
+            return
+        self.at_work[address] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.at_work -= Counter([address])
+
+    def _problem(self, method: str, path: str, headers: Headers) -> RequestError | None:
+        host = headers.get("host", "")
+        if not self.expected and not _is_loopback(_hostname(host)):
+            return RequestError(421, f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}")
+        if "origin" in headers:
+            return RequestError(403, "the request is of a web page (Origin), and this server answers none")
+        controls = bool(self.admin) and path in self.control
+        wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
+        asks = controls or bool(self.expected)
+        sent = headers.get("authorization", "").encode("latin-1")
+        if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
+            name = "the admin key" if controls else "an API key"
+            return RequestError(401, f"this server asks for {name}, sent as a bearer token")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            return RequestError(415, f"the content type is {kind[:60]!r}, expected application/json")
+        return None
+
+    def _overload(self, address: str) -> RequestError | None:
+        if self.at_work[address] < self.limits.per_address and self.at_work.total() < self.limits.requests:
+            return None
+        return RequestError(503, "too many requests are at work: try again later", retry_after=1)
 
 
 def _token(key: str) -> bytes:
@@ -78,10 +117,13 @@ async def json_of(request: Request, *, most_bytes: int) -> Any:
     if announced.isdecimal() and int(announced[:18]) > most_bytes:
         raise problem
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most_bytes:
-            raise problem
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most_bytes:
+                raise problem
+    except ClientDisconnect:
+        raise RequestError(GONE, "the client has hung up") from None
     try:
         return await asyncio.to_thread(msgspec.json.decode, body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -126,11 +168,12 @@ def application(
     key: str = "",
     admin: str = "",
     control: Collection[str] = (),
+    limits: ConnectionLimits = LIMITS,
 ) -> ASGIApp:
     """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
     Args:
-        key, admin, control: see `KeyCheck`.
+        key, admin, control, limits: see `Guard`.
     """
 
     @asynccontextmanager
@@ -144,7 +187,7 @@ def application(
         RunError: lambda request, error: refused(RequestError(500, str(error))),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
-    return KeyCheck(app, key, admin=admin, control=control)
+    return Guard(app, key, admin=admin, control=control, limits=limits)
 
 
 def key_of(host: str) -> str:
@@ -172,26 +215,25 @@ def check_address(host: str, port: int) -> None:
     _listening(host, port).close()
 
 
-def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], connections: int = 256) -> None:
+def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], limits: ConnectionLimits = LIMITS) -> None:
     """Serve an application until SIGINT or SIGTERM, which let the requests at work finish for five seconds.
 
     Args:
         port: port; 0 takes a free one.
         ready: function that is called with the server's address as soon as it takes connections.
-        connections: largest number of requests at the same time; more are answered with 503.
+        limits: see `Connection`.
 
     Raises:
         UsageError: the address cannot be listened on.
     """
-    import uvicorn
-
     listening = _listening(host, port)
     config = uvicorn.Config(
         app,
+        http=partial(Connection, limits=limits),  # type: ignore[arg-type]
+        proxy_headers=False,  # a client could name another address
         log_level="warning",
         access_log=False,
         lifespan="on",
-        limit_concurrency=connections,
         server_header=False,
         timeout_graceful_shutdown=5,
     )
@@ -229,6 +271,14 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UsageError(f"`host` is {host} and `port` is {port}, which cannot be listened on: {error}") from error
     made.set_inheritable(True)
     return made
+
+
+def _hostname(host: str) -> str:
+    """Return the name in a Host header, without its port; empty if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

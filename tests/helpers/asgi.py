@@ -44,7 +44,8 @@ async def call(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    named = {"content-length": str(len(body or b"")), **(headers or {})}
+    named = {"host": "127.0.0.1:1", "content-length": str(len(body or b"")), "content-type": "application/json"}
+    named = {name: text for name, text in {**named, **(headers or {})}.items() if text}
     scope = {
         "type": "http",
         "method": "GET" if body is None else "POST",

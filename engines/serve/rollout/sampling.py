@@ -224,7 +224,7 @@ def _conditioning(cond: Cond, row: int) -> dict[str, Any]:
 
 def _named(cond: Cond, row: int) -> dict[str, Any]:
     fields = cond._asdict() if hasattr(cond, "_asdict") else cond if isinstance(cond, Mapping) else {"cond": cond}
-    return {str(name): _row(value, row) for name, value in fields.items()}
+    return {str(name): _row(value, row) for name, value in fields.items() if value is not None}
 
 
 def _row(value: Any, row: int) -> Any:

@@ -46,7 +46,7 @@ def app(*rewards: Any, key: str = "", **options: Any) -> Any:
 
 def client(served: Any, path: str = "") -> HttpClient:
     """Return a client of an application."""
-    return HttpClient(f"http://server:1{path}", transport=asgi.Transport(served), clock=FakeClock())
+    return HttpClient(f"http://localhost:1{path}", transport=asgi.Transport(served), clock=FakeClock())
 
 
 def test_both_formats_give_what_the_reward_gives() -> None:

@@ -17,6 +17,7 @@ import torch
 from fluvial.engines.cli import main as cli
 from fluvial.engines.wire.response import RolloutSample, read_response
 
+JSON = {"Content-Type": "application/json"}
 MODEL = "tiny_jobs:Tiny"
 BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
 
@@ -38,7 +39,7 @@ def address(server: launch.Process) -> str:
 
 def ask(url: str, body: Any) -> list[RolloutSample]:
     """Return the samples of a request."""
-    request = urllib.request.Request(f"{url}/rollout/generate", json.dumps(body).encode())
+    request = urllib.request.Request(f"{url}/rollout/generate", json.dumps(body).encode(), JSON)
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.headers["content-type"] == "application/msgpack"
         return read_response(reply.read())

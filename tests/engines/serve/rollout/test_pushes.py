@@ -39,7 +39,7 @@ def url(folder: Path) -> Iterator[str]:
 
 def post(url: str, path: str, value: Any, *, key: str = "secret") -> tuple[int, Any]:
     """Return the status of an answer, and its JSON or its bytes."""
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(value).encode(), headers)) as reply:
             body = reply.read()

@@ -1,0 +1,68 @@
+"""Requests of web pages: nothing that a page in a browser on the same machine can send is obeyed."""
+
+import asyncio
+from typing import Any
+
+import asgi
+import pytest
+import rollout_servers as servers
+
+STOP = "/release_memory_occupation"
+CHANGES = (STOP, "/resume_memory_occupation", "/v1/set_lora", "/v1/unmerge_lora_weights", "/update_weights_from_disk")
+# What a browser sends for a page of another site, by how the page asks.
+PAGES: dict[str, tuple[dict[str, str], int]] = {
+    "a form, or fetch with text/plain": ({"origin": "http://evil.example", "content-type": "text/plain"}, 403),
+    "fetch from a file or a sandbox": ({"origin": "null", "content-type": "text/plain"}, 403),
+    "fetch without a body": ({"origin": "http://evil.example", "content-type": ""}, 403),
+    "a page on another port": ({"origin": "http://localhost:8888", "content-type": "application/json"}, 403),
+    "a browser that sends no Origin": ({"content-type": "text/plain;charset=UTF-8"}, 415),
+    "a form of an old browser": ({"content-type": "application/x-www-form-urlencoded"}, 415),
+    "no content type": ({"content-type": ""}, 415),
+    "a name bound to this address": ({"host": "evil.example:30000", "origin": "http://evil.example:30000"}, 421),
+    "the same without Origin": ({"host": "evil.example:30000"}, 421),
+    "a name that looks like one of here": ({"host": "localhost.evil.example"}, 421),
+    "an address elsewhere": ({"host": "10.0.0.1:30000"}, 421),
+    "no host": ({"host": ""}, 421),
+    "a malformed host": ({"host": "[::1"}, 421),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_web_page_changes_nothing(page: str) -> None:
+    server, (headers, status) = servers.served(), PAGES[page]
+    for path in (*CHANGES, "/rollout/generate"):
+        answer = asyncio.run(asgi.call(server.app, path, {}, headers=headers))
+        assert (answer.status, set(answer.value)) == (status, {"detail", "error"}), answer
+    assert (server.policy.weights.released, server.policy.version) == (False, 0)
+
+
+def test_a_page_whose_name_is_bound_to_this_address_reads_nothing() -> None:
+    """DNS rebinding: for the browser it is the page's own site, so that it would let it read the answers."""
+    server = servers.served()
+    for path in ("/v1/models", "/v1/model_info", "/v1/list_loras"):
+        assert asyncio.run(asgi.call(server.app, path, headers={"host": "evil.example:30000"})).status == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:30000", "127.0.0.1:30000", "127.0.0.5", "[::1]:30000"])
+def test_programs_on_this_machine_are_obeyed(host: str) -> None:
+    server = servers.served()
+    headers = {"host": host, "content-type": "application/json; charset=utf-8"}
+    assert asyncio.run(asgi.call(server.app, STOP, {}, headers=headers)).status == 200
+    assert server.policy.weights.released
+
+
+def test_with_a_key_a_server_may_have_any_name() -> None:
+    """A page does not know the key; a page that did would still be refused."""
+    server, key = servers.served(key="k"), {"host": "node7.cluster:30000", "authorization": "Bearer k"}
+
+    def status(**headers: str) -> Any:
+        return asyncio.run(asgi.call(server.app, STOP, {}, headers=headers)).status
+
+    assert status(**{**key, "authorization": ""}) == 401
+    assert status(**key, origin="http://evil.example") == 403
+    assert status(**key) == 200
+
+
+def test_probes_are_answered_under_any_name() -> None:
+    for path in ("/health", "/health_generate"):
+        assert asyncio.run(asgi.call(servers.served().app, path, headers={"host": "10.1.2.3:30000"})).status == 200
