@@ -20,6 +20,7 @@ class CorrectionInfo(NamedTuple):
 
     gap_mean: Tensor  # mean |d|, 0 for two programs that agree
     gap_p99: Tensor  # its 99th percentile
+    gap_max: Tensor  # its largest
     kl: Tensor  # mean rho - 1 - log rho >= 0 (k3), which estimates KL(rollout || old)
     chi2: Tensor  # mean rho^2 - 1, which estimates chi^2(old || rollout)
     effective: Tensor  # effective sample size divided by the number of weights, (sum w)^2 / (n sum w^2), in [0, 1]
@@ -91,6 +92,7 @@ def _info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
         gap_mean=size.mean(),
         # One of the entries: an interpolation between two, one of them infinite, may be NaN.
         gap_p99=torch.sort(size.flatten()).values[math.ceil(0.99 * (size.numel() - 1))],
+        gap_max=size.max(),
         kl=(torch.expm1(gap) - gap.clamp(max=80)).mean(),  # clamped, because it would be inf - inf at +inf
         chi2=torch.expm1(2 * gap).mean(),
         effective=effective,

@@ -189,6 +189,12 @@ class RewardRunners:
         self._ids: list[int] = []  # of the samples so far, -1 for repeats
         self._groups: list[int] = []  # of the groups so far
 
+    def discard(self) -> None:
+        """Forget the samples so far: others take their place."""
+        for runner in self.runners:
+            runner.waiting = []
+        self._begin()
+
     def apart(self) -> Self:
         """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
 

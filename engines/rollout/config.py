@@ -57,8 +57,8 @@ class ServersConfig:
         weights_folder: Folder that trainer and servers see, for these files; by default one in this machine's shared memory.
         weights_verify: Compare the checksum of a server's weights with the trainer's. A server that fuses or renames layers
             has another one, and needs False.
-        tolerance: Largest |difference| between a server's log-probability of a step and the trainer's own, with which a run
-            starts; with `correction.mode` it may be larger.
+        tolerance: Largest |difference| between a server's log-probability of a step and the trainer's own; a server that is
+            farther off is left out.
     """
 
     timeout: float = 600.0

@@ -221,6 +221,7 @@ class Chunk(NamedTuple):
     trajectory: Trajectory
     images: Tensor  # [b, C, H, W], of videos [b, C, F, H, W], in [0, 1]
     version: int = 0  # number of updates of the weights that made them
+    servers: Sequence[str] = ()  # address of the server that made each, where servers did
 
 
 class SampleBatch(NamedTuple):

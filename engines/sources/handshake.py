@@ -1,17 +1,20 @@
 """First contact with servers: are their numbers the trainer's own?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Chunk, Sampling, prediction_of
 from fluvial.kernels import step_log_prob
 from fluvial.models import DiffusionModel
+from fluvial.models.guidance import guided_velocity
+from fluvial.models.protocol import Cond
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,56 @@ def compare(
     )
 
 
-def check(found: Handshake, *, tolerance: float, corrected: bool, world: World) -> None:
-    """Raise RunError if the numbers are too far apart on any rank; every rank must take part.
-
-    Args:
-        corrected: whether the run corrects for the difference.
-    """
+def check(largest: float, *, tolerance: float, world: World) -> None:
+    """Raise RunError if numbers of servers are too far from the trainer's on any rank; every rank must take part."""
     with world.agreed():
-        if not found.largest <= tolerance and not corrected:  # NaN too
+        if not largest <= tolerance:  # NaN too
             raise RunError(
-                f"the servers' log-probabilities are up to {found.largest:.2g} from the trainer's own, above "
-                f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's precision and weights, or "
-                "set `correction.mode` to truncate"
+                f"the servers' log-probabilities are up to {largest:.2g} from the trainer's own, above "
+                f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's weights and precision; where only the "
+                "precision differs, set a larger tolerance, and `correction.mode` to truncate"
             )
+
+
+class ServedStep(NamedTuple):
+    """A recorded step of one sample of a server, each tensor `[1, ...]`."""
+
+    cond: Cond
+    x: Tensor
+    x_next: Tensor
+    step: Tensor
+    log_prob: Tensor
+
+
+def served_steps(chunk: Chunk) -> dict[str, ServedStep]:
+    """Return the first recorded step of one sample of each server, by the server's address, on the host."""
+    found, made = dict[str, ServedStep](), chunk.trajectory
+    for row, server in enumerate(chunk.servers if made.log_prob.shape[1] else ()):
+        if server not in found:
+            values = ServedStep(chunk.cond, made.x[:, 0], made.x_next[:, 0], made.steps[:, 0], made.log_prob[:, 0])
+            found[server] = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1].cpu(), values)
+    return found
+
+
+def differences(
+    model: DiffusionModel, module: nn.Module, served: Mapping[str, ServedStep], sampling: Sampling
+) -> dict[str, float]:
+    """Return |log-prob by server - log-prob by this network| of a step of each server, by address, in one forward pass."""
+    assert sampling.stochastic is not None
+    timesteps, levels, stochastic = sampling.schedule.timesteps, sampling.schedule.levels, sampling.stochastic
+    device = timesteps.device
+    steps: ServedStep = optree.tree_map(lambda *rows: torch.cat(rows).to(device), *served.values())
+    level, after = (levels.to(device)[steps.step + more] for more in (0, 1))
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=sampling.autocast):
+        forwards = sampling.guidance.forwards
+        v = guided_velocity(model, module, steps.x, level, steps.cond, timestep=timesteps[steps.step], forwards=forwards)
+    own, _ = step_log_prob(
+        stochastic.transition(level, after),
+        steps.x,
+        v.float() if sampling.autocast else v,
+        steps.x_next,
+        form=stochastic.form,
+        reduction=stochastic.reduction,
+        implementation=stochastic.implementation,
+    )
+    return dict(zip(served, (own - steps.log_prob).abs().tolist(), strict=True))

@@ -1,6 +1,6 @@
 """Protocol of a source of samples."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -55,6 +55,10 @@ class RolloutSource(Protocol):
         Args:
             requests: samples of one prompt.
         """
+        return None
+
+    def leave_out(self, addresses: Collection[str]) -> None:
+        """Ask servers for nothing more, because their samples are of another policy."""
         return None
 
     def close(self) -> None:

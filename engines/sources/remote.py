@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Remote(RolloutSource):
         def asked(order: PromptOrder) -> dict[int, Sample]:
             request = self.asking.request(order, requests.key, sampling, version=expected.version)
             body = json.dumps(written(request)).encode()
-            samples = self.pool.ask(GENERATE, body, lambda reply: read_samples(reply, order, expected))
+            samples = self.pool.ask(GENERATE, body, lambda reply, server: read_samples(reply, order, expected, server))
             return dict(zip(order.ids, samples, strict=True))
 
         threads = self.rollout.servers.in_flight * len(self.pool.servers)
@@ -147,6 +147,10 @@ class Remote(RolloutSource):
             servers = [server.address for server in self.pool.servers]
             return compare(self.model, module, chunk, sampling, kind=self.kind, servers=servers)
 
+    def leave_out(self, addresses: Collection[str]) -> None:
+        """Ask servers for nothing more."""
+        self.pool.remove(addresses)
+
     def close(self) -> None:
         """End the threads, and remove the folder that weights travel in."""
         self.pool.close()
@@ -175,7 +179,9 @@ class Remote(RolloutSource):
         )
         images = stacked(*(sample.image for sample in samples))
         version = min(sample.version for sample in samples)
-        return Chunk(prompts, sampling.encode(self.model, prompts), trajectory, images, version)
+        return Chunk(
+            prompts, sampling.encode(self.model, prompts), trajectory, images, version, [sample.server for sample in samples]
+        )
 
     def _check_new(self, made: Mapping[int, Sample], key: Key) -> None:
         """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""

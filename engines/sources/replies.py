@@ -31,6 +31,7 @@ class Sample(NamedTuple):
     final: Tensor  # [*event]
     image: Tensor  # [C, H, W] or [C, F, H, W] in [0, 1]
     version: int
+    server: str  # its address
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ class Expected:
         return stochastic is not None and stochastic.record and stochastic.keep_velocity
 
 
-def read_samples(reply: Reply, order: PromptOrder, expected: Expected) -> list[Sample]:
+def read_samples(reply: Reply, order: PromptOrder, expected: Expected, server: str = "") -> list[Sample]:
     """Return the samples of a reply, in the order of their ids.
+
+    Args:
+        server: address of the server that sent it.
 
     Raises:
         WireError: the reply breaks the schema, or holds something else than what was asked for.
@@ -67,13 +71,13 @@ def read_samples(reply: Reply, order: PromptOrder, expected: Expected) -> list[S
     found = read_response(reply.body, most_bytes=expected.most_mb * 1_000_000, media_type=media_type)
     if len(found) != len(order.ids):
         raise WireError(f"{len(found)} samples came, expected {len(order.ids)}")
-    samples = [_sample(sample, order, row, expected) for row, sample in enumerate(found)]
+    samples = [_sample(sample, order, row, expected, server) for row, sample in enumerate(found)]
     if len({(sample.image.shape, sample.x.dtype) for sample in samples}) > 1:
         raise WireError("samples of one request have different shapes")
     return samples
 
 
-def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expected) -> Sample:
+def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expected, server: str) -> Sample:
     where, recorded = f"sample {row}", order.recorded[row]
     if found.prompt != order.prompt:
         raise WireError(f"{where} is of the prompt {found.prompt[:60]!r}, expected {order.prompt[:60]!r}")
@@ -108,6 +112,7 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
         latents[places[steps]],
         _image(found.generated_output, expected, where),
         expected.version if version is None else version,
+        server,
     )
 
 

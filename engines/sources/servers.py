@@ -82,11 +82,11 @@ class ServerPool:
         with self._news:
             return [server for server in self.servers if server.is_ready]
 
-    def ask(self, path: str, body: bytes, read: Callable[[Reply], T]) -> T:
+    def ask(self, path: str, body: bytes, read: Callable[[Reply, str], T]) -> T:
         """Return what `read` makes of the first reply that can be used; from any number of threads.
 
         Args:
-            read: function that raises WireError for a reply that cannot be used.
+            read: function of a reply and the server's address that raises WireError for a reply that cannot be used.
 
         Raises:
             RunError: the request is wrong, `TRIES` servers failed at it, or no server answers for `patience` seconds.
@@ -102,7 +102,7 @@ class ServerPool:
             try:
                 reply, problem = server.client.attempt(path, body)
                 if reply is not None and is_success(reply):
-                    found = read(reply)
+                    found = read(reply, server.address)
                     with self._news:
                         self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
                     return found
@@ -159,6 +159,11 @@ class ServerPool:
         """Send no requests to a server until it is back."""
         with self._news:
             self._leave(server, problem)
+
+    def remove(self, addresses: Collection[str]) -> None:
+        """Send no requests to servers any more."""
+        with self._news:
+            self.servers = [server for server in self.servers if server.address not in addresses]
 
     def close(self) -> None:
         """End the thread that asks whether servers are back."""

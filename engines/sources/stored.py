@@ -9,7 +9,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -71,6 +71,9 @@ class Storing(RolloutSource):
 
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         return self.source.compare_with_servers(requests, sampling)
+
+    def leave_out(self, addresses: Collection[str]) -> None:
+        self.source.leave_out(addresses)
 
     def close(self) -> None:
         self.source.close()

@@ -1,6 +1,7 @@
 """Samples of a run: rollouts of the policy, from any source, and clean samples of the job's data."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from fluvial.engines.rollout.generate import (
     slots,
 )
 from fluvial.engines.rollout.text import Padding, TextLengths
-from fluvial.engines.sources.handshake import Handshake, check
+from fluvial.engines.sources.handshake import Handshake, ServedStep, check, differences, served_steps
 from fluvial.engines.sources.protocol import RolloutSource
 from fluvial.engines.sources.sampler_copy import Copy, held
 from fluvial.engines.streams import Stream
@@ -143,10 +144,47 @@ class Rollouts:
             self.engine.offload(parameters=False)
             self.policies.offload()
         self.source.push(self.engine, self.engine.updates)
-        # From elsewhere one rank may fail where no collective tells the others.
-        with self.world.agreed() if self.config.rollout.source else nullcontext():
-            samples = self.made(plan, rewards)
+        wrong: dict[str, float] | None = None
+        while wrong is None or wrong:
+            served: dict[str, ServedStep] = {}
+
+            def seen(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
+                served.update(served_steps(chunk) | served)
+
+            # From elsewhere one rank may fail where no collective tells the others.
+            with self.world.agreed() if self.config.rollout.source else nullcontext():
+                samples = self.made(plan, rewards, seen=seen)
+            if wrong := self._wrong(plan, served):
+                self.source.leave_out(wrong)
+                rewards.discard()
         return self.rollout(root, plan, samples)
+
+    def _wrong(self, plan: RolloutPlan, served: Mapping[str, ServedStep]) -> dict[str, float]:
+        """Return the servers of a rollout that have another policy, and how far off they are; every rank must take part.
+
+        Raises:
+            RunError: all of them have.
+        """
+        if not self.config.rollout.is_served:
+            return {}
+        # The same steps on all ranks, which may share a forward pass.
+        everyone = {address: step for own in self.world.gather_items(served) for address, step in own.items()}
+        if not everyone:
+            return {}
+        with self.policies.behaviour(self.engine) as module:
+            found = self.world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
+        tolerance = self.config.rollout.servers.tolerance
+        wrong = {address: far for address, far in found.items() if not far <= tolerance}  # NaN too
+        if len(wrong) == len(found):
+            check(max(found.values()), tolerance=tolerance, world=self.world)
+        for address, far in wrong.items():
+            warnings.warn(
+                f"{address} is left out: its log-probabilities are up to {far:.2g} from the trainer's own, above "
+                f"`rollout.servers.tolerance` {tolerance:g}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return wrong
 
     def rollout(self, root: Key, plan: RolloutPlan, samples: SampleBatch) -> Rollout:
         """Return a rollout whose samples are made, with a draw of the recorded steps that are trained on.
@@ -185,8 +223,7 @@ class Rollouts:
             Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling
         )
         if found is not None:
-            corrected = self.config.correction.mode != "none"
-            check(found, tolerance=rollout.servers.tolerance, corrected=corrected, world=self.world)
+            check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
         return found
 
     def plan(self, root: Key, asked: list[Prompt], updates: int) -> RolloutPlan:

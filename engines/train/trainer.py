@@ -14,7 +14,6 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.determinism import deterministic
-from fluvial.engines.fsdp.engine import UpdateInfo
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.parallelize import compiled_programs
 from fluvial.engines.fsdp.world import World, init_world
@@ -29,6 +28,7 @@ from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.metrics import RolloutResult
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
 from fluvial.engines.train.prefetch import Requested
@@ -126,7 +126,7 @@ class Trainer:
         self.progress.samples += result.samples
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
-        self._watch_ratio(result.learnt.updates[0])
+        self._watch_ratio(result.learnt)
         compiled = compiled_programs() - programs if self.engine.compiles else None
         samples = self.progress.samples
         return metrics.update_record(self.config, result, seconds, self.engine, samples=samples, compiled=compiled)
@@ -264,10 +264,16 @@ class Trainer:
         everyone = self.world.gather_data(thumbnails)[: rollout.batch]
         return diversity(everyone, rollout.group) if rollout.group > 1 else None
 
-    def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy."""
+    def _watch_ratio(self, learnt: Learnt) -> None:
+        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
+
+        With a correction the update's own numbers take the place of those of servers, whose difference counts then.
+        """
+        info, progress = learnt.updates[0], self.progress
         if "log_ratio" not in info.max_abs:
             return
+        if self.config.rollout.is_served and learnt.correction is not None:
+            progress.max_log_ratio = max(progress.max_log_ratio, float(learnt.correction.gap_max))
         largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
         self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too

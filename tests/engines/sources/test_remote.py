@@ -26,13 +26,14 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
 from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
 from fluvial.engines.rollout.generate import Chunk, Guidance
-from fluvial.engines.rollout.samplers import Ode, Stochastic
+from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import Branches, RandomWindow
 from fluvial.engines.sources import servers
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.remote import Remote
+from fluvial.engines.train.config import CorrectionConfig
 from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.wire.client import UnreachableError
@@ -231,6 +232,7 @@ def test_what_no_server_can_do_is_refused(one: World) -> None:
     for rollout in (
         replace(STEPS, step_cache=0.1, window=RandomWindow(2)),
         replace(STEPS, sampler=Stochastic(bound, eta=0.5)),
+        replace(STEPS, sampler=SaSolver()),
         other,
     ):
         with pytest.raises(UsageError, match=r"rollout\.(step_cache|sampler|sampler\.solver) is .*servers"):
@@ -395,6 +397,49 @@ def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
         with pytest.raises(RunError, match=r"no server has answered for 3 s: no server took the weights .* it restarts"):
             source.push(engine, 5)
         assert time.monotonic() - begun < 6
+
+
+@contextmanager
+def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
+    """Yield a trainer that corrects for differences of the servers that make its samples."""
+    config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
+    with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
+        trainer.config = trainer.rollouts.config = replace(config, rollout=source.rollout)
+        trainer.rollouts.source = source
+        yield trainer, source
+
+
+def test_a_server_with_another_policy_is_left_out(one: World) -> None:
+    """Also with a correction: the rollout is made again by the others, and nothing is asked of that server any more."""
+    bad, good = FakeRollouts(tiny.Tiny(seed=1).build()), FakeRollouts(net())
+    with trainer_of(bad, good, world=one) as (trainer, source):
+        addresses = [server.address for server in source.pool.servers]
+        with pytest.warns(
+            RuntimeWarning, match=rf"^{addresses[0]} is left out: its log-prob[^\n]* above `rollout.servers.tol"
+        ):
+            made = trainer.rollouts.next(key(1), trainer.runners)
+        assert [server.address for server in source.pool.servers] == addresses[1:]
+        inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
+        plan = made.plan
+        finals = [chunk.trajectory.final for chunk in chunks(inside, plan)]
+        assert torch.equal(made.samples.trajectory.final, torch.cat(finals))
+        assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
+        good.module = bad.module
+        with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):
+            trainer.rollouts.next(key(2), trainer.runners)
+
+
+def test_the_summary_is_of_served_samples_too(one: World) -> None:
+    """With a correction the update's own numbers take the place of the servers', and a first ratio of these is 0."""
+    fake = FakeRollouts(net())
+    with torch.no_grad():
+        for parameter in fake.module.parameters():
+            parameter.mul_(1 + 1e-5)
+    with trainer_of(fake, world=one) as (trainer, _):
+        record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        assert 0 < record["correction"]["gap_p99"] <= record["correction"]["gap_max"] < 1e-3
+        assert trainer.progress.max_log_ratio == record["correction"]["gap_max"]
 
 
 def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:

@@ -1,0 +1,170 @@
+"""Samples by sglang's own rollout controller, hooks and responses, around the tiny network, read by the client."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import pytest
+import real_sglang
+import tiny_jobs as tiny
+import torch
+from fake_rollouts import MICRO_BATCH, respond
+from fake_servers import loopback
+
+from fluvial.core.random import key
+from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.table import Dppo
+from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.window import RandomWindow
+from fluvial.engines.sources import replies
+from fluvial.engines.sources.remote import Remote
+from fluvial.engines.train.rollouts import RolloutPlan
+from fluvial.engines.train.trainer import Trainer
+from fluvial.models.guidance import guided_velocity
+from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout
+
+pytestmark = pytest.mark.long  # it installs a wheel
+NEAR = 1e-5  # of log-probs, in nats per dimension
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+class Sglang:
+    """Handler of a server whose samples sglang's own code makes, in its layout of latents.
+
+    Args:
+        layout: how latents are laid out.
+        image: function of an image that returns it as sglang's VAE does.
+    """
+
+    def __init__(self, layout: Layout, image: Any) -> None:
+        self.layout, self.image, self.model = layout, image, tiny.Tiny()
+        self.module = self.model.build().eval()
+        self.api = real_sglang.part("entrypoints.post_training.rollout_api")
+        self.hooks = real_sglang.part("post_training.rollout_hooks")
+        self.schedulers = real_sglang.part("models.schedulers.scheduling_flow_match_euler_discrete")
+
+    def __call__(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer a request."""
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        if handler.path != "/rollout/generate":
+            respond(handler, json.dumps({"model_path": "tiny"}).encode())
+            return
+        request = self.api.RolloutRequest(**json.loads(body))
+        batch, images = self.made(self.api._build_sampling_kwargs(request))
+        result = SimpleNamespace(
+            output=images, metrics=None, peak_memory_mb=0.0, rollout_trajectory_data=batch.rollout_trajectory_data
+        )
+        found = self.api._build_response("request", request.prompt, request.seed, request.rollout, result)
+        respond(handler, msgpack.packb([each.model_dump() for each in found]), media="application/msgpack")
+
+    @torch.no_grad()
+    def made(self, asked: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        """Return a request after sglang's denoising loop, and its images."""
+        hooks = self.hooks
+        count, schedule = asked["num_outputs_per_prompt"], self.model.schedule(asked["num_inference_steps"], tiny.SHAPE)
+        scheduler = self.schedulers.FlowMatchEulerDiscreteScheduler()
+        scheduler.sigmas, scheduler.timesteps = schedule.levels.clone(), 1000 * schedule.levels[:-1]
+        noise = [torch.Generator().manual_seed(asked["seed"] + row) for row in range(count)]
+        start = torch.cat([torch.randn(1, *tiny.SHAPE, generator=generator) for generator in noise])
+        names = {name: value for name, value in asked.items() if name.startswith("rollout")}
+        optional = dict.fromkeys(("rollout_sde_step_indices", "rollout_return_step_indices", "rollout_trajectory_data"))
+        latents = self.layout.of_event(start)
+        batch = SimpleNamespace(**{**optional, **names}, scheduler=scheduler, generator=noise, latents=latents)
+        config = SimpleNamespace(shard_latents_for_sp=lambda batch, latents: (latents, False))
+        hooks.prepare_rollout_if_enabled(batch=batch, pipeline_config=config)
+        hooks.init_rollout_env_if_enabled(
+            batch=batch, image_kwargs={}, pos_cond_kwargs={}, neg_cond_kwargs={}, guidance=None
+        )
+        guidance = Guidance(asked["guidance_scale"], asked.get("negative_prompt", ""))
+        sampled = SimpleNamespace(text=asked["prompt"], negative=None)
+        cond = guidance.encode(self.model, cast(Any, [sampled] * count), None)
+        for number, timestep in enumerate(scheduler.timesteps):
+            x, level = self.layout.to_event(latents, tiny.SHAPE), schedule.levels[number].expand(count)
+            v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
+            step = hooks.rollout_step_kwargs(batch)
+            latents = scheduler.step(self.layout.of_event(v), timestep, latents, **step, return_dict=False)[0]
+        hooks.finalize_rollout_if_enabled(
+            batch=batch,
+            latents=latents,
+            num_inference_steps=len(scheduler.timesteps),
+            final_timestep=scheduler.timesteps.new_zeros(()),
+            pipeline_config=config,
+        )
+        return batch, self.image(self.model.decode(self.layout.to_event(latents, tiny.SHAPE)))
+
+
+def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan:
+    """Return the first rollout of a run."""
+    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    with Trainer(config, tiny.job(), world) as trainer:
+        root = key(1)
+        return trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+
+
+ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all steps": ({}, {}),
+    "a window": ({"window": RandomWindow(2, low=1, high=3)}, {}),
+    "a window at the end": ({"window": RandomWindow(3, low=1)}, {}),
+    "cps": ({"sampler": Stochastic("cps", eta=0.5)}, {}),
+    "guidance": ({"guidance": Guidance(2.0, "3")}, {}),
+    "residuals": ({"form": "unscaled"}, {}),
+    "velocities": ({}, {"objective": Dppo(), "train": "lora"}),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME], ids=["plain", "tokens", "frame"])
+def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch, layout: Layout, name: str) -> None:
+    """Its log-probs are the trainer's, its steps lead from latents to latents, and its images come from the last ones."""
+    monkeypatch.setattr(replies, "layout_of", lambda model: layout)
+    changes, others = ROLLOUTS[name]
+    asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
+    plan = planned(one, asked, **others)
+    server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
+    with loopback(server) as url:
+        source = Remote(
+            replace(asked, source=url, servers=ServersConfig(timeout=60, patience=1)),
+            server.model,
+            behaviour=lambda: nullcontext(server.module),
+            adapter=lambda version: "default",
+            world=one,
+            sizes={},
+            sync=cast(Any, SimpleNamespace(push=lambda *args, **kwargs: {}, close=lambda: None)),
+        )
+        try:
+            source.push(cast(Engine, SimpleNamespace(world=one)), 0)
+            made = list(source.generate(plan.requests, plan.sampling, micro_batch=MICRO_BATCH))
+            found = source.compare_with_servers(
+                plan.requests._replace(
+                    prompts=[plan.requests.prompts[0]] * MICRO_BATCH, ids=list(range(MICRO_BATCH)), key=key(8)
+                ),
+                plan.sampling,
+            )
+        finally:
+            source.close()
+    assert found.kind == "sglang"
+    assert found.largest < NEAR
+    window = asked.window.count(asked.steps) - (name == "cps")  # whose last step is deterministic
+    assert len(found.differences) == window
+    for chunk in made:
+        trajectory = chunk.trajectory
+        assert trajectory.x.shape == (MICRO_BATCH, window, *tiny.SHAPE)
+        assert torch.equal(trajectory.x_next[:, :-1], trajectory.x[:, 1:])
+        torch.testing.assert_close(chunk.images, server.model.decode(trajectory.final).clamp(0, 1))
+        assert (trajectory.velocity is not None) == (name == "velocities")
+        if trajectory.velocity is not None:
+            assert trajectory.velocity.shape == trajectory.x.shape

@@ -1,0 +1,102 @@
+"""The real sglang of one version, without its dependencies: its rollout modules import with empty parent packages.
+
+`load` installs the wheel in a folder of its own, `build/sglang-VERSION`, once per clone. Packages above the modules that are
+tested, and modules of devices, distributed runs and HTTP, are stand-ins.
+"""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import types
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERSION = "0.5.23"
+FOLDER = Path(__file__).parents[2] / "build" / f"sglang-{VERSION}"
+TOP = "sglang.multimodal_gen"
+PARENTS = (
+    "sglang",
+    TOP,
+    f"{TOP}.runtime",
+    f"{TOP}.runtime.models",
+    f"{TOP}.runtime.models.schedulers",
+    f"{TOP}.runtime.post_training",
+    f"{TOP}.runtime.entrypoints",
+    f"{TOP}.runtime.entrypoints.post_training",
+)
+
+
+def _router(*args: Any, **kwargs: Any) -> Any:
+    """Return a router whose decorators leave functions as they are."""
+    return types.SimpleNamespace(post=lambda *args, **kwargs: lambda function: function)
+
+
+# Names that the tested modules import from modules that are not run.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "fastapi": {"APIRouter": _router, "HTTPException": RuntimeError, "Response": None},
+    f"{TOP}.runtime.utils.logging_utils": {"init_logger": lambda name: None},
+    f"{TOP}.runtime.pipelines_core.schedule_batch": {"Req": Any, "OutputBatch": Any},
+    f"{TOP}.runtime.distributed": {"get_local_torch_device": lambda: "cpu", "get_sp_world_size": lambda: 1},
+    f"{TOP}.runtime.distributed.communication_op": {"sequence_model_parallel_all_gather": None},
+    f"{TOP}.configs.sample.sampling_params": {"generate_request_id": lambda: "request"},
+    f"{TOP}.runtime.entrypoints.openai.utils": {"build_sampling_params": None},
+    f"{TOP}.runtime.entrypoints.utils": {"prepare_request": None},
+    f"{TOP}.runtime.scheduler_client": {"async_scheduler_client": None},
+    f"{TOP}.runtime.server_args": {"get_global_server_args": None},
+}
+
+
+@cache
+def install() -> str | None:
+    """Install the wheel if it is not there yet; return why that fails, else None."""
+    if FOLDER.exists():
+        return None
+    draft = FOLDER.with_name(f"{FOLDER.name}-{os.getpid()}")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
+    done = subprocess.run(
+        [*pip, "--target", str(draft), f"sglang=={VERSION}"], capture_output=True, text=True, timeout=600, check=False
+    )
+    if done.returncode != 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        return f"sglang {VERSION} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
+    try:
+        draft.rename(FOLDER)
+    except OSError:  # another process was faster
+        shutil.rmtree(draft)
+    return None
+
+
+@cache
+def load() -> None:
+    """Make sglang's rollout modules importable; skip the test if the package index has no such wheel."""
+    pytest.importorskip("pydantic")
+    if (problem := install()) is not None:
+        pytest.skip(problem)
+    for name in PARENTS:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(FOLDER / name.replace(".", "/"))]
+        package = types.ModuleType(name)
+        package.__spec__, package.__path__ = spec, spec.submodule_search_locations
+        sys.modules[name] = package
+    for name, names in STAND_INS.items():
+        if name == "fastapi" and importlib.util.find_spec(name) is not None:
+            continue
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        sys.modules[name] = module
+
+
+def part(name: str) -> Any:
+    """Return a module below `sglang.multimodal_gen.runtime`."""
+    load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that sglang imports
+        return importlib.import_module(f"{TOP}.runtime.{name}")
