@@ -194,7 +194,7 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
             updates=12,
             train="lora",
             micro_batch=32,
-            optimizer=OptimizerConfig(lr=0.02),
+            optimizer=OptimizerConfig(lr=0.005),
         ),
         one,
     )
