@@ -37,6 +37,7 @@ from fluvial.engines.train.config import CorrectionConfig
 from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.wire.client import UnreachableError
+from fluvial.models.pipelines.base import check_still
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
@@ -397,6 +398,28 @@ def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
         with pytest.raises(RunError, match=r"no server has answered for 3 s: no server took the weights .* it restarts"):
             source.push(engine, 5)
         assert time.monotonic() - begun < 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((1, 2, 4), r"an image of shape \[1, 2, 4\], of latents \[1, 2, 4\], expected \[1, 4, 4\]"),
+        ((1, 2, 4, 4), r"an image of shape \[1, 2, 4, 4\]: frames is 2"),
+        ((1, 1, 4, 4), ""),  # a video of one frame
+    ],
+)
+def test_images_have_the_size_of_the_samples(
+    one: World, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], says: str
+) -> None:
+    def latent_shape(self: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        check_still(frames)
+        return (1, height, width)
+
+    monkeypatch.setattr(tiny.Tiny, "latent_shape", latent_shape)
+    fake, plan = FakeRollouts(net()), planned(one)
+    with served(fake, world=one) as source, pytest.raises(RunError, match=says) if says else nullcontext():
+        fake.faults = [changed(generated_output=torch.ones(shape))] * 9
+        assert {chunk.images.shape for chunk in chunks(source, plan)} == {(MICRO_BATCH, 1, 4, 4)}
 
 
 @contextmanager
