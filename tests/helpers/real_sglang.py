@@ -49,6 +49,9 @@ STAND_INS: dict[str, dict[str, Any]] = {
     f"{TOP}.configs.sample.sampling_params": {"generate_request_id": lambda: "request"},
     f"{TOP}.runtime.entrypoints.openai.utils": {"build_sampling_params": None},
     f"{TOP}.runtime.entrypoints.utils": {"prepare_request": None},
+    f"{TOP}.runtime.managers.memory_managers.layerwise_offload": {
+        "iter_materialized_weights": lambda module: module.named_parameters()
+    },
     f"{TOP}.runtime.scheduler_client": {"async_scheduler_client": None},
     f"{TOP}.runtime.server_args": {"get_global_server_args": None},
 }

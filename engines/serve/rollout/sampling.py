@@ -205,7 +205,7 @@ def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dic
     tensors: dict[str, Callable[[int], Tensor]] = {
         "rollout_model_outputs": lambda step: steps.v[step],
         "rollout_prev_sample_means": lambda step: gaussian.mean(table.transition(step), steps.x[step], steps.v[step]),
-        "rollout_noise_std_devs": lambda step: table.transition(step).std,
+        "rollout_noise_std_devs": lambda step: table.transition(step).std[:, None],
         "rollout_variance_noises": noise,
     }
     return {name: torch.stack([tensors[name](step) for step in table.steps], dim=1).cpu() for name in names}

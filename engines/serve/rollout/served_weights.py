@@ -20,12 +20,13 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.export import base_tensors, components
 from fluvial.engines.fsdp.files import weight_files
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
+from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum, tensor_sha256
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, lora_layers
 from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
 from fluvial.models.lora_layer import Product
 
+MOST_LOADED = 16  # adapters that are kept for requests that name them again
 Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
 
 
@@ -36,7 +37,12 @@ class Adapter(NamedTuple):
     path: str
     strength: float
     product: Product
-    file: LoraFile  # its alpha is multiplied by the strength
+    file: LoraFile
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product of its two matrices."""
+        return self.file.alpha * self.strength / self.file.rank
 
 
 class ServedWeights:
@@ -63,6 +69,7 @@ class ServedWeights:
         self.roots = [root.resolve() for root in roots]
         self.networks = components(module)
         self.adapters: dict[str, Adapter] = {}
+        self.loaded: dict[tuple[str, str], Adapter] = {}  # the last ones, by nickname and network
         self.released = False
         self._staging: tuple[str, int, Staged] = ("", 0, {})  # push, buckets of it so far, their tensors
         # A frozen weight is multiplied in other operations than a trained one, and so with other bits.
@@ -235,10 +242,18 @@ class ServedWeights:
             file = read_lora(self._regular(files[0], most), network)
         except (ValueError, OSError) as error:
             raise RequestError(400, str(error)) from None
-        scaled = (file.alpha if alpha is None else alpha) * strength
-        if not math.isfinite(scaled) or scaled == 0:
-            raise RequestError(400, f"alpha times strength is {scaled:g}, expected another finite number than 0")
-        return Adapter(nickname, path, strength, product, file._replace(alpha=scaled))
+        return _checked(Adapter(nickname, path, strength, product, file if alpha is None else file._replace(alpha=alpha)))
+
+    def loaded_adapter(self, target: str, *, nickname: str | None, strength: float, product: Product) -> Adapter:
+        """Return an adapter of a network that was read before; without a nickname the last one.
+
+        Raises:
+            RequestError: there is none.
+        """
+        known = [each for (name, network), each in self.loaded.items() if network == target and nickname in (None, name)]
+        if not known:
+            raise RequestError(400, f"adapter {nickname or ''} of {target} is not loaded: send its lora_path")
+        return _checked(known[-1]._replace(strength=strength, product=product))
 
     def adapt(self, wanted: Mapping[str, Adapter | None]) -> None:
         """Give networks other adapters, or none. What fails leaves all as it was."""
@@ -250,6 +265,12 @@ class ServedWeights:
             for name, adapter in before.items():
                 self._set(name, adapter)
             raise
+        for name, adapter in wanted.items():
+            if adapter is not None:
+                self.loaded.pop((adapter.nickname, name), None)
+                self.loaded[adapter.nickname, name] = adapter
+        for key in list(self.loaded)[:-MOST_LOADED]:
+            del self.loaded[key]
 
     def _set(self, name: str, adapter: Adapter | None) -> None:
         network, held = self.networks[name], self.adapters.pop(name, None)
@@ -257,11 +278,11 @@ class ServedWeights:
             self._strip(network)
             if adapter is None:
                 return
-            config = LoraConfig(rank=adapter.file.rank, alpha=abs(adapter.file.alpha), product=adapter.product)
-            add_lora(network, config, adapter.file.layers)
+            rank, alpha = adapter.file.rank, abs(adapter.file.alpha * adapter.strength)
+            add_lora(network, LoraConfig(rank=rank, alpha=alpha, product=adapter.product), adapter.file.layers)
             network.train(network.training)
         for layer in lora_layers(network).values():
-            layer.scaling["default"] = adapter.file.alpha / adapter.file.rank
+            layer.scaling["default"] = adapter.scaling
         load_lora(network, adapter.file.tensors, "default")
         self.adapters[name] = adapter
 
@@ -292,8 +313,22 @@ class ServedWeights:
     def _checksum(self, name: str) -> str:
         if name in self.networks:
             return checksum(sorted(base_tensors(self.networks[name], parameters=True).items()))
-        network, file = self.networks[name.removesuffix(FACTORS)], self.adapters[name.removesuffix(FACTORS)].file
-        return adapter_checksum(adapter_parameters(network, "default"), file.alpha / file.rank)
+        network, adapter = self.networks[name.removesuffix(FACTORS)], self.adapters[name.removesuffix(FACTORS)]
+        return adapter_checksum(adapter_parameters(network, "default"), adapter.scaling)
+
+    def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
+        """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
+
+        Raises:
+            RequestError: a tensor is missing, or has another sum.
+        """
+        (name,) = self._targets([target])
+        own = self.tensors(name)
+        missing = sorted(set(expected) - set(own))
+        wrong = missing or [key for key in sorted(expected) if tensor_sha256(own[key]) != expected[key]]
+        if wrong:
+            what = "are missing" if missing else "have another checksum"
+            raise RequestError(400, f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
@@ -312,6 +347,15 @@ class ServedWeights:
             if name not in self.networks:
                 raise RequestError(400, f"there is no network {name!r}, expected {' or '.join(self.networks)}")
         return list(self.networks) if names is None else list(dict.fromkeys(names))
+
+
+def _checked(adapter: Adapter) -> Adapter:
+    """Return an adapter; raise RequestError if its scale is no number, or 0."""
+    if not math.isfinite(adapter.scaling) or adapter.scaling == 0:
+        raise RequestError(
+            400, f"alpha times strength is {adapter.scaling * adapter.file.rank:g}, expected another finite number than 0"
+        )
+    return adapter
 
 
 def _alike(left: Adapter, right: Adapter) -> bool:

@@ -3,6 +3,7 @@
 POST /rollout/generate            samples of a prompt with their log-probabilities, as msgpack (`engines.wire`)
 GET  /health, /health_generate    200 once samples can be made
 GET  /v1/models, /v1/model_info   the model, and the version of its weights
+GET  /model_info, /server_info    the same for gateways; /liveness is 200 while the server runs
 and the endpoints of `weight_routes`, which change the weights
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -93,6 +95,12 @@ class RolloutService:
         policy = self.policy
         found = {
             "model_path": policy.name,
+            "served_model_name": policy.name,
+            "is_generation": True,
+            "model_type": "diffusion",
+            "tp_size": 1,
+            "dp_size": 1,
+            "version": version("fluvial"),
             **self._about(),
             "latent_shape": list(policy.shape),
             "num_inference_steps": policy.steps,
@@ -132,7 +140,8 @@ def application(service: RolloutService, *, key: str = "", admin: str = "", cont
         Route("/health", service.health),
         Route("/health_generate", service.ready),
         Route("/v1/models", service.models),
-        Route("/v1/model_info", service.model_info),
+        *(Route(path, service.model_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
+        Route("/liveness", service.health),
         *control,
     ]
     paths = [route.path for route in control]

@@ -3,9 +3,11 @@
 POST /update_weights_from_disk    {model_path, target_modules?, weight_version?, sha256?}
 POST /update_weights_from_tensor  {load_format: "fluvial_shared_files", serialized_named_tensors: [JSON of a bucket], ...}
 POST /v1/set_lora                 {lora_nickname, lora_path, target?, strength?, merge_mode?, lora_alpha?, weight_version?}
+POST /v1/merge_lora_weights       {target?, strength?, weight_version?}
 POST /v1/unmerge_lora_weights     {target?, weight_version?}
 GET  /v1/list_loras
 POST /get_weights_checksum        {module_names?}
+POST /update_weights_from_tensor_checker  {target_module, expected_named_tensors_sha256}
 POST /release_memory_occupation, /resume_memory_occupation
 
 `weight_version` and `sha256` are fluvial's own; sglang ignores them. A change is made while no batch is sampled, so that no
@@ -70,10 +72,23 @@ class SetLora(ForAdapters, frozen=True, kw_only=True):
     """An adapter, in a file or a folder."""
 
     lora_nickname: Text | One
-    lora_path: Text | One
+    lora_path: Text | One | None = None  # without it, an adapter that was loaded before
     strength: Annotated[float, Meta(ge=-1e3, le=1e3)] = 1.0
     lora_alpha: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
-    merge_mode: Literal["auto", "dynamic", "merge"] = "auto"
+    merge_mode: Literal["auto", "dynamic", "merge"] | None = None
+
+
+class MergeLora(ForAdapters, frozen=True, kw_only=True):
+    """Strength of the adapters that were set last."""
+
+    strength: Annotated[float, Meta(ge=-1e3, le=1e3)] = 1.0
+
+
+class Checker(Struct, frozen=True):
+    """SHA-256 sums that tensors of a network should have."""
+
+    target_module: str
+    expected_named_tensors_sha256: Annotated[dict[str, str], Meta(min_length=1)]
 
 
 class Checksums(Struct, frozen=True):
@@ -119,25 +134,39 @@ class WeightRoutes:
 
     async def set_lora(self, asked: SetLora) -> dict[str, Any]:
         """Take an adapter over, in the place of the one before."""
-        nickname, path = (each if isinstance(each, str) else each[0] for each in (asked.lora_nickname, asked.lora_path))
+        named = (asked.lora_nickname, asked.lora_path)
+        nickname, path = (each[0] if isinstance(each, list) else each for each in named)
+        product = PRODUCTS[asked.merge_mode or "auto"]
         targets = self._targets(asked)
         several = len(self.weights.networks) > 1 and len(targets) > 1
 
         def read() -> dict[str, Any]:
+            if path is None:
+                known = self.weights.loaded_adapter
+                return {name: known(name, nickname=nickname, strength=asked.strength, product=product) for name in targets}
             return {
                 name: self.weights.read_adapter(
                     f"{path}/{name}" if several else path,
                     name,
-                    nickname=nickname,
+                    nickname=str(nickname),
                     strength=asked.strength,
                     alpha=asked.lora_alpha,
-                    product=PRODUCTS[asked.merge_mode],
+                    product=product,
                 )
                 for name in targets
             }
 
         adapters = await asyncio.to_thread(read)
         return await self._changed(lambda: self.weights.adapt(adapters), asked, f"adapter {nickname} of {path}")
+
+    async def merge_lora(self, asked: MergeLora) -> dict[str, Any]:
+        """Set the adapters that were set last, again with another strength."""
+        known = self.weights.loaded_adapter
+        again = {
+            name: known(name, nickname=None, strength=asked.strength, product=PRODUCTS["merge"])
+            for name in self._targets(asked)
+        }
+        return await self._changed(lambda: self.weights.adapt(again), asked, f"adapters of strength {asked.strength:g}")
 
     async def unmerge_lora(self, asked: ForAdapters) -> dict[str, Any]:
         """Take adapters off, so that the base weights remain."""
@@ -147,10 +176,20 @@ class WeightRoutes:
     async def list_loras(self, asked: NoFields) -> dict[str, Any]:
         """Return the adapters, one per network at most."""
         active = {
-            name: [{"nickname": each.nickname, "path": each.path, "merged": False, "strength": each.strength}]
+            name: [
+                {
+                    "nickname": each.nickname,
+                    "nicknames": [each.nickname],
+                    "path": each.path,
+                    "merged": False,
+                    "mode": "unmerged",
+                    "strength": each.strength,
+                    "strengths": [each.strength],
+                }
+            ]
             for name, each in self.weights.adapters.items()
         }
-        loaded = {each.nickname: each.path for each in self.weights.adapters.values()}
+        loaded = {each.nickname: each.path for each in self.weights.loaded.values()}
         return {
             "loaded_adapters": [{"nickname": nickname, "path": path} for nickname, path in loaded.items()],
             "active": active,
@@ -159,6 +198,11 @@ class WeightRoutes:
     async def checksums(self, asked: Checksums) -> dict[str, Any]:
         """Return the checksums of networks and adapters."""
         return await asyncio.to_thread(self.weights.checksums, asked.module_names)
+
+    async def check(self, asked: Checker) -> dict[str, Any]:
+        """Compare single tensors with checksums."""
+        await asyncio.to_thread(self.weights.check_tensors, asked.target_module, asked.expected_named_tensors_sha256)
+        return {"success": True, "message": f"{len(asked.expected_named_tensors_sha256)} tensors are as expected"}
 
     async def release(self, asked: NoFields) -> dict[str, Any]:
         """Free the device's memory until `resume`."""
@@ -195,7 +239,9 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
         "/update_weights_from_disk": (routes.from_disk, FromDisk),
         "/update_weights_from_tensor": (routes.from_tensors, FromTensors),
         "/v1/set_lora": (routes.set_lora, SetLora),
+        "/v1/merge_lora_weights": (routes.merge_lora, MergeLora),
         "/v1/unmerge_lora_weights": (routes.unmerge_lora, ForAdapters),
+        "/update_weights_from_tensor_checker": (routes.check, Checker),
         "/get_weights_checksum": (routes.checksums, Checksums),
     }
     # These also answer while the weights are released.

@@ -151,12 +151,12 @@ def test_who_does_not_read_a_response_is_closed(reads: bool, last: bytes) -> Non
 
     async def run() -> tuple[int, float]:
         async with opened(QUICK._replace(header=0.1)) as (connect, _):
-            reader, _ = await connect(b"GET /large HTTP/1.1\r\nHost: localhost\r\n" + last + b"\r\n", limit=2**16)
+            stream, _ = await connect(b"GET /large HTTP/1.1\r\nHost: localhost\r\n" + last + b"\r\n", limit=2**16)
             start, size = time.monotonic(), 0
             if not reads:
                 await asyncio.sleep(4)
             try:
-                while part := await asyncio.wait_for(reader.read(10**6), 5):
+                while part := await asyncio.wait_for(stream.read(10**6), 5):
                     size += len(part)
                     await asyncio.sleep(0.03 if reads else 0)
             except ConnectionResetError:

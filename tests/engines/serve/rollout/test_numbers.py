@@ -143,6 +143,7 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
         transition = (sampler if noisy else plain)(sigmas[step], sigmas[step + 1])
         mean = gaussian.mean(transition, x[step][None], v[step][None])[0]
         assert torch.allclose(debug["rollout_prev_sample_means"][step], mean, atol=1e-5)
+        assert debug["rollout_noise_std_devs"][step].shape == (1,)
         assert torch.allclose(debug["rollout_noise_std_devs"][step], transition.std, atol=1e-6)
         assert torch.allclose(x[step + 1], mean + transition.std * debug["rollout_variance_noises"][step], atol=1e-5)
         residual = x[step + 1] - mean

@@ -271,6 +271,18 @@ def test_the_model_is_described(server: Server) -> None:
     assert (info["weight_version"], info["prediction"], info["model_path"]) == (0, "velocity", "tiny")
 
 
+def test_gateways_find_the_server() -> None:
+    """The fields of sglang's own `/model_info` and `/server_info` that a gateway reads."""
+    server = servers.served(key="k")
+    for path, fields in {
+        "/model_info": {"model_path": "tiny", "is_generation": True, "model_type": "diffusion", "task_type": "T2I"},
+        "/server_info": {"served_model_name": "tiny", "tp_size": 1, "dp_size": 1},
+    }.items():
+        assert get(server, path).status == 401
+        assert fields.items() <= get(server, path, "k").value.items()
+    assert get(server, "/liveness").value["status"] == "ok"
+
+
 def test_keys_open_their_endpoints() -> None:
     """The admin key opens all; the API key all but control; health needs none."""
     both = servers.served(key="k", admin="a")

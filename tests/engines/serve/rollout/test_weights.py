@@ -9,6 +9,7 @@ from typing import Any
 
 import asgi
 import pytest
+import real_sglang
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -150,6 +151,53 @@ def test_adapters_of_another_rank_replace_each_other(folder: Path) -> None:
     listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
     assert listed["active"]["transformer"][0]["strength"] == 0.5
     assert [each["nickname"] for each in listed["loaded_adapters"]] == ["a"]
+
+
+def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, exports: dict[str, Any]) -> None:
+    """By its nickname, with another strength, also after its file has gone; `merge_lora_weights` takes the last one."""
+    server = served(folder)
+    assert set_lora(server, folder / "lora").status == 200
+    half = ask(server, "/v1/set_lora", lora_nickname="a", lora_path=None, strength=0.5)
+    assert (half.status, server.weights.adapters["transformer"].scaling) == (200, 0.75)
+    assert ask(server, "/v1/unmerge_lora_weights").status == 200
+    (folder / "lora" / LORA).unlink()
+    assert ask(server, "/v1/set_lora", lora_nickname=["a"]).status == 200
+    assert torch.equal(run(server.weights.module), exports["lora"])
+    assert ask(server, "/v1/merge_lora_weights", strength=-2.0).status == 200
+    assert server.weights.adapters["transformer"].scaling == -3.0
+    before = state(server)
+    refuses(server, ask(server, "/v1/set_lora", lora_nickname="b"), "adapter b of transformer is not loaded", before)
+    refuses(server, ask(server, "/v1/merge_lora_weights", strength=0), "alpha times strength is 0", before)
+    refuses(server, ask(served(folder), "/v1/merge_lora_weights"), "send its lora_path", before)
+    active = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"]["transformer"]
+    assert [(each["nicknames"], each["mode"], each["strengths"]) for each in active] == [(["a"], "unmerged", [-2.0])]
+
+
+def test_as_many_adapters_are_kept_as_there_is_room_for(folder: Path) -> None:
+    """A trainer that pushes under a new nickname each time does not fill the memory."""
+    server = served(folder)
+    for number in range(serving.MOST_LOADED + 3):
+        value = {"lora_nickname": f"n{number}", "lora_path": str(folder / "lora")}
+        assert ask(server, "/v1/set_lora", **value).status == 200
+    listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["loaded_adapters"]
+    assert [each["nickname"] for each in listed] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tensor_checker_is_sglangs(folder: Path, dtype: torch.dtype) -> None:
+    """With the checksums that its own code computes."""
+    real_sglang.load()
+    theirs = real_sglang.part("post_training.tensor_update_checker")
+    server, path = served(folder, dtype=dtype), "/update_weights_from_tensor_checker"
+    sums = theirs.build_named_tensor_sha256(server.weights.module.named_parameters())
+    assert ask(server, path, target_module="transformer", expected_named_tensors_sha256=sums).value["success"]
+    before = state(server)
+    wrong = {**sums, "out.bias": "0", "out.weight": "1"}
+    answer = ask(server, path, target_module="transformer", expected_named_tensors_sha256=wrong)
+    refuses(server, answer, "2 tensors of transformer have another checksum: out.bias, out.weight", before)
+    answer = ask(server, path, target_module="transformer", expected_named_tensors_sha256={"x": "0"})
+    refuses(server, answer, "1 tensors of transformer are missing: x", before)
+    refuses(server, ask(server, path, target_module="transformer", expected_named_tensors_sha256={}), "length >= 1", before)
 
 
 def test_checksums_are_sglangs(folder: Path) -> None:
@@ -298,7 +346,7 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
             {"lora_nickname": ["a", "b"], "lora_path": ["x", "y"]},
             "lora_nickname: Expected `array` of length <= 1",
         ),
-        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "missing required field `lora_path`"),
+        ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "adapter a of transformer is not loaded"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "target": "critic"}, "target is 'critic'"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "strength": 0}, "alpha times strength"),
         (
