@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import torch
@@ -212,6 +213,15 @@ class Remote(RolloutSource):
                 raise UsageError(
                     f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
                     f"{self.model.prediction}: serve the model of the run"
+                )
+            most = self.rollout.servers.in_flight * self.rollout.group * self.world.size
+            if info.micro_batch is not None and info.micro_batch > most:
+                warnings.warn(
+                    f"{address} fills its batches up to {info.micro_batch} samples, and is asked for at most {most} at a "
+                    f"time: it computes {info.micro_batch / most:.3g} times as many; serve with --micro-batch {most} or "
+                    "less",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
         return next(iter(kinds.values()))
 

@@ -42,7 +42,7 @@ class FakeRollouts:
         self.version = 0
         self.requests: list[dict[str, Any]] = []
         self.faults: list[Any] = []  # of the next requests: a function of the handler, a `Change`, or None
-        self.is_ready = True
+        self.is_ready, self.filled = True, MICRO_BATCH
 
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer a request."""
@@ -50,7 +50,8 @@ class FakeRollouts:
         if handler.path != "/rollout/generate":
             about = {"model_path": "tiny"}
             if self.kind == "fluvial":
-                about |= {"takes_options": True, "prediction": "velocity", "weight_version": self.version}  # type: ignore[dict-item]
+                about |= {"takes_options": True, "prediction": "velocity"}  # type: ignore[dict-item]
+                about |= {"weight_version": self.version, "micro_batch": self.filled}  # type: ignore[dict-item]
             respond(handler, json.dumps(about).encode(), 200 if self.is_ready else 503)
             return
         value = json.loads(body)

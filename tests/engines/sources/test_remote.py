@@ -4,6 +4,7 @@ import pickle
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -105,6 +106,20 @@ def served(
         stack.callback(source.close)
         source.push(cast(Engine, SimpleNamespace(world=world)), 3)
         yield source
+
+
+@pytest.mark.parametrize(("filled", "says"), [(16, False), (17, True), (64, True)])
+def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: World, filled: int, says: bool) -> None:
+    """Two requests at a time, of one group of 8 each, are 16 samples."""
+    fake = FakeRollouts(tiny.Tiny().build())
+    fake.filled = filled
+    config, rollout = replace(QUICK, in_flight=2), replace(STEPS, group=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with served(fake, world=one, rollout=rollout, config=config):
+            pass
+    expected = f"at most 16 at a time: it computes {filled / 16:.3g} times as many; serve with --micro-batch 16 or less"
+    assert [expected in str(warning.message) for warning in said] == [True] * says
 
 
 def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
