@@ -29,7 +29,7 @@ DrawAndScore = Callable[[Transition, Tensor, Tensor, Key], tuple[Tensor, Tensor]
 
 
 class Debug(NamedTuple):
-    """What the recorded steps were computed from; each `[B, S, ...]`."""
+    """Inputs of the recorded steps; each `[B, S, ...]`."""
 
     noise: Tensor
     mean: Tensor

@@ -21,7 +21,7 @@ from fluvial.models.protocol import DiffusionModel
 
 
 class _Whole(NamedTuple):
-    """What is kept of a pass that was computed whole, of its last run of blocks that return tensors of one shape."""
+    """Values kept of a pass that was computed whole, of its last run of blocks that return tensors of one shape."""
 
     first: int  # index of the first block of the run
     last: int

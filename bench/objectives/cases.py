@@ -104,7 +104,7 @@ class Case:
 
     @property
     def limit(self) -> str:
-        """What ends the run, as the table names it."""
+        """The end of the run, as the table names it."""
         return f"{self.rollouts} rollouts" if self.rollouts else f"{self.seconds:g} s"
 
     @property

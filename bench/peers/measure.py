@@ -39,7 +39,7 @@ class Agreement(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What a comparison leaves behind."""
+    """Results of a comparison."""
 
     agreement: Agreement
     stored: Stored  # the rollout that both sides update on

@@ -38,7 +38,7 @@ REPLACED = ("verl_omni.workers.config", "verl_omni.utils", "verl_omni.trainer.om
 
 
 class Batch(dict[str, Any]):
-    """What its engine asks of a TensorDict."""
+    """The methods of a TensorDict that its engine calls."""
 
     def to(self, device: Any) -> "Batch":
         """Return the batch, which is where it should be."""
@@ -46,7 +46,7 @@ class Batch(dict[str, Any]):
 
 
 class EngineContext:
-    """What its contexts of training and evaluation ask of their base class."""
+    """The methods of their base class that its contexts of training and evaluation call."""
 
     def __init__(self, engine: Any, mode: str, **options: Any) -> None:
         self.engine = engine
@@ -68,7 +68,7 @@ class Registry:
 
 
 class Metric:
-    """What its loss asks of a metric."""
+    """The methods of a metric that its loss calls."""
 
     @staticmethod
     def from_dict(values: dict[str, Any], aggregation: Any) -> dict[str, Any]:

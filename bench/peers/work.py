@@ -81,7 +81,7 @@ class PeerModel(Handwriting):
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides do.
+    """The work of both sides.
 
     Args:
         size: transformer and shape of its inputs.

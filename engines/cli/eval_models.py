@@ -100,7 +100,7 @@ class Subject(NamedTuple):
 
 
 class Subjects(NamedTuple):
-    """What is evaluated, and what it is compared with, which is sampled first."""
+    """The model that is evaluated, and the one it is compared with, which is sampled first."""
 
     ours: Subject
     base: Subject | None

@@ -9,7 +9,7 @@ from fluvial.engines.rollout.solvers import SolverChoice
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is evaluated during a run, and how it is sampled where that differs from the rollout.
+    """Evaluations during a run, and how they are sampled where that differs from the rollout.
 
     Args:
         prompts: Files of prompts to evaluate on, as `prompts` reads them, in place of the held-out prompts. They change

@@ -26,7 +26,7 @@ APART = 2**32  # between the ids of a prompt's samples: more than there are prom
 
 
 class Task(Protocol):
-    """What an evaluation needs of a job."""
+    """The parts of a job that an evaluation needs."""
 
     @property
     def model(self) -> DiffusionModel: ...

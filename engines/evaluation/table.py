@@ -21,7 +21,7 @@ MEANS: dict[Part, str] = {"tags": "mean over tags", "prompts": "any sample of a 
 
 @dataclass(frozen=True)
 class Row:
-    """What an evaluator says of a part of the samples.
+    """An evaluator's results for a part of the samples.
 
     The part is what they have in common: nothing (all), a source or a tag. An evaluator that passes or fails samples also
     has the parts tags (mean over the tags, GenEval's overall score) and prompts (fraction with a passed sample).

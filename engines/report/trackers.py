@@ -19,7 +19,7 @@ MOST_FAILURES = 3  # in a row
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told of a run when it starts."""
+    """Facts of a run that a tracker gets at its start."""
 
     folder: Path
     config: Mapping[str, Any]  # as config.json holds it

@@ -26,7 +26,7 @@ from fluvial.models import LoraConfig
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What a pipeline of diffusers, from a folder or the Hub, is asked for.
+    """Settings of a pipeline of diffusers, from a folder or the Hub.
 
     Args:
         height: Height of the images, in pixels.

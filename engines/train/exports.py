@@ -35,7 +35,7 @@ EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 
 
 class Exported(NamedTuple):
-    """What an export holds, as its record says."""
+    """Contents of an export, as its record says."""
 
     format: Format
     update: int  # number of updates that the weights have seen

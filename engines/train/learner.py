@@ -53,7 +53,7 @@ from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is
 
 
 class Learnt(NamedTuple):
-    """What the updates of a rollout did."""
+    """Results of the updates of a rollout."""
 
     updates: list[UpdateInfo]
     correction: CorrectionInfo | None

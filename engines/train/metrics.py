@@ -33,7 +33,7 @@ WHOLE = {"ratio", "log_ratio"}
 
 
 class RolloutResult(NamedTuple):
-    """What a rollout and its updates gave."""
+    """Results of a rollout and its updates."""
 
     learnt: Learnt
     rewards: Rewards

@@ -35,7 +35,7 @@ FREE = {
 
 @dataclass
 class Progress:
-    """What a run has counted so far; it is saved with every checkpoint."""
+    """Counters of a run; they are saved with every checkpoint."""
 
     samples: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

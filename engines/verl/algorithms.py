@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 
 
 class Algorithm(NamedTuple):
-    """What an engine does with a batch of a model type."""
+    """The algorithm of a model type: reads a batch, and computes its loss."""
 
     name: str  # model type
     batch: Callable[[Denoiser, Fields, bool], Batch]  # items of a batch; the last argument: whether a loss reads the batch

@@ -34,7 +34,7 @@ ABSENT = ("exclude_modules", "target_parameters", "config_path")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine of verl is built from."""
+    """Settings that an engine of verl is built from."""
 
     folder: Path  # pipeline in diffusers' layout
     architecture: str  # class of the pipeline

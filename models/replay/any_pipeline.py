@@ -36,7 +36,7 @@ UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not c
 
 
 class _Known(NamedTuple):
-    """What does not depend on the prompt."""
+    """Values that do not depend on the prompt."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the samples that the pipeline ends with and decodes
@@ -245,7 +245,7 @@ class AnyPipeline(Pipeline):
 
     @property
     def known(self) -> _Known:
-        """What a run of the pipeline on the empty prompt shows."""
+        """The record of a run of the pipeline on the empty prompt."""
         if self._once is None:
             self._once = self._dry(self._loaded(), "")[0]
         return self._once

@@ -17,7 +17,7 @@ TOLERANCE = 0.02  # relative error of a probe, above the rounding of bfloat16
 
 
 class LatentLayout(NamedTuple):
-    """What becomes of a sample before the VAE decodes it; each tensor is `[n]` for n latents."""
+    """Scaling of a sample before the VAE decodes it; each tensor is `[n]` for n latents."""
 
     place: Tensor  # element of the flat sample
     scale: Tensor

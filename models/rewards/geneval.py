@@ -42,7 +42,7 @@ ColourNamer = Callable[[Sequence[Tensor], str], Sequence[str]]
 
 
 class Verdict(NamedTuple):
-    """What an image deserves for its prompt."""
+    """Result of an image for its prompt."""
 
     correct: bool  # GenEval: enough objects, of the colour, in the position, and none too many of `exclude`
     strict: bool  # flow_grpo: exactly as many objects
