@@ -7,20 +7,15 @@ tested, and modules of devices, distributed runs and HTTP, are stand-ins.
 import importlib
 import importlib.machinery
 import importlib.util
-import os
-import shutil
-import subprocess
 import sys
 import types
-import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+import wheels
 
 VERSION = "0.5.23"
-FOLDER = Path(__file__).parents[2] / "build" / f"sglang-{VERSION}"
 TOP = "sglang.multimodal_gen"
 PARENTS = (
     "sglang",
@@ -58,37 +53,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def install() -> str | None:
-    """Install the wheel if it is not there yet; return why that fails, else None."""
-    if FOLDER.exists():
-        return None
-    draft = FOLDER.with_name(f"{FOLDER.name}-{os.getpid()}")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
-    done = subprocess.run(
-        [*pip, "--target", str(draft), f"sglang=={VERSION}"], capture_output=True, text=True, timeout=600, check=False
-    )
-    if done.returncode != 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        return f"sglang {VERSION} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
-    try:
-        draft.rename(FOLDER)
-    except OSError:  # another process was faster
-        shutil.rmtree(draft)
-    return None
-
-
-@cache
 def load() -> None:
     """Make sglang's rollout modules importable; skip the test if the package index has no such wheel."""
     pytest.importorskip("pydantic")
-    if (problem := install()) is not None:
-        pytest.skip(problem)
-    for name in PARENTS:
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(FOLDER / name.replace(".", "/"))]
-        package = types.ModuleType(name)
-        package.__spec__, package.__path__ = spec, spec.submodule_search_locations
-        sys.modules[name] = package
+    wheels.empty_packages(wheels.install("sglang", VERSION), PARENTS)
     for name, names in STAND_INS.items():
         if name == "fastapi" and importlib.util.find_spec(name) is not None:
             continue
@@ -100,6 +68,4 @@ def load() -> None:
 def part(name: str) -> Any:
     """Return a module below `sglang.multimodal_gen.runtime`."""
     load()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that sglang imports
-        return importlib.import_module(f"{TOP}.runtime.{name}")
+    return wheels.module(f"{TOP}.runtime.{name}")

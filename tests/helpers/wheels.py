@@ -1,0 +1,59 @@
+"""Packages of the index without their dependencies: modules of a real wheel whose parent packages are empty."""
+
+import importlib
+import importlib.machinery
+import os
+import shutil
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUILD = Path(__file__).parents[2] / "build"
+
+
+@cache
+def install(name: str, version: str) -> Path:
+    """Return the folder `build/NAME-VERSION` with a wheel, installed once per clone; skip the test if the index has none."""
+    folder = BUILD / f"{name}-{version}"
+    if folder.exists():
+        return folder
+    draft = folder.with_name(f"{folder.name}-{os.getpid()}")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
+    done = subprocess.run(
+        [*pip, "--target", str(draft), f"{name}=={version}"], capture_output=True, text=True, timeout=600, check=False
+    )
+    if done.returncode != 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        pytest.skip(f"{name} {version} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+    for other in draft.iterdir():  # a wheel may also hold packages named tests and scripts
+        if not other.name.startswith(name):
+            shutil.rmtree(other)
+    try:
+        draft.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(draft)
+    return folder
+
+
+def empty_packages(folder: Path, names: Iterable[str]) -> None:
+    """Put packages in `sys.modules` that know where their modules lie, and run nothing."""
+    for name in names:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder / name.replace(".", "/"))]
+        package = types.ModuleType(name)
+        package.__spec__, package.__path__ = spec, spec.submodule_search_locations
+        sys.modules[name] = package
+
+
+def module(name: str) -> Any:
+    """Return a module of a wheel, without the warnings of the packages that it imports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
