@@ -18,8 +18,8 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)
 
-# With the tests marked `long`.
-test-all: $(VENV)/installed-test
+# With the tests marked `long`, and those on a local Ray, which takes 250 MB that `make test` does without.
+test-all: $(VENV)/installed-ray
 	$(BIN)/python -P tests/sessions.py --all $(WORKERS) $(ARGS)
 
 # The tests marked `bits` on the code paths of an AMD processor with AVX2 (tests/README.md, "Bits"). Needs Linux and a C compiler.
@@ -65,6 +65,10 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-ray: $(VENV)/installed-test
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[test,ray]'
 	touch $@
 
 clean:

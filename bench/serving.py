@@ -44,7 +44,7 @@ from fluvial.engines.wire.response import read_response
 from fluvial.models.handwriting.model import CONFIG
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
-WINDOWS = (range(2, 4), range(STEPS))  # the stochastic steps, which are recorded and sent
+WINDOWS = (range(2, 3), range(2, 4), range(STEPS))  # the stochastic steps, which are recorded and sent
 
 
 PIXELS = 8  # pixels per latent, along a side
@@ -188,7 +188,7 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
         client.attempt = keep  # type: ignore[method-assign]
         for window in WINDOWS:
             stochastic = StochasticSteps(bind("flow_sde", ETA, schedule.levels), window)
-            sampling = Sampling(model.size.event, schedule, stochastic=stochastic)
+            sampling = Sampling(model.size.event, schedule, stochastic=stochastic, final=False)  # as in training on steps
             rounds = list[tuple[float, Seconds]]()
             for number in range(runs + 1):
                 # Who is first changes from round to round.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.types import Ids
+from fluvial.core.types import Ids, to_device
 
 Word = int | Tensor  # a 32-bit word: a Python integer, or an int64 tensor of values in [0, 2^32)
 
@@ -80,11 +80,10 @@ def philox(counter: tuple[Word, Word, Word, Word], key: Key) -> tuple[Word, Word
 
 def _round_keys(word: Word, weyl: int) -> Sequence[Word]:
     """Return a word of the key in each of the ten rounds: word + i weyl, modulo 2^32; of tensors all at once."""
-    steps = [i * weyl for i in range(10)]
     if not isinstance(word, Tensor):
-        return [(word + step) & MASK for step in steps]
-    table = torch.tensor(steps, device=word.device).reshape(-1, *[1] * word.ndim)
-    return ((word + table) & MASK).unbind(0)
+        return [(word + i * weyl) & MASK for i in range(10)]
+    steps = torch.arange(0, 10 * weyl, weyl, device=word.device)
+    return ((word + steps.reshape(-1, *[1] * word.ndim)) & MASK).unbind(0)
 
 
 def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None = None) -> Tensor:
@@ -150,8 +149,8 @@ def step_keys(keys: Key, steps: Sequence[int], batch: int) -> Iterator[Key]:
 def _folded(keys: Key, steps: Sequence[int], batch: int) -> Key:
     """Return fold_in(keys, step) of every step, step by step, `[steps * batch]`."""
     low = torch.as_tensor(keys.low)
-    high = torch.as_tensor(keys.high, device=low.device).expand_as(low)
-    data = torch.tensor(steps, device=low.device).repeat_interleave(batch)
+    high = to_device(torch.as_tensor(keys.high), low.device).expand_as(low)
+    data = to_device(torch.tensor(steps), low.device).repeat_interleave(batch)
     return fold_in(Key(low.repeat(len(steps)), high.repeat(len(steps))), data)
 
 

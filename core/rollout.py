@@ -20,7 +20,7 @@ from fluvial.core.checks import compute_dtype, trusted_values
 from fluvial.core.random import Key, fold_in, step_keys, step_noises
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
-from fluvial.core.types import Grid, Samples
+from fluvial.core.types import Grid, Samples, to_device
 
 # v = velocity(x, level, step): x `[B, *event]`, level `[B]` float32, step the index into the schedule.
 Velocity = Callable[[Tensor, Tensor, int], Tensor]
@@ -45,7 +45,7 @@ class Trajectory(NamedTuple):
     steps: Tensor  # [B, S] int64 indices into the schedule
     log_prob: Tensor  # [B, S] under the policy that made the rollout
     velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it is recorded
-    final: Tensor  # [B, *event], in the dtype of the computation
+    final: Tensor  # [B, *event], in the dtype of the computation; [B, 0] where nobody needs it
     debug: Debug | None
 
 
@@ -174,7 +174,7 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
     (batch, *event), compute = x.shape, compute_dtype("trajectory", final=x)
     mask, place = plan.recorded[index], None
     if not mask.all():  # windows differ: the places of each sample's steps among those of all samples
-        place = torch.from_numpy(np.nonzero(mask.T)[1].reshape(batch, -1))
+        place = to_device(torch.from_numpy(np.nonzero(mask.T)[1].reshape(batch, -1)), x.device)
 
     def stacked(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype | None = None) -> Tensor:
         if not tensors:
@@ -182,7 +182,7 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
         table = torch.stack([tensor.to(dtype or tensor.dtype) for tensor in tensors], dim=1)
         if place is None:
             return table
-        return torch.take_along_dim(table, place.to(table.device).reshape(*place.shape, *[1] * len(event)), dim=1)
+        return torch.take_along_dim(table, place.reshape(*place.shape, *[1] * len(event)), dim=1)
 
     debug = None
     if record.debug:
@@ -192,11 +192,11 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
             stacked(noises, *event), stacked(means, *event), stacked([row.std for row in rows]), stacked(velocities, *event)
         )
     stored = record.dtype or (None if before else x.dtype)
-    taken = torch.tensor(index, dtype=torch.int64)
+    taken = to_device(torch.tensor(index, dtype=torch.int64), x.device)
     return Trajectory(
         x=stacked(before, *event, dtype=stored),
         x_next=stacked(after, *event, dtype=stored),
-        steps=(taken.repeat(batch, 1) if place is None else taken[place]).to(x.device),
+        steps=taken.repeat(batch, 1) if place is None else taken[place],
         log_prob=stacked(log_probs),
         velocity=stacked(velocities, *event) if record.velocity else None,
         final=x.to(compute),

@@ -18,7 +18,7 @@ from fluvial.core.checks import FLOATING, check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
-from fluvial.core.types import Grid
+from fluvial.core.types import Grid, to_device
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -114,11 +114,11 @@ def plan(
                 "steps, or form='unscaled'"
             )
     if device is not None and device != levels.device:
-        levels = levels.to(device)
+        levels = to_device(levels, device)
         coefficients = _coefficients(transition, levels)
     if not stochastic.all():
         outside = _coefficients(deterministic, levels)
-        inside = torch.from_numpy(stochastic).to(levels.device)
+        inside = to_device(torch.from_numpy(stochastic), levels.device)
         coefficients = Transition(*(torch.where(inside, a, b) for a, b in zip(coefficients, outside, strict=True)))
     table = Transition(*(coefficient.expand(-1, batch).contiguous() for coefficient in coefficients))
     return Plan(levels, table, stochastic, recorded, taken, record)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype
-from fluvial.core.types import Grid, Scalar
+from fluvial.core.types import Grid, Scalar, to_device
 
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
@@ -220,7 +220,7 @@ def _scalars(function: str, **scalars: Scalar) -> tuple[Tensor, ...]:
     given = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
     dtype = compute_dtype(function, **given)
     batched = [value for value in given.values() if value.ndim > 0]
-    device = next((value.device for value in [*batched, *given.values()]), None)
-    tensors = {name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in scalars.items()}
+    device = next((value.device for value in [*batched, *given.values()]), torch.device("cpu"))
+    tensors = {name: to_device(torch.as_tensor(value, dtype=dtype), device) for name, value in scalars.items()}
     check_per_sample(function, len(batched[0]) if batched else 1, **tensors)
     return tuple(torch.broadcast_tensors(*tensors.values()))

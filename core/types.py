@@ -1,5 +1,6 @@
-"""Shape aliases, written once: `b` is the batch, `*event` the shape of one sample."""
+"""Shape aliases, written once: `b` is the batch, `*event` the shape of one sample; and copies from host to device."""
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
@@ -9,3 +10,14 @@ Scalar = Float[Tensor, " b"] | Float[Tensor, ""] | float  # one number per sampl
 Grid = Float[Tensor, " t_plus_1"]  # a schedule: T+1 noise levels, T steps
 PerStep = Float[Tensor, "b s"]  # one number per sample and recorded step
 Ids = Integer[Tensor, " b"]  # one integer per sample
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the tensor itself if it is there already.
+
+    A copy from pageable memory of the host to an accelerator blocks the host until the device has done all that it was asked
+    before. From pinned memory it only joins the queue, and PyTorch keeps that memory until it is copied.
+    """
+    if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

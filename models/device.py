@@ -21,6 +21,12 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def compute_on(device: torch.device) -> None:
+    """Make a device the current one of this thread; a new thread has the first of the machine's, on every rank."""
+    if is_accelerator(device):
+        torch.get_device_module(device).set_device(device)
+
+
 def has_values(device: torch.device) -> bool:
     """Return whether tensors of a device have values; on a simulated one nothing needs to be read from files."""
     return device.type != SIMULATED

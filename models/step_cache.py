@@ -32,7 +32,8 @@ class _Whole(NamedTuple):
 class StepCache:
     """Lets the passes of a network leave out blocks, for one batch of samples on their way through a schedule.
 
-    The samples of a batch leave out blocks together, so the bits of a sample depend on its batch.
+    The samples of a batch leave out blocks together, so the bits of a sample depend on its batch. Whether they do is read
+    from the device, once per pass: what follows depends on it.
 
     Memory: two copies of what a block returns, for each pass of a prediction.
 

@@ -17,7 +17,11 @@ from fluvial.engines.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
-READMES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS if (ROOT / folder / "README.md").exists())]
+READMES = [
+    "README.md",
+    *(f"{folder}/README.md" for folder in FOLDERS if (ROOT / folder / "README.md").exists()),
+    "engines/plan/README.md",
+]
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -117,7 +121,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
-    from fluvial.engines.plan import check, plan, simulate
+    from fluvial.engines.plan import check, plan, simulate, trace
     from fluvial.engines.train import exports, pretrain, recipes
 
     reached: list[str] = []
@@ -141,6 +145,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (dry_runs, "run", None),
         (plan, "show_table", None),
         (check, "check", None),
+        (trace, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),

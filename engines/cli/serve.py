@@ -85,6 +85,8 @@ def serve_model(name: str, config: ServeConfig) -> None:
     check_server_packages("serve")
     from fluvial.engines.fsdp.determinism import deterministic
     from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
+    from fluvial.engines.serve.heap import keep_freed_memory
+    from fluvial.engines.serve.rollout.image_routes import image_routes
     from fluvial.engines.serve.rollout.opening import opened
     from fluvial.engines.serve.rollout.orders import ServeLimits
     from fluvial.engines.serve.rollout.sampling import batcher
@@ -95,6 +97,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     key, admin = key_of(config.host), admin_key()
     one_size(config.pipeline)
     check_address(config.host, config.port)  # before the model is loaded, which may take minutes
+    keep_freed_memory()
     with deterministic(config.deterministic):
         policy = opened(
             name,
@@ -119,4 +122,5 @@ def serve_model(name: str, config: ServeConfig) -> None:
         def ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
-        serve(application(service, key=key, admin=admin, control=control), host=config.host, port=config.port, ready=ready)
+        app = application(service, key=key, admin=admin, control=control, more=image_routes(service))
+        serve(app, host=config.host, port=config.port, ready=ready)

@@ -1,61 +1,104 @@
-"""Forward passes that are traced twice and then repeated on paper, and updates of two micro-batches."""
+"""Calls that are traced twice and then repeated on paper, and updates of two micro-batches."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.simulate.mode import SimulatedMode
+from fluvial.engines.simulate.values import value_of
 
-TRACED = 2  # passes of a kind that are traced: the first, which gathers parameters, and one like all others
 MICRO_BATCHES = 2  # of an update that are traced: the first, and the last, which reduces gradients
 
 
-class Pass(NamedTuple):
-    """A forward pass without gradient."""
+class Traced(NamedTuple):
+    """A call without gradient."""
 
     excess: int  # bytes at its peak beyond those that were held before
     counts: tuple[Counter[Any], ...]  # what the mode counted
-    out: Tensor
+    again: Any  # functions that make what it returned again; the result itself would hold memory
 
 
-class RepeatedPasses:
-    """Predictions of a model; those without gradient are traced `TRACED` times per phase and kind of input.
+class Repeated:
+    """Passes of networks without gradient, of which few are traced: the first of a phase, then the first of each kind.
 
-    Further ones add what the last traced one did to memory, traffic, FLOPs and host reads.
+    The first one of a phase may gather parameters. Further passes add what the traced one of their kind did to memory,
+    traffic, FLOPs and host reads. What the traced one keeps for the next, such as keys of the prompt, is not kept longer.
     """
 
-    def __init__(self, predict: Callable[..., Tensor], mode: SimulatedMode) -> None:
-        self.predict, self.mode = predict, mode
-        self._known: dict[Hashable, list[Pass]] = {}
+    def __init__(self, mode: SimulatedMode) -> None:
+        self.mode = mode
+        self._phase = ""  # of the last call
+        self._usual: dict[Hashable, Traced] = {}  # by kind
+        self._conditions = WeakIdKeyDictionary()  # that a network has seen
 
-    def __call__(self, module: Any, x: Tensor, level: Tensor, cond: Any, **options: Any) -> Tensor:
-        """Return the prediction."""
-        if torch.is_grad_enabled():
-            return self.predict(module, x, level, cond, **options)
-        shapes = tuple(tuple(leaf.shape) for leaf in optree.tree_leaves(cond) if isinstance(leaf, Tensor))
-        kind = (self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes)
-        known = self._known.setdefault(kind, [])
-        if len(known) < TRACED:
-            known.append(self._traced(module, x, level, cond, options))
-            return known[-1].out
-        last = known[-1]
-        self.mode.ledger.spike(last.excess, "a network's pass, as traced before")
-        for counter, more in zip(_counters(self.mode), last.counts, strict=True):
-            counter.update(more)
-        return torch.empty_like(last.out)
+    def predict(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a model's `predict`, repeated where there is no gradient.
 
-    def _traced(self, module: Any, x: Tensor, level: Tensor, cond: Any, options: dict[str, Any]) -> Pass:
+        A further pass with the same conditioning is of another kind than the first, which computes what depends on it alone.
+        """
+
+        def predicted(module: Any, x: Tensor, level: Tensor, cond: Any, **options: Any) -> Tensor:
+            call = partial(predict, module, x, level, cond, **options)
+            if torch.is_grad_enabled():
+                return call()
+            given = [leaf for leaf in optree.tree_leaves(cond) if isinstance(leaf, Tensor)]
+            again = bool(given) and given[0] in self._conditions
+            if given:
+                self._conditions[given[0]] = True
+            shapes = tuple(tuple(leaf.shape) for leaf in given)
+            found: Tensor = self._of((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, again), call)
+            return found
+
+        return predicted
+
+    def text(self, text: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model's `text`, repeated: every prompt has as many tokens, see `models.pipelines.unfilled.Tokens`."""
+        return lambda *args: self._of("text", partial(text, *args))
+
+    def _of(self, kind: Hashable, call: Callable[[], Any]) -> Any:
+        first, self._phase = self._phase != self.mode.phase, self.mode.phase
+        usual = self._usual.get(kind)
+        if first or usual is None:
+            out, traced = self._traced(call)
+            if not first:
+                self._usual[kind] = traced
+            return out
+        self.mode.ledger.spike(usual.excess, "a network's pass, as traced before")
+        for counter, more in zip(_counters(self.mode), usual.counts, strict=True):
+            for key, number in more.items():
+                counter[self.mode.phase if isinstance(key, str) else key._replace(phase=self.mode.phase)] += number
+        return optree.tree_map(lambda made: made(), usual.again)
+
+    def _traced(self, call: Callable[[], Any]) -> tuple[Any, Traced]:
         ledger = self.mode.ledger
         before, counted = ledger.now, tuple(counter.copy() for counter in _counters(self.mode))
         with ledger.inner_peak() as inner:
-            out = self.predict(module, x, level, cond, **options)
+            out = call()
         counts = tuple(now - then for now, then in zip(_counters(self.mode), counted, strict=True))
-        return Pass(inner.peak - before, counts, out)
+        return out, Traced(inner.peak - before, counts, optree.tree_map(_again, out))
+
+
+def _again(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that makes a tensor of the same shape, with the same values where they are known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.clone
+    shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    value = value_of(tensor)
+
+    def made() -> Tensor:
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        out.fluvial_value = value  # type: ignore[attr-defined]
+        return out
+
+    return made
 
 
 def _counters(mode: SimulatedMode) -> tuple[Counter[Any], ...]:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from fluvial.engines.dryrun.passes import MICRO_BATCHES as TRACED
 from fluvial.engines.report.progress import table
 from fluvial.engines.simulate.device import GIB, Accelerator
 from fluvial.engines.simulate.mode import SimulatedMode
@@ -16,7 +19,8 @@ from fluvial.engines.train.config import TrainConfig
 # Phases in which the samples of a rollout are held.
 HOLDING = ("rollout", "decode", "rewards", "update")
 ORDER = ("build", *HOLDING, "evaluation", "checkpoint")
-LINES = 12  # that hold most, by phase
+LINES, FEW = 12, 3  # that hold most: at the largest peak, and at the others when they are printed
+READS, COPY = ("read", "synchronisation"), "blocking copy to the device"  # kinds of host waits
 NOT_SIMULATED = (
     "gaps of the allocator and its rounding to 512 bytes",
     "workspaces of cuBLAS and cuDNN, the CUDA context (0.5 to 1 GiB), and buffers of NCCL (about 1 GiB)",
@@ -184,29 +188,43 @@ class Report:
         }  # fmt: skip
 
     def show(self, console: Console) -> None:
-        """Print the table, the lines that hold most at the largest peak, and where the host waits."""
+        """Print a table of the phases, the lines that hold their peaks, what is sent, and where the host waits."""
         unit, name = (GIB, "GiB") if self.peak >= GIB else (2**20, "MiB")
-        heads = (f"peak, {name}", f"after, {name}", f"sent, {name}", "calls", "TFLOPs", "reads", "blocking copies")
+        plural = "s" if self.ranks > 1 else ""
+        console.print(f"rank 0 of {self.ranks} GPU{plural} ({self.accelerator.name}), simulated", highlight=False)
+        heads = ("peak", "after", "sent", "calls", "TFLOP", "reads", "copies")
         rows = {
             phase.name: (
                 f"{phase.peak / unit:.2f}", f"{phase.after / unit:.2f}", f"{phase.sent / unit:.2f}", str(phase.calls),
-                f"{phase.flops / 1e12:.3g}", str(phase.waited("read", "synchronisation")),
-                str(phase.waited("blocking copy to the device")),
+                f"{phase.flops / 1e12:.3g}", str(phase.waited(*READS)), str(phase.waited(COPY)),
             )
             for phase in self.phases
         }  # fmt: skip
-        plural = "s" if self.ranks > 1 else ""
-        console.print(f"rank 0 of {self.ranks} GPU{plural} ({self.accelerator.name}), simulated", highlight=False)
-        console.print(table("phases; two micro-batches of an update are counted", heads, rows), highlight=False)
+        title = f"Phases in {name}; an update has {TRACED} micro-batches here"
+        console.print(table(title, heads, rows), highlight=False)
         highest = max(self.phases, key=lambda phase: phase.peak)
-        held = {each.line: (f"{each.bytes / unit:.3f}",) for each in highest.lines}
-        console.print(table(f"held at the peak of {highest.name}", (name,), held), highlight=False)
-        for phase in self.phases:
-            for wait in phase.waits:
-                if wait.kind in ("read", "synchronisation", "blocking copy to the device") and phase.name != "build":
-                    console.print(
-                        f"{phase.name}: {wait.times} x {wait.kind} ({wait.operation}) at {wait.line}", highlight=False
-                    )
+        held = [
+            (phase.name, f"{each.bytes / unit:.2f}", each.line)
+            for phase in self.phases
+            for each in phase.lines[: LINES if phase is highest else FEW]
+        ]
+        console.print(_listing("Held at the peak of each phase, most first", ("", name, "made at"), held), highlight=False)
+        sent = [
+            (phase.name, str(each.calls), f"{each.bytes / unit:.3g}", f"{each.name} at {each.line}")
+            for phase in self.phases
+            for each in phase.communication
+        ]
+        if sent:
+            console.print(_listing("Sent by each rank", ("", "calls", name, "collective"), sent), highlight=False)
+        waits = [
+            (phase.name, str(wait.times), f"{wait.kind} ({wait.operation}) at {wait.line}")
+            for phase in self.phases
+            if phase.name != "build"
+            for wait in phase.waits
+            if wait.kind in (*READS, COPY)
+        ]
+        if waits:
+            console.print(_listing("The host waits for the device", ("", "times", "where"), waits), highlight=False)
         self._verdict(console, unit, name)
 
     def _verdict(self, console: Console, unit: int, name: str) -> None:
@@ -214,8 +232,8 @@ class Report:
         layout = self.layout
         if layout is not None:
             console.print(
-                f"A checkpoint holds {layout.tensors} tensors of {layout.bytes / unit:.2f} {name}, of which this rank "
-                f"writes {layout.bytes_of_rank / unit:.2f}; the export writes {layout.exported_bytes / unit:.2f}.",
+                f"A checkpoint holds {layout.tensors} tensors of {layout.bytes / unit:.2f} {name}, of which a rank "
+                f"writes about {layout.bytes_of_rank / unit:.2f}; the export writes {layout.exported_bytes / unit:.2f}.",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         if self.concurrent:
@@ -231,6 +249,18 @@ class Report:
         console.print("Not simulated:", highlight=False)
         for note in self.notes:
             console.print(f"- {note}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return a table whose first column is left empty where it repeats, and whose last column is text."""
+    sheet = Table(title=title, title_justify="left")
+    for number, head in enumerate(heads):
+        sheet.add_column(head, justify="left" if number in (0, len(heads) - 1) else "right", overflow="fold")
+    before = None
+    for first, *cells in rows:
+        sheet.add_row("" if first == before else first, *map(escape, cells))
+        before = first
+    return sheet
 
 
 def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
@@ -270,12 +300,14 @@ def _plain(value: Any) -> Any:
 
 def draw(report: Report, file: Path) -> None:
     """Draw the memory over the operations, with the lines that hold most at the peak."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     at, curves = report.curve
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     names = [*curves][::-1]
+    axes.set_prop_cycle(color=colormaps["tab20"](range(20)))
     axes.stackplot(at, [[size / GIB for size in curves[name]] for name in names], labels=names, step="post")
     axes.axhline(report.accelerator.memory / GIB, color="black", linestyle="--", linewidth=1)
     axes.set_ylim(0, 1.1 * max(report.peak, min(report.accelerator.memory, 2 * report.peak)) / GIB)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from optree import tree_leaves
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fluvial.engines.dryrun.passes import RepeatedPasses, ShortUpdates
+from fluvial.engines.data.records import texts
+from fluvial.engines.dryrun.passes import Repeated, ShortUpdates
 from fluvial.engines.dryrun.report import CheckpointLayout, Report
 from fluvial.engines.dryrun.stand_ins import PROMPTS, shortened, with_rewards
 from fluvial.engines.errors import UsageError
@@ -51,6 +51,8 @@ def dry_run(
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
         changed, more = shortened(_given(config, folder, notes), folder, ranks=ranks)
+        if config.micro_batch == "auto":
+            notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
         run = _Run(simulation, changed, more)
@@ -114,10 +116,13 @@ class _Run:
         """Return the trainer, whose model repeats its passes on paper."""
         world: World = self.simulation.world
         job = jobs.of_run(self.config) if job is None else job
-        job, config, more = with_rewards(job, self.config, partial(self.phase, "rewards"))
-        notes.extend(more)
+        stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
+        job, config = with_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
         model: Any = job.model
-        model.predict = RepeatedPasses(model.predict, self.simulation.mode)
+        repeated = Repeated(self.simulation.mode)
+        model.predict = repeated.predict(model.predict)
+        if hasattr(model, "text"):
+            model.text = repeated.text(model.text)
         model.decode = self._in("decode", model.decode)
         return Trainer(config, job, world)
 
@@ -182,8 +187,8 @@ def _one_after_another(ahead: Any) -> Callable[[], Any]:
 def _layout(trainer: Trainer) -> CheckpointLayout:
     """Return what a checkpoint holds, and gather the weights as the export at the end does."""
     state = trainer.engine.state()
-    own = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in state.values())
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0
     for _, tensor in _exported(trainer):
         exported += tensor.numel() * tensor.itemsize

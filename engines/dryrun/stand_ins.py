@@ -15,7 +15,7 @@ from fluvial.engines.rewards.registry import select
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 
-PROMPTS = [f"a photo of {number} apples on a wooden table" for number in range(1, 65)]
+PROMPTS = [f'a photo of {number} apples on a table, and a sign that reads "{number} APPLES"' for number in range(1, 65)]
 CHUNKS = 2  # of samples per rank, at least; the memory of further ones is added
 
 
@@ -25,33 +25,59 @@ class SpreadReward:
     Args:
         reward: the real reward; its memory, host reads and errors are those of the run.
         phase: context of the call.
+        refused: called with a complaint about what the prompts say, where they are `PROMPTS`; None raises it.
     """
 
-    def __init__(self, reward: Callable[..., Any], phase: Callable[[], Any]) -> None:
-        self.reward, self.phase, self._next = reward, phase, count()
+    def __init__(
+        self, reward: Callable[..., Any], phase: Callable[[], Any], refused: Callable[[Exception], None] | None
+    ) -> None:
+        self.reward, self.phase, self.refused, self._next = reward, phase, refused, count()
         self.__signature__ = inspect.signature(reward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phase():
-            found = self.reward(*args, **kwargs)
-        samples = args[0]
-        if isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
+        samples, found = args[0], None
+        try:
+            with self.phase():
+                found = self.reward(*args, **kwargs)
+        except (ValueError, LookupError) as error:
+            if self.refused is None:
+                raise
+            self.refused(error)
+        if found is not None and isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
             return found
         return [float(next(self._next) % 7) for _ in range(len(samples))]
 
 
-def with_rewards(job: Job, config: TrainConfig, phase: Callable[[], Any]) -> tuple[Job, TrainConfig, list[str]]:
-    """Return a job whose rewards can be called without values, its run, and what is left out."""
-    notes, rewards = list[str](), dict[str, Any]()
+def with_rewards(
+    job: Job, config: TrainConfig, phase: Callable[[], Any], notes: list[str], *, prompts: bool
+) -> tuple[Job, TrainConfig]:
+    """Return a job whose rewards can be called without values, and its run; what is left out is added to the notes.
+
+    Args:
+        job, config: the job and its run.
+        phase: context of the calls of a reward.
+        notes: what of the run is not simulated.
+        prompts: whether the prompts are `PROMPTS`, which lack what some rewards need.
+    """
+    rewards = dict[str, Any]()
+
+    def spread(name: str, reward: Callable[..., Any]) -> SpreadReward:
+        def refused(error: Exception) -> None:
+            note = f"the reward {name}, which needs other prompts ({error}): its own memory comes on top"
+            if not any(known.startswith(f"the reward {name},") for known in notes):
+                notes.append(note)
+
+        return SpreadReward(reward, phase, refused if prompts else None)
+
     for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
         try:
             found = select(job.rewards, (name,))
         except FluvialError as error:
             notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
             found = {name.partition(":")[0].partition("=")[0]: (_brightness, 1.0)}
-        rewards.update({key: SpreadReward(reward, phase) for key, (reward, _) in found.items()})
-    evaluators = {name: SpreadReward(reward, phase) for name, reward in (job.evaluators or {}).items()}
-    return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards)), notes
+        rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
+    evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
+    return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
 
 
 def _brightness(images: Tensor, prompts: Any) -> Tensor:
@@ -73,10 +99,12 @@ def shortened(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainCo
     samples = max(CHUNKS * size, 2 * replace(config, micro_batch=size).items_per_pass * config.minibatches)
     prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
     updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
+    # What is encoded here has no values, so it must not come into the run's own caches.
+    cache = None if config.pipeline.text_cache is None else folder / "texts"
     changed = replace(
-        config, out=folder, micro_batch=size, rollout=replace(rollout, prompts=prompts), updates=updates, tracker="none",
-        resume=False, resume_from=None, eval_samples=size * data, checkpoint_async=False,
-        engine=replace(config.engine, compile=False), max_invalid=0.999,
+        config, out=folder, data_cache=None, micro_batch=size, updates=updates, tracker="none", resume=False,
+        pipeline=replace(config.pipeline, text_cache=cache), rollout=replace(rollout, prompts=prompts), resume_from=None,
+        eval_samples=size * data, checkpoint_async=False, engine=replace(config.engine, compile=False), max_invalid=0.999,
     )  # fmt: skip
     return changed, _slots(config.rollout.batch, size, data) / _slots(changed.rollout.batch, size, data)
 

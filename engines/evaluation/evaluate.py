@@ -164,7 +164,7 @@ def evaluate(
         for runner in runners:
             runner.close()
     local = torch.stack([each.scores for each in found], dim=1) if found else torch.zeros(len(mine), 0)
-    table = world.gather_data(local.to(world.device))[:total].cpu()
+    table = world.gather_data(local)[:total]
     problems = [line for each in found for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
     images, names = _of_all_ranks(shown, world), tuple(task.evaluators)

@@ -27,12 +27,18 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
+from fluvial.core.types import to_device
+
 
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
     """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
-    return optree.tree_map(
-        lambda tensor: tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format), tensors
-    )
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.device.type != device.type:
+            return to_device(tensor.contiguous(), device)
+        return tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+
+    return optree.tree_map(copied, tensors)
 
 
 @contextmanager

@@ -116,6 +116,7 @@ class Engine:
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[Hashable, int] = {}  # of the model, by the shapes of a micro-batch
         self._warned = False  # of an eps above the gradients
+        self._keeps = False  # whether what inference gathers stays for the next update
 
     def update(
         self,
@@ -265,14 +266,29 @@ class Engine:
         kept: dict[str, Tensor] = {}
         if average and self.average:
             self._check_onloaded()
+            self.sharded.reshard()  # the average is written to the shards
             kept = ema.init(self._local())
             self._write_local(self.average)
         try:
-            with self.sharded.inference() as module:
+            with self.sharded.inference(keep=self._keeps and not kept) as module:
                 yield module
         finally:
             if kept:
                 self._write_local(kept)
+
+    @contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """Gather the parameters once for the inference passes in the context and the update that follows them.
+
+        With comm="keep" what `inference` gathers stays until the update's last backward pass frees it, or the context ends.
+        Shards must not be written in between. With comm="reshard" nothing stays.
+        """
+        before, self._keeps = self._keeps, self.sharding.comm == "keep"
+        try:
+            yield
+        finally:
+            self._keeps = before
+            self.sharded.reshard()
 
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.

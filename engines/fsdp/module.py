@@ -112,18 +112,23 @@ class ShardedModule:
         return isinstance(self.module, WholeModule)
 
     @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
+    def inference(self, *, keep: bool = False) -> Iterator[nn.Module]:
         """Yield the module for forward passes without gradient, in evaluation mode.
 
-        With comm="keep" its parameters are gathered once and kept until the context ends.
+        With comm="keep" its parameters are gathered once and kept until the context ends; with `keep`, until `reshard`.
         """
         self.host.check_onloaded()
         with torch.no_grad(), self.eval():
             try:
                 yield self.module
             finally:
-                for unit in self.units:
-                    unit.reshard()
+                if not keep:
+                    self.reshard()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        for unit in self.units:
+            unit.reshard()
 
     def train(self) -> AbstractContextManager[None]:
         """Return a context in which the module is in training mode (dropout is active)."""

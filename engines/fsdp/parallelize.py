@@ -20,6 +20,7 @@ from fluvial.engines.fsdp.whole import keep_whole
 from fluvial.engines.fsdp.world import World
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
+from fluvial.models.routing import Routed
 
 # Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
 # too: each costs as much memory as it saves.
@@ -78,6 +79,9 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
+    for part in module.modules():
+        if isinstance(part, Routed):
+            part.ranks = world.size
     # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
     # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
     policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)

@@ -79,13 +79,12 @@ class World:
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
-    def alone(self, device: torch.device | None = None) -> "World":
-        """Return a world of this process alone, for modules that it holds whole on a device. Every rank must take part."""
-        device = self.device if device is None else device
-        if self.size == 1 and device.type == self.device.type:
+    def alone(self) -> "World":
+        """Return a world of this process alone, for modules that it holds whole. Every rank must take part."""
+        if self.size == 1:
             return self
-        mesh = _mesh(device, (self.size, 1), ("ranks", "alone"), self.timeout)["alone"]
-        return replace(self, rank=0, size=1, sequence=1, mesh=mesh, device=device)
+        mesh = self.new_mesh((self.size, 1), ("ranks", "alone"))["alone"]
+        return replace(self, rank=0, size=1, sequence=1, mesh=mesh)
 
     def hybrid_mesh(self, replicas: int) -> DeviceMesh:
         """Return the mesh for a number of replicas, each sharded over its part of the ranks, whose number it divides."""

@@ -4,6 +4,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,15 +80,14 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-class Activations(NamedTuple):
-    """Bytes of the activations of a forward pass, and of its backward pass if it has one.
+class Stretch(NamedTuple):
+    """Bytes of the activations while a unit of communication computes: a block, or what is in no block."""
 
-    A unit of communication (a block, or the rest) is done in the backward pass when the gradients of all its parameters are.
-    """
-
+    unit: int  # number of the block; what is in no block comes after the last one
     peak: int
-    after: int = 0  # when the unit is done in whose backward pass the peak is
-    later: int = 0  # peak after that
+    after: int = 0  # at its end
+    backward: bool = False
+    reduces: bool = False  # the gradients of all its parameters are there at its end
 
 
 class Accounting(NamedTuple):
@@ -120,7 +120,7 @@ def account(
     engine: EngineConfig,
     device: torch.device,
     ranks: int,
-    activations: Activations,
+    activations: Sequence[Stretch],
     trajectory: int = 0,
     micro_batches: int = 2,
     reference: bool = False,
@@ -128,12 +128,13 @@ def account(
 ) -> Accounting:
     """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
 
-    The peak of an update is in the last micro-batch's backward pass: either where the activations have theirs, or where the
-    gradients of a unit are reduced and the activations of that unit are freed. With P parameters, T of them trained, c bytes
-    per value for the computation, g for the reduction, and R ranks per replica:
+    The peak of an update is in the last micro-batch's backward pass: either within a unit, or where its gradients are
+    reduced and its activations are freed. With P parameters, T of them trained, c bytes per value for the computation, g for
+    the reduction, and R ranks per replica:
 
         parameters (4 T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients 4 T / R
-        gathered c P with comm="keep", else those of two blocks and of what is in no block
+        gathered c P with comm="keep", else those of what is in no block, of the block that computes, and what they arrived
+            in; in the backward pass the block that comes next in place of the latter
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
     A rank that holds all parameters, see `parallelize.is_whole`, gathers none and copies only those of another dtype than
@@ -183,31 +184,47 @@ def account(
     accumulated = 0
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
-    units = _units(module, blocks)
-    gathered, communication = compute * _gathered(units, keep=engine.comm == "keep", ahead=shards > 1), 0
-    whole = is_whole(module, engine, ranks=ranks)
-    if whole:
-        gathered = compute * sum(p.numel() for p in masters) if compute < 4 else 0
-    if update and whole:
-        bucket = largest_bucket([reduce * p.numel() for p in trained]) if ranks > 1 else 0
-        communication = max(0, bucket - activations.peak)  # after the backward pass
-        accumulated = here["gradients"] + reduce * sum(p.numel() for p in trained) if reduce < 4 else 0
-    elif update:
-        largest = _largest_trained(units)
-        reduced = reduce * largest * (1 if shards > 1 else 2)  # a single rank makes one more copy, to divide
-        computed = 0 if accumulated else compute * largest
+    units, whole = _units(module, blocks), is_whole(module, engine, ranks=ranks)
+    sizes = [sum(parameter.numel() for parameter in unit) for unit in units]
+    trainable = [sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units]
+    if whole and reduce < 4:
+        accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
+    elif whole:
+        accumulated = 0
+    reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
+
+    def gathered(stretch: Stretch) -> int:
+        if whole:
+            return compute * sum(p.numel() for p in masters) if compute < 4 else 0
+        if engine.comm == "keep":
+            return compute * sum(sizes)
+        *inside, rest = sizes
+        own = inside[stretch.unit] if stretch.unit < len(inside) else 0
+        other = own if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
+        return compute * (rest + own + (other if shards > 1 else 0))
+
+    def communicated(number: int, stretch: Stretch) -> int:
+        if whole:
+            bucket = largest_bucket([reduce * p.numel() for p in trained]) if update and ranks > 1 else 0
+            return max(0, bucket - stretch.peak)  # after the backward pass
+        if not update:  # what the last unit arrived in
+            return compute * max(sizes) if shards > 1 and engine.comm == "keep" else 0
+        each = reduce * (1 if shards > 1 else 2)  # a single rank makes one more copy, to divide
+        before = next((activations[other].unit for other in reversed(reducing) if other < number), None)
+        more = each * trainable[before] if before is not None and not accumulated else 0
         # Accumulated gradients are freed as they are reduced, so only the first reduction adds to them.
-        later = 0 if accumulated else activations.later + reduced
-        communication = max(0, activations.after + computed + reduced - activations.peak, later - activations.peak)
-    elif not whole and shards > 1 and engine.comm == "keep":  # what the last unit arrived in
-        communication = compute * max(sum(parameter.numel() for parameter in unit) for unit in units)
+        if stretch.reduces and (before is None or not accumulated):
+            computed = 0 if accumulated else compute * trainable[stretch.unit]
+            more = max(more, stretch.after + computed + each * trainable[stretch.unit] - stretch.peak)
+        return max(0, more)
+
+    found = [(gathered(stretch), communicated(number, stretch), stretch.peak) for number, stretch in enumerate(activations)]
+    parts = dict(zip(("gathered", "communication", "activations"), max(found, key=sum), strict=True))
     return Accounting(
         **here,
+        **parts,
         buffers=sum(buffer.nbytes for buffer in module.buffers()),
-        gathered=gathered,
         unsharded_gradients=max(0, accumulated - here["gradients"]),
-        communication=communication,
-        activations=activations.peak,
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),
     )
@@ -221,7 +238,7 @@ def activations(
     engine: EngineConfig,
     device: torch.device,
     grad: bool,
-) -> Activations:
+) -> tuple[Stretch, ...]:
     """Return the bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
 
     The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing. Saved and
@@ -251,33 +268,55 @@ def activations(
     if engine.checkpointing != "none":
         checkpoint_blocks(blocks, selective=engine.checkpointing == "selective")
     live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
-    done = _units_done(_units(module, blocks), live) if grad else []
+    units = _units(module, blocks)
+    stretches = _Stretches(live, units, list(blocks))
     with live, torch.set_grad_enabled(grad):
         out = forward(module)
         if grad:
+            stretches.turn()
             out.float().square().sum().backward()
-    done.append(Activations(live.peak, live.now))
-    highest = max(range(len(done)), key=lambda unit: done[unit].peak)
-    later = max((unit.peak for unit in done[highest + 1 :]), default=0)
-    return Activations(*(size // engine.context_parallel for size in done[highest]._replace(later=later)))
+        stretches.end()
+    split = engine.context_parallel
+    return tuple(each._replace(peak=each.peak // split, after=each.after // split) for each in stretches.found)
 
 
-def _units_done(units: list[list[nn.Parameter]], live: LiveStorages) -> list[Activations]:
-    """Drop each gradient as it arrives, and return a list that the backward pass fills: peak and end of each unit."""
-    done: list[Activations] = []
-    for unit in units:
-        missing = {parameter for parameter in unit if parameter.requires_grad}
+class _Stretches:
+    """The stretches of a pass, found by hooks. Each gradient is dropped as it arrives."""
 
-        def arrived(parameter: Any, missing: set[nn.Parameter] = missing) -> None:
-            parameter.grad = None
-            missing.discard(parameter)
-            if not missing:
-                done.append(Activations(live.peak, live.now))
-                live.peak = live.now
+    def __init__(self, live: LiveStorages, units: list[list[nn.Parameter]], blocks: list[nn.Module]) -> None:
+        self.live, self.found = live, list[Stretch]()
+        self.unit = self.rest = len(blocks)
+        self.backward = False
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._forward, number))
+            block.register_forward_hook(partial(self._forward, self.rest))
+        for number, unit in enumerate(units):
+            missing = {parameter for parameter in unit if parameter.requires_grad}
+            for parameter in missing:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, missing))
 
-        for parameter in missing:
-            parameter.register_post_accumulate_grad_hook(arrived)
-    return done
+    def turn(self) -> None:
+        """Begin the backward pass, in the last block."""
+        self.end()
+        self.unit, self.backward = self.rest - 1 if self.rest else self.rest, True
+
+    def end(self, *, reduces: bool = False) -> None:
+        """End the present stretch."""
+        self.found.append(Stretch(self.unit, self.live.peak, self.live.now, self.backward, reduces))
+        self.live.peak = self.live.now
+
+    def _forward(self, number: int, *_: Any) -> None:
+        if not self.backward:  # not of a block that is computed again
+            self.end()
+            self.unit = number
+
+    def _arrived(self, number: int, missing: set[nn.Parameter], parameter: Any) -> None:
+        parameter.grad = None
+        missing.discard(parameter)
+        if not missing:
+            self.unit = number
+            self.end(reduces=True)
+            self.unit = number - 1 if 0 < number < self.rest else self.rest
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -309,14 +348,3 @@ def _units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Param
     inside = [list(block.parameters()) for block in blocks]
     taken = {id(parameter) for unit in inside for parameter in unit}
     return [*inside, [parameter for parameter in module.parameters() if id(parameter) not in taken]]
-
-
-def _gathered(units: list[list[nn.Parameter]], *, keep: bool, ahead: bool) -> int:
-    """Return the largest number of unsharded values: all, or those of one block, the prefetched one and the rest."""
-    *blocks, rest = [sum(parameter.numel() for parameter in unit) for unit in units]
-    return rest + sum(sorted(blocks, reverse=True)[: None if keep else 2 if ahead else 1])
-
-
-def _largest_trained(units: list[list[nn.Parameter]]) -> int:
-    """Return the number of trained values of the unit that has the most."""
-    return max(sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units)

@@ -15,7 +15,7 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.plan import memory
-from fluvial.engines.plan.memory import Accounting, Activations, Phase
+from fluvial.engines.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.report.progress import table
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.shapes import CONDITIONING, MODELS, blocks
@@ -292,7 +292,7 @@ def _activations(
     samples: int,
     resolution: int,
     grad: bool,
-) -> Activations:
+) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = MODELS[name], _module(name, train, lora)
     inputs = model.inputs(samples, resolution)

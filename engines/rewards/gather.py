@@ -35,7 +35,7 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
         RunError: more groups have no valid reward.
     """
     flags = torch.tensor([float(stop), float(bool(own.parts))])
-    everyone = world.gather(torch.cat([own.scores.flatten(), flags]).to(world.device)[None]).cpu()
+    everyone = world.gather(torch.cat([own.scores.flatten(), flags])[None])  # on the host: the device is not waited for
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
     scores = everyone[:: world.sequence, :-2].sum(0).view_as(own.scores)
     invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)

@@ -20,6 +20,7 @@ from fluvial.engines.rewards.groups import GroupBuffer
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import Scored, invalid, named, one_line, read_scores, together
 from fluvial.engines.rewards.signature import Samples, signature_of
+from fluvial.models.device import compute_on
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
 BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
@@ -105,6 +106,7 @@ class RewardRunner:
     def _serve(self) -> None:
         while (chunk := self.work.get()) is not None:
             future, samples, tally = chunk
+            compute_on(samples.images.device)
             if self.tolerated is not None and tally.failed > self.tolerated:
                 future.set_result(invalid(len(samples.prompts), tally.problem))
                 continue

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from fluvial.core import gaussian
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.transitions import Sampler
+from fluvial.core.types import to_device
 from fluvial.engines.rollout.items import LastSteps
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
@@ -45,8 +46,9 @@ def final_samples(
     """
     x, noise = items.x, items.noise
     steps, count = len(schedule.timesteps), noise.shape[1]
+    levels = to_device(schedule.levels.to(x.dtype), x.device)
     for i, step in enumerate(range(steps - count, steps)):
-        level, after = (schedule.levels[at].to(x.device, x.dtype).expand(len(x)) for at in (step, step + 1))
+        level, after = (levels[at].expand(len(x)) for at in (step, step + 1))
         if i:
 
             def predicted(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:

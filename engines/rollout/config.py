@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
-from fluvial.core.transitions import Sampler
+from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.rollout.generate import Guidance, on_device
@@ -158,8 +158,22 @@ class RolloutConfig:
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
         if self.servers != ServersConfig() and not self.is_served:
             raise no_effect("rollout.servers", "without servers in `rollout.source`")
+        if self.is_served:
+            self._check_served()
         if self.source.startswith(REPLAYED) and self.store is not None:
             raise no_effect("rollout.store", "with rollouts that are stored already")
+
+    def _check_served(self) -> None:
+        """Raise UsageError for samples that no server makes; everything else that they depend on is in a request."""
+        sampler = self.sampler
+        if sampler.solver != "euler":
+            raise UsageError("rollout.sampler.solver", sampler.solver, "euler", "servers return Euler's latents alone")
+        if sampler.kind not in SAMPLERS:
+            hint = "a server knows the built-in samplers alone"
+            raise UsageError("rollout.sampler", sampler.kind, f"one of {', '.join(SAMPLERS)}", hint)
+        if self.step_cache:
+            hint = "with a cache, samples depend on others of their batch, which servers choose"
+            raise UsageError("rollout.step_cache", self.step_cache, "0", hint)
 
     @property
     def is_served(self) -> bool:

@@ -22,6 +22,7 @@ from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unrecorded, unroll
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.types import to_device
 from fluvial.engines.data.records import Prompt, negatives, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
@@ -179,6 +180,7 @@ class Sampling:
             those outside of the repeated blocks, or none.
         step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
+        final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
 
     shape: tuple[int, ...]
@@ -194,6 +196,7 @@ class Sampling:
     reuse: Literal["all", "outside_blocks", "none"] = "none"
     step_cache: float = 0.0
     observe: Callable[[Step], None] | None = None
+    final: bool = True
 
     def __post_init__(self) -> None:
         if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
@@ -246,7 +249,7 @@ def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
 
 def on_device(schedule: Schedule, device: torch.device) -> Schedule:
     """Return a schedule with its timesteps on a device; the levels stay on the host."""
-    return Schedule(schedule.levels.cpu(), schedule.timesteps.to(device))
+    return Schedule(schedule.levels.cpu(), to_device(schedule.timesteps, device))
 
 
 def generate(
@@ -269,11 +272,11 @@ def generate(
         part = slice(start, start + micro_batch)
         prompts, ids = requests.prompts[part], requests.ids[part]
         initial_ids = ids if requests.initial_ids is None else requests.initial_ids[part]
-        keys = fold_in(key, torch.tensor(list(ids), device=device))
+        keys = fold_in(key, to_device(torch.tensor(list(ids)), device))
         cond = sampling.encode(model, prompts)
         with torch.no_grad():
             if starts is None:
-                x = _initial(fold_in(key, torch.tensor(list(initial_ids), device=device)), sampling)
+                x = _initial(fold_in(key, to_device(torch.tensor(list(initial_ids)), device)), sampling)
             else:
                 x = torch.stack([starts[group] for group in initial_ids])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
@@ -291,6 +294,8 @@ def generate(
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=before)
                 trajectory = trajectory._replace(final=x)
             images = model.decode(trajectory.final)
+            if not sampling.final:
+                trajectory = trajectory._replace(final=trajectory.final.flatten(1)[:, :0])
         yield Chunk(prompts, cond, trajectory, images)
 
 
@@ -318,7 +323,7 @@ def _starts(
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
         cond = sampling.encode(model, [prompt_of[group] for group in filled])
-        keys = fold_in(requests.key, torch.tensor(filled, device=device))
+        keys = fold_in(requests.key, to_device(torch.tensor(filled), device))
         with torch.no_grad():
             x, velocity = _initial(keys, sampling), prediction_of(model, module, cond, sampling)
             trajectory = scan(velocity, x, _plan(x, sampling, model.prediction, (), steps), fold_in(keys, Stream.STEPS))

@@ -10,6 +10,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.flow_matching import interpolate
 from fluvial.core.random import Key, fold_in, normal, uniform
+from fluvial.core.types import to_device
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
@@ -63,7 +64,7 @@ class StratifiedLevels(_Steps):
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
         """Return `each` levels of each sample, and their timesteps, see `Levels`."""
         end = self.highest or len(schedule.timesteps)
-        bounds = torch.linspace(self.skip, end, each + 1).long().to(schedule.timesteps.device)
+        bounds = to_device(torch.linspace(self.skip, end, each + 1).long(), schedule.timesteps.device)
         step = bounds[:-1] + (uniform(keys, (_batch(keys), each)) * bounds.diff()).long()
         return schedule.levels[step], schedule.timesteps[step]
 
@@ -159,7 +160,7 @@ def noised_at(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Predictio
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> Drawn:
     """Return noise levels `[B, each]`, and the timesteps that the model is given; None if it derives them itself."""
     assert isinstance(keys.low, Tensor)
-    here = Schedule(*(tensor.to(keys.low.device) for tensor in schedule))
+    here = Schedule(*(to_device(tensor, keys.low.device) for tensor in schedule))
     return config.levels.draw(fold_in(keys, Stream.LEVELS), here, config.each)
 
 

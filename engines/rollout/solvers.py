@@ -12,7 +12,7 @@ from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Velocity, scan
 from fluvial.core.table import plan
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import Samples
+from fluvial.core.types import Samples, to_device
 from fluvial.engines.errors import UsageError
 from fluvial.models import Prediction, Schedule
 
@@ -78,7 +78,7 @@ def solve(
             raise UsageError("solve: solver is 'sa_solver', which is for models that predict a velocity: use 'dpmpp_2m'")
         return _sa_solver(velocity, x, schedule, eta, keys)
     scheduler = _multistep(solver, levels, prediction, before)
-    per_sample = levels.to(device=x.device, dtype=x.dtype)
+    per_sample = to_device(levels.to(x.dtype), x.device)
     for step in range(steps):
         v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
         x = scheduler.step(v, scheduler.timesteps[step], x, return_dict=False)[0]
@@ -151,7 +151,7 @@ def _sa_solver(velocity: Velocity, x: Samples, schedule: Schedule, eta: float, k
     )
     scheduler.sigmas, scheduler.model_outputs, scheduler._step_index = levels.to(x.dtype), [None, None], 0
     taus = [eta if NOISY[0] <= level <= NOISY[1] else 0.0 for level in levels.tolist()]
-    per_sample = levels.to(device=x.device, dtype=x.dtype)
+    per_sample = to_device(levels.to(x.dtype), x.device)
     last, noise = x, torch.zeros_like(x)
     for step in range(steps):
         v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from fluvial.core.checks import check_fields
+from fluvial.core.types import to_device
 from fluvial.models import Schedule
 
 
@@ -54,4 +55,7 @@ def after_schedule(schedule: Schedule, start: int, fraction: float, least: int =
     found[0] = levels[start]
     nearest = (T * (1 - time[:-1])).long().clamp(max=T - 1)
     scale = (schedule.timesteps.to("cpu", torch.float64) / levels[:-1])[nearest]
-    return Schedule(found.to(schedule.levels.dtype), (found[:-1] * scale).to(schedule.timesteps))
+    return Schedule(
+        found.to(schedule.levels.dtype),
+        to_device((found[:-1] * scale).to(schedule.timesteps.dtype), schedule.timesteps.device),
+    )

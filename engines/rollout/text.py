@@ -44,7 +44,7 @@ class TextLengths:
             return None
         own = [self._tokens(prompt) for prompt in prompts]
         sums = torch.tensor([[max(own, default=0), sum(own), len(own)]])
-        everyone = sums if self.world is None else self.world.gather(sums.to(self.world.device)).cpu()
+        everyone = sums if self.world is None else self.world.gather(sums)  # on the host
         longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
         tokens = padded_length(longest, limit=model.text_tokens)
         return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)

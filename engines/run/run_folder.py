@@ -234,9 +234,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their path, e.g. "reward/mean"."""
-    paths, leaves = optree.tree_flatten_with_path(record)[:2]
-    return {"/".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    """Return the numbers of a record by their path, e.g. "reward/mean". Texts, such as servers' addresses, are left out."""
+    leaves = zip(*optree.tree_flatten_with_path(record)[:2], strict=True)
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, int | float)}
 
 
 def finite(record: Any) -> Any:

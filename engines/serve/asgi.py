@@ -32,6 +32,7 @@ KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that reques
 ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
 OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
 LIMITS = ConnectionLimits()
+SMALL = 65536  # bytes of a body that is decoded at once: a thread takes longer
 GONE = 499  # status of a request whose client has hung up; nobody receives it
 
 
@@ -125,6 +126,8 @@ async def json_of(request: Request, *, most_bytes: int) -> Any:
     except ClientDisconnect:
         raise RequestError(GONE, "the client has hung up") from None
     try:
+        if len(body) <= SMALL:
+            return msgspec.json.decode(body)
         return await asyncio.to_thread(msgspec.json.decode, body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise RequestError(400, "the body is not JSON, or is nested too deeply") from None

@@ -5,28 +5,23 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from fluvial.engines.fsdp.flops import FORMULAS
 from fluvial.engines.simulate import collectives
 from fluvial.engines.simulate.device import TYPE
+from fluvial.engines.simulate.fake import FakeMode, Results
 from fluvial.engines.simulate.memory import Ledger
 from fluvial.engines.simulate.place import place
+from fluvial.engines.simulate.values import follow, value_of
 
 aten, prim = torch.ops.aten, torch.ops.prim
-# Host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
+# Floating-point host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
 LARGE = 2**24
-# Values of so few numbers are known on the device, too, where they follow from the host's: lengths of prompts, masks, steps.
-FEW = 2**16
-# Floating-point values only as long as they are moved, cut and joined: rewards that are gathered.
-NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose unbind split"
-MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
-UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 class Wait(NamedTuple):
@@ -62,7 +57,8 @@ class SimulatedMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = _FakeMode(allow_non_fake_inputs=True)
+        self.fake = FakeMode(allow_non_fake_inputs=True)
+        self._results = Results(self.fake)
         self.ledger, self.host = Ledger(), Ledger()
         self.waits: Counter[Wait] = Counter()
         self.calls: Counter[Traffic] = Counter()
@@ -99,7 +95,7 @@ class SimulatedMode(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
-        leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         if name.startswith(("c10d::", "_c10d_functional")):
             return self._collective(func, args, kwargs, fake=fake)
@@ -123,23 +119,17 @@ class SimulatedMode(TorchDispatchMode):
         if func in (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.zeros.default):
             meta = func(*args, **{**kwargs, "device": "meta"})
             device = kwargs.get("device") or (leaves[0].device if leaves else "cpu")
-            if meta.nbytes >= LARGE and torch.device(device).type == "cpu":
+            if meta.nbytes >= LARGE and meta.is_floating_point() and torch.device(device).type == "cpu":
                 return self._computed(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation, without values."""
-        given, named = args, kwargs
-        if any(isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
-            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
-        with self.fake:
-            out = func(*args, **kwargs)
-        results = [out] if isinstance(out, FakeTensor) else [leaf for leaf in tree_iter(out) if isinstance(leaf, FakeTensor)]
-        _follow(func, given, named, results)
+        out, flops = self._results.of(func, args, kwargs)
+        results = [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        follow(func, args, kwargs, results)
         self.operations[self.phase] += 1
-        formula = FORMULAS.get(func.overloadpacket)
-        if formula is not None:
-            self.flops[self.phase] += int(formula(*args, **kwargs, out_val=out))
+        self.flops[self.phase] += flops
         self._count(func, results)
         return out
 
@@ -155,14 +145,6 @@ class SimulatedMode(TorchDispatchMode):
                 line = line or place(4) or f"backward, {func._schema.name.partition('::')[2]}"
                 ledger.add(storage, line)
 
-    def _as_fake(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor without its values."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        with self.fake:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return made
-
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
         call = collectives.called(func, args, kwargs)
         if call is not None:
@@ -172,7 +154,7 @@ class SimulatedMode(TorchDispatchMode):
         with self.fake if fake else nullcontext():
             out = func(*args, **kwargs)
         if fake:
-            self._count(func, [leaf for leaf in tree_iter(out) if isinstance(leaf, FakeTensor)])
+            self._count(func, [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)])
             collectives.same_values(func, args)
         else:
             collectives.same_everywhere(func, args)
@@ -184,14 +166,14 @@ class SimulatedMode(TorchDispatchMode):
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == TYPE:
             self.note("read", func._schema.name.partition("::")[2])
-        value = _value(tensor)
+        value = value_of(tensor)
         if value is not None:
             return value.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
     def _equal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         self.note("read", "equal")
-        first, second = _value(args[0]), _value(args[1])
+        first, second = value_of(args[0]), value_of(args[1])
         return True if first is None or second is None else torch.equal(first, second)
 
     def _nonzero(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -200,7 +182,7 @@ class SimulatedMode(TorchDispatchMode):
     def _true(self, mask: Tensor, operation: str) -> Tensor:
         """Return the indices at which a mask is true `[N, dimensions]`: all of them if its values are not known."""
         self.note("read", operation)
-        value = _value(mask)
+        value = value_of(mask)
         count = mask.numel() if value is None else int(value.count_nonzero())
         options = {"dtype": torch.int64, "device": mask.device}
         out: Tensor = self._computed(aten.empty.memory_format, ([count, mask.dim()],), options)
@@ -219,13 +201,12 @@ class SimulatedMode(TorchDispatchMode):
         waits = not kwargs.get("non_blocking", False)
         self._moves(source.device.type, target.type, waits=waits, operation="to")
         options: dict[str, Any] = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
-        value = _value(source)
+        value = value_of(source)
         if target.type == "cpu":
             if value is not None:
                 return value.to(options["dtype"]).clone()
             return self._on_host(aten.zeros.default, (list(source.shape),), options, [])
-        like = self._as_fake(source)
-        out = self._computed(aten.empty_like.default, (like,), options)
+        out = self._computed(aten.empty_like.default, (source,), options)
         if value is not None:
             out.fluvial_value = value.to(options["dtype"]).clone()
         return out
@@ -239,7 +220,7 @@ class SimulatedMode(TorchDispatchMode):
         if torch.broadcast_shapes(target.shape, source.shape) != target.shape:
             raise RuntimeError(f"copy_: a tensor of shape {list(source.shape)} does not fit into {list(target.shape)}")
         if isinstance(target, FakeTensor):
-            _follow(func, args, kwargs, [target])
+            follow(func, args, kwargs, [target])
         return target
 
     def _moves(self, source: str, target: str, *, waits: bool, operation: str) -> None:
@@ -270,7 +251,7 @@ class SimulatedMode(TorchDispatchMode):
         if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is not None:
             return NotImplemented
         self.note("read", "repeat_interleave")
-        value = _value(args[0])
+        value = value_of(args[0])
         length = args[0].shape[0] if value is None else int(value.sum())
         return self._computed(func, args, {**kwargs, "output_size": length})
 
@@ -279,79 +260,6 @@ class SimulatedMode(TorchDispatchMode):
 
     def _no(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
-
-
-def _value(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor on the host, if they are known and few."""
-    if isinstance(tensor, FakeTensor):
-        return getattr(tensor, "fluvial_value", None)
-    return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
-
-
-def _follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
-    """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
-    values = _computed_values(func, args, kwargs, results)
-    if values is not None:
-        for result, value in zip(results, values, strict=True):
-            result.fluvial_value = value  # type: ignore[attr-defined]
-    elif func._schema.is_mutable:
-        for result in results:
-            vars(result).pop("fluvial_value", None)
-
-
-def _computed_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
-    """Return the values of the results, None if they are not known."""
-    packet = func.overloadpacket
-    if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    moves = packet in MOVES
-    if not all(each.numel() <= FEW and (moves or not _is_inexact(each.dtype)) for each in results):
-        return None
-    known = []
-    for leaf in tree_iter((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            value = _value(leaf)
-            if value is None:
-                return None
-            known.append(value)
-    remaining = iter(known)
-    args, kwargs = tree_map_only(Tensor, lambda _: next(remaining), (args, kwargs))
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    return [leaf for leaf in tree_iter(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-class _FakeMode(FakeTensorMode):
-    """Fake tensors in several threads: what PyTorch keeps in the mode is kept per thread."""
-
-    def __init__(self, **options: Any) -> None:
-        self._local = threading.local()
-        super().__init__(**options)
-
-    @property
-    def in_kernel_invocation(self) -> bool:
-        """Whether a kernel of this thread is running, to which fake tensors say that they are on meta."""
-        return getattr(self._local, "in_kernel", False)
-
-    @in_kernel_invocation.setter
-    def in_kernel_invocation(self, value: bool) -> None:
-        self._local.in_kernel = value
-
-    @property
-    def enter_stack(self) -> list[Any]:
-        """Modes that were active when this thread entered the mode, one per entry."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack: list[Any] = self._local.stack
-        return stack
-
-    @enter_stack.setter
-    def enter_stack(self, value: list[Any]) -> None:
-        self._local.stack = value
 
 
 _HANDLERS: dict[Any, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = str(Path(__file__).parents[2])
 PACKAGES = sysconfig.get_paths()["purelib"]
 HERE = str(Path(__file__).parent)
-PASSING = ("engines/fsdp/flops.py", "core/checks.py")  # see every operation, and make none
+PASSING = ("engines/fsdp/flops.py", "core/checks.py", "models/pipelines/unfilled.py")  # act for their caller
 # Parts of PyTorch that hold memory or wait of their own accord; the others do what their caller asks for.
 SPEAKING = ("torch/distributed/fsdp/", "torch/optim/", "torch/utils/checkpoint.py")
 
@@ -33,7 +33,10 @@ def _named(file: str) -> tuple[str, bool] | None:
 
 
 def place(depth: int = 2) -> str:
-    """Return the innermost line that is not PyTorch's, and the innermost one of fluvial: "attention.py:31 < sd3.py:90"."""
+    """Return the innermost line that is not PyTorch's, and the innermost one of fluvial with its function.
+
+    For example "attention.py:31 < models/pipelines/sd3.py:90 predict".
+    """
     frame, inner = sys._getframe(depth), ""
     while frame is not None:
         named = _named(frame.f_code.co_filename)
@@ -41,6 +44,7 @@ def place(depth: int = 2) -> str:
             name, own = named
             line = f"{name}:{frame.f_lineno}"
             if own:
+                line += f" {frame.f_code.co_qualname.replace('.<locals>', '')}"
                 return f"{inner} < {line}" if inner else line
             inner = inner or line
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """A simulated world: rank 0 of any number of ranks on the simulated device, with the threads that the program starts."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,24 @@ from fluvial.engines.fsdp.world import World, entered
 from fluvial.engines.simulate.device import TYPE, Accelerator, Meter, Stream, simulated_device
 from fluvial.engines.simulate.mode import SimulatedMode
 from fluvial.engines.simulate.phases import Phases
+
+
+class _Store(FakeStore):
+    """The store of the ranks: what rank 0 has set, the others have set, too, under their own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether every key is set."""
+        return all(key in self.values or re.sub(r"/\d+$", "/0", key) in self.values for key in keys)
 
 
 class Simulation:
@@ -49,8 +68,9 @@ def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Itera
     meter = Meter(
         lambda: ledger.now, lambda: ledger.peak, ledger.reset_peak, lambda: mode.note("synchronisation", "synchronize")
     )
+    store = _Store()  # as long as it has a name, its methods are found
     with simulated_device(accelerator, meter) as device, _patched(mode):
-        dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
         try:
             world = World(0, ranks, device, init_device_mesh(TYPE, (ranks,), mesh_dim_names=("shard",)))
             with entered(world), mode, _explained():
@@ -96,13 +116,19 @@ def _patched(mode: SimulatedMode) -> Iterator[None]:
         with torch._C._DisableTorchDispatch():
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
 
+    def pickled(tensor: Any, _: Any) -> Any:  # images that ranks show each other
+        return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
+
     with (
         replaced(threading.Thread, "start", started),
         replaced(torch.UntypedStorage, "resize_", resized),
         replaced(FakeTensor, "tolist", to_list),
         replaced(FakeTensor, "numpy", to_numpy),
+        replaced(FakeTensor, "__reduce_ex__", pickled),
+        replaced(FakeTensor, "record_stream", lambda *_: None),
         replaced(torch.Tensor, "data", property(*_data())),
         replaced(torch.accelerator, "current_stream", lambda *_: Stream()),
+        replaced(dist.ProcessGroup, "_has_hooks", lambda _: False),  # of the fake backend, which has none, PyTorch warns
         replaced(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
     ):
         yield

@@ -57,9 +57,9 @@ class RolloutSource(Protocol):
         """
         return None
 
-    def leave_out(self, addresses: Collection[str]) -> None:
-        """Ask servers for nothing more, because their samples are of another policy."""
-        return None
+    def leave_out(self, addresses: Collection[str]) -> bool:
+        """Ask servers for nothing more, because their samples are of another policy; return whether any server is left."""
+        return False
 
     def close(self) -> None:
         """End connections, threads and files."""

@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class Pushed(NamedTuple):
     folder: Path
     networks: tuple[str, ...]
     scaling: float | None  # of the adapter; None where the folder holds all weights
+    plain: Mapping[str, torch.dtype] = {}  # dtype of the networks whose files hold parameters of one dtype alone
 
 
 class PushFolder:

@@ -20,7 +20,7 @@ from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.handshake import Handshake, compare
 from fluvial.engines.sources.protocol import Behaviour, Holder, RolloutSource
 from fluvial.engines.sources.replies import Expected, Sample, read_samples
-from fluvial.engines.sources.requests import Asking, PromptOrder, check_served, check_sglang
+from fluvial.engines.sources.requests import Asking, PromptOrder, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
 from fluvial.engines.sources.weight_sync import WeightSync
 from fluvial.engines.wire.client import UnreachableError
@@ -60,7 +60,6 @@ class Remote(RolloutSource):
         sizes: Mapping[tuple[int, ...], tuple[Size, int]],
         sync: WeightSync,
     ) -> None:
-        check_served(rollout)
         self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
         self.world, self.sync, self.version = world, sync, -1
         self.pool = ServerPool(rollout.source.split(","), rollout.servers, revive=self._revive)
@@ -148,9 +147,9 @@ class Remote(RolloutSource):
             servers = [server.address for server in self.pool.servers]
             return compare(self.model, module, chunk, sampling, kind=self.kind, servers=servers)
 
-    def leave_out(self, addresses: Collection[str]) -> None:
-        """Ask servers for nothing more."""
-        self.pool.remove(addresses)
+    def leave_out(self, addresses: Collection[str]) -> bool:
+        """Ask servers for nothing more, see `RolloutSource`."""
+        return self.pool.remove(addresses)
 
     def close(self) -> None:
         """End the threads, and remove the folder that weights travel in."""
@@ -187,7 +186,8 @@ class Remote(RolloutSource):
     def _check_new(self, made: Mapping[int, Sample], key: Key) -> None:
         """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
         for own, sample in made.items():
-            name = sample.final.contiguous().numpy().tobytes()[-4096:]
+            last = sample.x_next[-1] if len(sample.x_next) else sample.final
+            name = last.contiguous().numpy().tobytes()[-4096:]
             if any(name in seen for seen in self._seen.values()):
                 raise RunError(
                     f"a server sent the same sample twice, the second time as sample {own}: its noise does not depend on "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.rollout.generate import Sampling
-from fluvial.engines.sources.requests import OUTPUTS, PromptOrder
+from fluvial.engines.sources.requests import OUTPUTS, PromptOrder, last_boundary
 from fluvial.engines.wire.client import Reply
 from fluvial.engines.wire.decode import WireError
 from fluvial.engines.wire.response import MSGPACK, DitTrajectory, Kind, RolloutSample, read_response
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     x_next: Tensor
     log_prob: Tensor  # [S]
     velocity: Tensor | None
-    final: Tensor  # [*event]
+    final: Tensor  # [*event], or [0] where it is not needed
     image: Tensor  # [C, H, W] or [C, F, H, W] in [0, 1]
     version: int
     server: str  # its address
@@ -90,9 +90,10 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
     if trajectory is None:
         raise WireError(f"{where} has no dit_trajectory")
     steps = len(expected.sampling.schedule.timesteps)
-    places = _places(trajectory, order, steps, where)
+    last = last_boundary(expected.sampling)
+    places = _places(trajectory, order, last, steps, where)
     check_schedule(trajectory, [*places], expected, where)
-    needed = sorted({*recorded, *(step + 1 for step in recorded), steps})
+    needed = sorted({*recorded, *(step + 1 for step in recorded)} | last)
     if missing := [boundary for boundary in needed if boundary not in places]:
         raise WireError(f"{where} has no latents at boundary {missing[0]} of its steps")
     latents = _finite(_events(trajectory.latents.float(), expected, "latents", where), f"{where}'s latents")
@@ -109,7 +110,7 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
         x_next,
         log_prob,
         velocity,
-        latents[places[steps]],
+        latents[places[steps]] if last else latents.new_zeros(0),
         _image(found.generated_output, expected, where),
         expected.version if version is None else version,
         server,
@@ -149,11 +150,11 @@ def _far(values: Tensor, expected: Tensor, most: float) -> int | None:
     return None if bool((far <= most).all()) else int(far.argmax())
 
 
-def _places(trajectory: DitTrajectory, order: PromptOrder, steps: int, where: str) -> dict[int, int]:
+def _places(trajectory: DitTrajectory, order: PromptOrder, last: set[int], steps: int, where: str) -> dict[int, int]:
     """Return the place of each boundary's latents."""
     count, indices = len(trajectory.latents), trajectory.latent_step_indices
     if indices is None:
-        indices = tuple(range(steps + 1)) if count == steps + 1 else order.boundaries(steps)
+        indices = tuple(range(steps + 1)) if count == steps + 1 else order.boundaries(last)
     if len(indices) != count:
         raise WireError(f"{where} has {count} latents, expected {steps + 1}, or {len(indices)} at the boundaries asked for")
     return {boundary: place for place, boundary in enumerate(indices)}

@@ -9,7 +9,6 @@ import numpy as np
 
 from fluvial.core.random import Key, bits, fold_in
 from fluvial.core.table import Mask, Record, plan
-from fluvial.core.transitions import SAMPLERS
 from fluvial.engines.data.records import negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -34,9 +33,9 @@ class PromptOrder(NamedTuple):
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
 
-    def boundaries(self, steps: int) -> tuple[int, ...]:
-        """Return the boundaries of the recorded steps of all samples, and the last of `steps`."""
-        return tuple(sorted({boundary for row in self.recorded for step in row for boundary in (step, step + 1)} | {steps}))
+    def boundaries(self, last: set[int]) -> tuple[int, ...]:
+        """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
+        return tuple(sorted({boundary for row in self.recorded for step in row for boundary in (step, step + 1)} | last))
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,7 @@ class Asking:
                 solver=sampling.solver,
                 windows=order.windows if windows is None else None,
                 recorded_only=True,
+                final=sampling.final,
                 form=form,
                 reduction="mean" if stochastic is None else stochastic.reduction,
                 forwards=guidance.forwards,
@@ -143,28 +143,21 @@ class Asking:
             rollout_debug_mode=keeps,
             rollout_return_dit_trajectory=True,
             rollout_sde_step_indices=windows if stochastic is not None and windows else None,
-            rollout_return_step_indices=None if self.kind == "fluvial" else order.boundaries(steps),
+            rollout_return_step_indices=None if self.kind == "fluvial" else order.boundaries(last_boundary(sampling)),
             suppress_logs=True,
             extra_sampling_params=extra,
         )
+
+
+def last_boundary(sampling: Sampling) -> set[int]:
+    """Return the boundary of the final latents, where they are needed."""
+    return {len(sampling.schedule.timesteps)} if sampling.final else set()
 
 
 def seed_of(key: Key, order: PromptOrder) -> int:
     """Return the seed of an order for a server that draws noise from seeds: of sample i it uses seed + i."""
     low, high = bits(fold_in(key, order.ids[0]), (2,)).tolist()
     return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes
-
-
-def check_served(rollout: RolloutConfig) -> None:
-    """Raise UsageError for samples that no server makes."""
-    sampler = rollout.sampler
-    if sampler.solver != "euler":
-        raise UsageError("rollout.sampler.solver", sampler.solver, "euler", "servers return Euler's latents alone")
-    if sampler.kind not in SAMPLERS:
-        raise UsageError("rollout.sampler", sampler.kind, f"one of {', '.join(SAMPLERS)} with servers")
-    if rollout.step_cache:
-        hint = "with a cache, samples depend on others of their batch, which servers choose"
-        raise UsageError("rollout.step_cache", rollout.step_cache, "0", hint)
 
 
 def check_sglang(rollout: RolloutConfig, prediction: Prediction) -> None:

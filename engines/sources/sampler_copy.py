@@ -40,7 +40,6 @@ class Copy:
         config: sharding of the engine, of which precision and attention are kept.
         adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
         weights: folder that parameters on the meta device are read from.
-        on_host: whether it lies on the host, because it samples nothing and is only pushed to servers.
     """
 
     def __init__(
@@ -52,9 +51,8 @@ class Copy:
         *,
         adapter: Callable[[int], str | None],
         weights: Weights | None = None,
-        on_host: bool = False,
     ) -> None:
-        self.world = world.alone(torch.device("cpu") if on_host else None)
+        self.world = world.alone()
         # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
         compute: Any = "bfloat16" if config.compute_dtype(world.device) == torch.bfloat16 else "float32"
         own = replace(config, replicas=1, context_parallel=1, offload="none", compile=False, compute=compute)

@@ -160,10 +160,11 @@ class ServerPool:
         with self._news:
             self._leave(server, problem)
 
-    def remove(self, addresses: Collection[str]) -> None:
-        """Send no requests to servers any more."""
+    def remove(self, addresses: Collection[str]) -> bool:
+        """Send no requests to servers any more; return whether one is left."""
         with self._news:
             self.servers = [server for server in self.servers if server.address not in addresses]
+            return bool(self.servers)
 
     def close(self) -> None:
         """End the thread that asks whether servers are back."""

@@ -72,8 +72,8 @@ class Storing(RolloutSource):
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         return self.source.compare_with_servers(requests, sampling)
 
-    def leave_out(self, addresses: Collection[str]) -> None:
-        self.source.leave_out(addresses)
+    def leave_out(self, addresses: Collection[str]) -> bool:
+        return self.source.leave_out(addresses)
 
     def close(self) -> None:
         self.source.close()

@@ -112,6 +112,8 @@ class WeightSync:
         self._parameters: dict[str, set[str]] = {}  # names of the parameters of each network, which checksums are of
         self._lock = threading.Lock()  # of what servers are known to have
         self._turn = threading.Lock()  # a push, or a server that comes back
+        self._sums: dict[tuple[Path, Dtype | str], str] = {}  # of the last push, by folder and what of it
+        self._summing = threading.Lock()
 
     def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
         """Give servers the current weights; every rank must take part.
@@ -257,7 +259,7 @@ class WeightSync:
             _accepted(peer, "/v1/set_lora", value)
             paths.append(str(folder))
             if self.verify:
-                adapters[name] = adapter_checksum(factors_in(folder), scaling, dtype=dtype)
+                adapters[name] = self._sum_of_adapter(folder, scaling, dtype)
         if not self.verify:
             return
         problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
@@ -273,12 +275,15 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options = f"weights-{push.version}", self._options(push)
+        name, options, plain = f"weights-{push.version}", self._options(push), dict[str, torch.dtype]()
         with self._writing(name) as out:
             for part, network in export.components(push.module).items():
                 like, tensors = export.layout(network, **options), export.weights(network, **options)
                 export.write_model(tensors, out / part, like=like, config=None, world=self.world)
-        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), None))
+                dtypes = {tensor.dtype for tensor in like.values()}
+                if like.keys() == self._parameters[part] and len(dtypes) == 1:
+                    plain[part] = dtypes.pop()
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), None, plain))
 
     def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
         """Send all weights of a folder to a server."""
@@ -287,7 +292,7 @@ class WeightSync:
             "flush_cache": True,
             "target_modules": [*pushed.networks],
             "weight_version": str(pushed.version),
-            "sha256": {name: checksum(stored(pushed.folder / name)) for name in pushed.networks},
+            "sha256": {name: self._sum_of_files(pushed.folder / name) for name in pushed.networks},
         }
         _accepted(peer, "/update_weights_from_disk", value)
 
@@ -342,6 +347,7 @@ class WeightSync:
         """Send a folder to the servers, on the main rank, and keep it for those that come back."""
         if self._folder is None:
             return
+        self._sums.clear()
         self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
         self.sent_bytes += bytes_in(pushed.folder)
         self._folder.keep(pushed.folder.name)
@@ -354,11 +360,31 @@ class WeightSync:
             return
         self._send_folder(peer, pushed)
         if self.verify:
-            sums = {}
-            for name, own in self._parameters.items():
-                named = (pair for pair in stored(pushed.folder / name) if pair[0] in own)
-                sums[name] = checksum(named, dtype=self._dtypes[peer.address])
+            dtype = self._dtypes[peer.address]
+            sums = {name: self._sum_of_parameters(pushed, name, dtype) for name in self._parameters}
             self._check_sums(peer, pushed.version, sums)
+
+    def _sum_of_adapter(self, folder: Path, scaling: float, dtype: Dtype) -> str:
+        """Return the checksum of the adapter in a folder, as a server of a dtype has it."""
+        return self._sum(folder, dtype, lambda: adapter_checksum(factors_in(folder), scaling, dtype=dtype))
+
+    def _sum_of_files(self, folder: Path) -> str:
+        """Return the checksum of all tensors in the files of a network."""
+        return self._sum(folder, "files", lambda: checksum(stored(folder)))
+
+    def _sum_of_parameters(self, pushed: Pushed, name: str, dtype: Dtype) -> str:
+        """Return the checksum of the parameters in the files of a network, as a server of a dtype has them."""
+        folder, own = pushed.folder / name, self._parameters[name]
+        if name in pushed.plain and dtype in (None, pushed.plain[name]):
+            return self._sum_of_files(folder)
+        return self._sum(folder, dtype, lambda: checksum((pair for pair in stored(folder) if pair[0] in own), dtype=dtype))
+
+    def _sum(self, folder: Path, kind: Dtype | str, summed: Callable[[], str]) -> str:
+        """Return a checksum of a pushed folder, which is computed for the first server that needs it."""
+        with self._summing:
+            if self._sums.get((folder, kind)) is None:
+                self._sums[folder, kind] = summed()
+            return self._sums[folder, kind]
 
     def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""

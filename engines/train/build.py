@@ -151,7 +151,10 @@ def _built(
             sizes=_pixels(config, job),
             copy=copy,
         )
-        rollouts = Rollouts(config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences)
+        latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
+        rollouts = Rollouts(
+            config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences, takes_latents=latents
+        )
     ahead = None if copy is None else Ahead(rollouts, runners, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base + adapter

@@ -11,6 +11,7 @@ from fluvial.core.correction import CorrectionInfo
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.transitions import Sampler
+from fluvial.core.types import to_device
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
@@ -167,7 +168,7 @@ class Learner:
         """Return this rank's items, whether each of all ranks' is used, `[B, M]`, and what a correction did."""
         config, trajectory, batch, device = self.config, rollout.samples.trajectory, share.batch, self.world.device
         schedule = rollout.plan.sampling.schedule
-        weight, own = share.rows(torch.ones(batch)).to(device), share.rows(target_weight).to(device)
+        weight, own = (to_device(share.rows(values), device) for values in (torch.ones(batch), target_weight))
         if self.traits.trains_on == "noised":
             keys, levels = self._noising_keys(share.numbers, key)
             noised = noised_samples(
@@ -201,16 +202,17 @@ class Learner:
         cond, padding = self.texts.encode(self.config.rollout.guidance, prompts)
         keys, levels = self._noising_keys([numbers[place] for place in places], key)
         items = noised_pairs(
-            torch.stack([chosen[place].win for place in places]).to(device),
-            torch.stack([chosen[place].lose for place in places]).to(device),
+            to_device(torch.stack([chosen[place].win for place in places]), device),
+            to_device(torch.stack([chosen[place].lose for place in places]), device),
             keys,
-            share.rows(torch.ones(real)).to(device),
+            to_device(share.rows(torch.ones(real)), device),
             given.schedule,
             self.config.noising,
             self.job.model.prediction,
             level_keys=levels,
         )
-        computed, cond = torch.ones(real, self.config.noising.each), optree.tree_map(lambda table: table.to(device), cond)
+        computed = torch.ones(real, self.config.noising.each)
+        cond = optree.tree_map(lambda table: to_device(table, device), cond)
         return Work(items, cond, computed, computed.numel(), share, prompts, given.schedule, padding=padding)
 
     def _best_and_worst(self, rollout: Rollout, reward: Tensor, places: Tensor, key: Key) -> Work:
@@ -234,7 +236,7 @@ class Learner:
 
     def _noising_keys(self, numbers: Sequence[int], key: Key) -> tuple[Key, Key | None]:
         """Return the key of each sample's noise, which depends on its number or its group's, and that of its levels."""
-        root, own = fold_in(key, Stream.NOISING), torch.tensor(numbers, device=self.world.device)
+        root, own = fold_in(key, Stream.NOISING), to_device(torch.tensor(numbers), self.world.device)
         if self.config.noising.is_shared:
             own = own // self.config.rollout.group
             return fold_in(root, own), fold_in(root, torch.zeros_like(own))
@@ -295,9 +297,9 @@ class Learner:
     def _gathered(self, work: Work, computed: Tensor) -> Items:
         """Return this rank's items with what the loss reads of the other samples; every rank must take part."""
         objective, share, count = cast(Gathering, self.objective), work.share, len(work.items.level)
+        items = self.policies.compared(work.items, work.cond, self.engine, self._predictions, pad_to=count)
         with self.engine.inference() as module:
             v = self._predictions(module, work.items, work.cond, count)
-        items = self.policies.compared(work.items, work.cond, self.engine, self._predictions, pad_to=count)
         if self.policies.old_is_the_policy and "old" not in items.predictions:
             items = _with(items, old=v)
         statistic = objective.statistic(v, items).unflatten(0, (-1, share.slots)).T.contiguous()
@@ -306,7 +308,7 @@ class Learner:
         assert isinstance(items, RecordedSteps | NoisedSamples)
         group = torch.arange(share.batch) // self.compared
         context = objective.gathered(everyone, work.target_weight, group, computed != 0)
-        return items._replace(context=share.rows(context).to(v.device).transpose(0, 1).flatten(0, 1))
+        return items._replace(context=to_device(share.rows(context), v.device).transpose(0, 1).flatten(0, 1))
 
     def _balanced(self, work: Work, computed: Tensor) -> tuple[Items, Cond, int]:
         """Return this rank's items of an update, their conditioning, and the largest number of items of any rank."""

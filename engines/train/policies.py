@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.types import to_device
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.module import ShardedModule
@@ -109,7 +110,8 @@ class Policies:
         if "teacher" in self._frozen:
             names.append("teacher")
         found = dict(items.predictions)
-        for name in names:
+        # Modules of their own come first, so that they and the engine's are not gathered at the same time.
+        for name in sorted(names, key=lambda name: name not in self._frozen):
             if name not in found:
                 with self._network(engine, name) as module:
                     found[name] = predict(module, items, self._referring_to(cond) if name == "ref" else cond, pad_to)
@@ -119,6 +121,7 @@ class Policies:
     def _network(self, engine: Engine, name: str) -> Iterator[nn.Module]:
         """Yield the network of another policy; the reference of LoRA is the policy that training started from."""
         if name in self._frozen:
+            engine.sharded.reshard()
             with self._frozen[name].inference() as module:
                 yield module
             return
@@ -140,7 +143,7 @@ class Policies:
             pairs = zip(optree.tree_leaves(plain), optree.tree_leaves(one), strict=True)
             # Prompts may be padded to fewer tokens than the model's own length.
             one = trimmed(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))
-            negative = optree.tree_map(lambda row: row.to(first.device).expand(len(first), *row.shape[1:]), one)
+            negative = optree.tree_map(lambda row: to_device(row, first.device).expand(len(first), *row.shape[1:]), one)
         return Guided(plain, negative, torch.full((len(first),), self.guidance.scale, device=first.device))
 
     def offload(self) -> None:

@@ -31,7 +31,7 @@ from fluvial.engines.rollout.generate import Chunk, SampleBatch, joined
 from fluvial.engines.sources.sampler_copy import Copy, held
 from fluvial.engines.train.rollouts import Rollout, RolloutPlan, Rollouts
 from fluvial.models import DiffusionModel
-from fluvial.models.device import is_accelerator
+from fluvial.models.device import compute_on, is_accelerator
 
 FAILED = "failed"
 PAUSE = 0.01  # seconds between two looks at the store
@@ -49,7 +49,6 @@ class Requested:
     plan: RolloutPlan
     runners: RewardRunners  # the rewards of this rollout
     batch: Future[SampleBatch]  # this rank's samples, once they are made
-    versions: list[int]  # number of updates of the weights that made each of them, as their source says
     collected: Collected | None = None  # what the rewards of this rank say, where they were waited for already
 
 
@@ -90,7 +89,7 @@ class Ahead:
     def staleness(self, found: Requested) -> dict[str, int]:
         """Return how many samples of a rollout are how many updates old; every rank must take part."""
         begun = found.number * self.config.updates_per_rollout
-        own = [begun - version for version, place in zip(found.versions, found.plan.numbers, strict=True) if place >= 0]
+        own = [begun - found.version for place in found.plan.numbers if place >= 0]
         ranks = self.world.gather_items(own)[:: self.world.sequence]
         return {str(age): count for age, count in sorted(Counter(age for ages in ranks for age in ages).items())}
 
@@ -127,7 +126,6 @@ class Ahead:
                 own, values, found.plan, self.rollouts.job.model, self.config.samples_per_pass, self.world
             )
             found.batch.set_result(batch)
-            found.versions = [found.version] * len(found.plan.numbers)
             self.requested[found.number] = found
 
     def close(self) -> None:
@@ -157,7 +155,7 @@ class Ahead:
         updates = number * self.config.updates_per_rollout
         root = self._root(updates)
         plan = self.rollouts.plan(root, self.rollouts.prompts(root, updates), updates)
-        return Requested(number, version, plan, self.runners.apart(), Future(), [])
+        return Requested(number, version, plan, self.runners.apart(), Future())
 
     def _root(self, updates: int) -> Key:
         return fold_in(key(self.config.seed), updates)
@@ -165,6 +163,7 @@ class Ahead:
     def _serve(self) -> None:
         """Make rollouts in their order, until one fails or the run ends."""
         device = self.world.device
+        compute_on(device)
         # A stream of its own, so that samples are made while an update is computed.
         module = torch.get_device_module(device)
         side = module.Stream(device) if is_accelerator(device) else None
@@ -173,9 +172,9 @@ class Ahead:
                 found, weights = work
                 try:
                     found.batch.set_result(self._made(found, weights, side))
-                except BaseException as error:  # the main thread must hear of it
-                    self._order.failed()
+                except BaseException as error:  # the main thread must hear of it, whether or not the other ranks do
                     found.batch.set_exception(error)
+                    self._order.failed()
                     break
         self._give_up()
 
@@ -202,11 +201,10 @@ class Ahead:
                     f"rollout {found.number}: the source made samples with the weights of update {chunk.version}, expected "
                     f"those of update {found.version}"
                 )
-            found.versions += [chunk.version] * len(chunk.prompts)
             if side is not None:
                 side.synchronize()  # the rewards and the update read them on other streams
 
-        batch = self.rollouts.made(found.plan, found.runners, seen=seen)
+        batch = self.rollouts.proved(found.plan, found.runners, self.copy.behaviour, self.copy.world, seen=seen)
         if side is not None:
             side.synchronize()
             main = torch.get_device_module(self.world.device).default_stream(self.world.device)

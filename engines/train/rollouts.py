@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple
 
 import optree
@@ -12,11 +13,13 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
 from fluvial.core.transitions import Transition
+from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rollout.config import Schedules
 from fluvial.engines.rollout.generate import (
@@ -31,7 +34,7 @@ from fluvial.engines.rollout.generate import (
 )
 from fluvial.engines.rollout.text import Padding, TextLengths
 from fluvial.engines.sources.handshake import Handshake, ServedStep, check, differences, served_steps
-from fluvial.engines.sources.protocol import RolloutSource
+from fluvial.engines.sources.protocol import Behaviour, RolloutSource
 from fluvial.engines.sources.sampler_copy import Copy, held
 from fluvial.engines.streams import Stream
 from fluvial.engines.train.config import TrainConfig
@@ -85,6 +88,7 @@ class Rollouts:
         texts: lengths that prompts are padded to.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
         given: given preferences, which are learnt from in place of rollouts.
+        takes_latents: whether a reward takes the final latents.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -102,10 +106,14 @@ class Rollouts:
         *,
         copy: Copy | None = None,
         given: tuple[Preference, ...] | EncodedPreferences = (),
+        takes_latents: bool = False,
     ) -> None:
         self.config, self.job, self.world = config, job, engine.world
         self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
         self.copy, self.given, self._compared = copy, given, False
+        # A server sends the final latents only to those who need them; in process they cost nothing.
+        alone = config.objective.traits.trains_on == "steps" and config.objective.traits.through is None
+        self._final = takes_latents or not (alone and config.rollout.is_served and config.rollout.store is None)
         self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
         if given:
@@ -144,39 +152,66 @@ class Rollouts:
             self.engine.offload(parameters=False)
             self.policies.offload()
         self.source.push(self.engine, self.engine.updates)
-        wrong: dict[str, float] | None = None
-        while wrong is None or wrong:
-            served: dict[str, ServedStep] = {}
+        network = partial(self.policies.behaviour, self.engine)
+        # From elsewhere one rank may fail where no collective tells the others.
+        failing = self.world.agreed if self.config.rollout.source else nullcontext
+        return self.rollout(root, plan, self.proved(plan, rewards, network, self.world, failing=failing))
 
-            def seen(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
-                served.update(served_steps(chunk) | served)
+    def proved(
+        self,
+        plan: RolloutPlan,
+        rewards: RewardRunners,
+        network: Behaviour,
+        world: World,
+        *,
+        seen: Callable[[Chunk], None] = lambda chunk: None,
+        failing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> SampleBatch:
+        """Return the samples of a rollout, of servers that have the policy; every rank of `world` must take part.
 
-            # From elsewhere one rank may fail where no collective tells the others.
-            with self.world.agreed() if self.config.rollout.source else nullcontext():
-                samples = self.made(plan, rewards, seen=seen)
-            if wrong := self._wrong(plan, served):
-                self.source.leave_out(wrong)
-                rewards.discard()
-        return self.rollout(root, plan, samples)
+        One step of each server is compared with the network's log-probability. A server that is too far off is left out
+        with a warning, and the others make the rollout again.
 
-    def _wrong(self, plan: RolloutPlan, served: Mapping[str, ServedStep]) -> dict[str, float]:
-        """Return the servers of a rollout that have another policy, and how far off they are; every rank must take part.
+        Args:
+            network: opens the network with the weights that the source was given.
+            world: ranks that compare their servers together.
+            seen: function of each chunk, called before it is scored.
+            failing: context in which the samples are made.
 
         Raises:
-            RunError: all of them have.
+            RunError: the samples cannot be made, or no server has the policy.
         """
-        if not self.config.rollout.is_served:
-            return {}
+        while True:
+            served: dict[str, ServedStep] = {}
+
+            def noted(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
+                seen(chunk)
+                served.update(served_steps(chunk) | served)
+
+            with failing():
+                samples = self.made(plan, rewards, seen=noted)
+            if not (self.config.rollout.is_served and self._leave_out_wrong(plan, served, network, world)):
+                return samples
+            rewards.discard()
+
+    def _leave_out_wrong(
+        self, plan: RolloutPlan, served: Mapping[str, ServedStep], network: Behaviour, world: World
+    ) -> bool:
+        """Leave out the servers of a rollout that have another policy; return whether there were any.
+
+        Raises:
+            RunError: none is left.
+        """
         # The same steps on all ranks, which may share a forward pass.
-        everyone = {address: step for own in self.world.gather_items(served) for address, step in own.items()}
+        everyone = {address: step for own in world.gather_items(served) for address, step in own.items()}
         if not everyone:
-            return {}
-        with self.policies.behaviour(self.engine) as module:
-            found = self.world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
+            return False
+        with network() as module:
+            found = world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
         tolerance = self.config.rollout.servers.tolerance
         wrong = {address: far for address, far in found.items() if not far <= tolerance}  # NaN too
-        if len(wrong) == len(found):
-            check(max(found.values()), tolerance=tolerance, world=self.world)
+        if wrong and not self.source.leave_out(wrong):
+            check(max(wrong.values()), tolerance=tolerance, world=world)
         for address, far in wrong.items():
             warnings.warn(
                 f"{address} is left out: its log-probabilities are up to {far:.2g} from the trainer's own, above "
@@ -184,7 +219,7 @@ class Rollouts:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return wrong
+        return bool(wrong)
 
     def rollout(self, root: Key, plan: RolloutPlan, samples: SampleBatch) -> Rollout:
         """Return a rollout whose samples are made, with a draw of the recorded steps that are trained on.
@@ -245,12 +280,14 @@ class Rollouts:
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         shape = self.job.shape if size is None else sizes[size]
         sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates)
-        levels, stochastic = sampling.schedule.levels.to(self.world.device), sampling.stochastic
+        levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
         transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
         return RolloutPlan(asked, requests, sampling, numbers, size, padding, transitions)
 
-    def made(self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] | None = None) -> SampleBatch:
+    def made(
+        self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
+    ) -> SampleBatch:
         """Return the samples of a rollout as the source makes them with the weights that it has.
 
         Args:
@@ -259,8 +296,7 @@ class Rollouts:
         size, parts = self.config.samples_per_pass, list[SampleBatch]()
         with closing(self.source.generate(plan.requests, plan.sampling, micro_batch=size)) as chunks:
             for chunk in chunks:
-                if seen is not None:
-                    seen(chunk)
+                seen(chunk)
                 own = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
@@ -312,6 +348,7 @@ class Rollouts:
             after=rollout.window.tail,
             reuse=self._reuse(),
             step_cache=rollout.step_cache,
+            final=self._final,
         )
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
@@ -336,12 +373,12 @@ class Rollouts:
         for start in range(0, len(ids), size):
             part = list(prompts[start : start + size])
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
-            x0: Tensor = self.job.data(fold_in(plan.requests.key, ids[start]), part).to(device)
+            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), part), device)
             if self.config.scores_samples:
                 with torch.no_grad():
                     rewards.submit(self.job.model.decode(x0), part, x0, plan.numbers[start : start + size])
             cond = optree.tree_map(
-                lambda tensor: tensor.to(device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
+                lambda tensor: to_device(tensor, device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )
             parts.append(SampleBatch(part, cond, unrecorded(x0), None))
         return joined(parts)

@@ -197,7 +197,7 @@ class Trainer:
             given = self.rollouts.preferences(root)
         with metrics.timed(seconds, "reward"):
             rewards = self._gathered(None)
-        with metrics.timed(seconds, "update"):
+        with metrics.timed(seconds, "update"), self.engine.gathered_once():
             learnt = self.learner.update(self.learner.pairs(given, root), root)
         return RolloutResult(learnt, rewards, 2 * len(given.preferences), size=given.size)
 
@@ -217,7 +217,7 @@ class Trainer:
             spread = None if thumbnails is None else self._diversity(thumbnails)
             self.engine.onload()
             self.policies.onload()
-        with metrics.timed(seconds, "update"):
+        with metrics.timed(seconds, "update"), self.engine.gathered_once():
             work = self.learner.items(rollout, rewards, self._weights(rewards), root, self.progress.rewards)
             del rollout  # its trajectory is freed with the items
             learnt = self.learner.update(work, root)

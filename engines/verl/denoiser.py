@@ -35,7 +35,10 @@ class Denoiser:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         if settings.architecture not in ARCHITECTURES:
-            raise UsageError(f"model.architecture is {settings.architecture!r}, expected one of {', '.join(ARCHITECTURES)}")
+            raise UsageError(
+                f"model.architecture is {settings.architecture!r}, which fluvial's engine for verl has no adapter for: "
+                f"expected one of {', '.join(ARCHITECTURES)}"
+            )
         self.architecture = ARCHITECTURES[settings.architecture]
         try:
             self.model = open_model(settings.folder, device=device)

@@ -24,6 +24,7 @@ TRIES = 3  # times that a request is sent which the server fails at, without bei
 AWAY = (408, 429, 502, 503, 504)  # statuses of a server that is overloaded, restarting or behind a proxy
 JSON = "application/json"
 SHOWN = 160  # characters of a reply in a message
+MOST_ERROR = 65536  # bytes of a reply that is looked into for the server's words
 
 
 class UnreachableError(RunError):
@@ -183,8 +184,19 @@ class HttpClient:
             return f"redirects to {target}, and redirects are not followed: set url to the server's own address"
         if reply.status in (401, 403):
             advice = "the key was not accepted" if self._key else "set key_env to the environment variable of an API key"
-            return f"answered {reply.status}: {advice}"
-        return f"answered {reply.status}: {shown(reply.body)}"
+            return f"answered {reply.status}: {self._said(reply)}; {advice}"
+        return f"answered {reply.status}: {self._said(reply)}"
+
+    def _said(self, reply: Reply) -> str:
+        """Return the server's own words: `detail` of a JSON object, or else the body, without the key if it repeats that."""
+        said: bytes | str = reply.body[:MOST_ERROR]
+        with suppress(ValueError, RecursionError):
+            found = json.loads(reply.body) if len(reply.body) <= MOST_ERROR else None
+            detail = found.get("detail") if isinstance(found, dict) else None
+            said = detail if isinstance(detail, str) else said
+        key = self._key.get("Authorization", "").removeprefix("Bearer ")
+        text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+        return shown(text.replace(key, "***") if key else text)
 
 
 class _Deadline:

@@ -66,6 +66,7 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
         prefix: number of first steps that are computed once per group, and samples per group.
         debug: names of the debug tensors that are returned, where `rollout_debug_mode` is set.
         version: version of the weights that the samples must be made by; with any other the request fails with 409.
+        final: return the final latents too, where `recorded_only` is set.
     """
 
     key: tuple[Word, Word] | None = None
@@ -85,15 +86,22 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
     prefix: tuple[Positive, Positive] | None = None
     debug: tuple[Debug, ...] = DEBUG
     version: Id | None = None
+    final: bool = True
 
 
 class ExtraParams(Struct, frozen=True, omit_defaults=True):
-    """Further settings: a server of fluvial reads its own, and ignores the rest."""
+    """Further settings: a server of fluvial reads its own, and ignores the rest.
 
-    fluvial: FluvialOptions = FluvialOptions()
+    Args:
+        fluvial: fluvial's own fields. A request that has them, be they empty, is answered in fluvial's form, any other in
+            sglang's.
+    """
+
+    fluvial: FluvialOptions | None = None
 
 
 NO_EXTRA = ExtraParams()  # the default, which is left out of what is written
+NO_OPTIONS = FluvialOptions()
 
 
 class RolloutRequest(Struct, frozen=True, omit_defaults=True):
@@ -107,7 +115,7 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
         num_inference_steps: steps of the schedule; None takes the server's.
         num_outputs_per_prompt: samples of the prompt.
         guidance_scale, true_cfg_scale: scale of classifier-free guidance, whichever the model has.
-        image_path: conditioning images on the server's disk.
+        image_path: conditioning images on the server's disk; fluvial's server has no model that takes one.
         rollout: whether to return log-probabilities, and what else is asked for, beside the samples.
         rollout_noise_level: eta.
         rollout_log_prob_no_const: return negative squared residuals instead of log-probabilities.
@@ -133,7 +141,7 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
     true_cfg_scale: Scale | None = None
     num_frames: Positive | None = None
     fps: Positive | None = None
-    image_path: Annotated[tuple[str, ...], Meta(max_length=4096)] | None = None
+    image_path: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=16)] | None = None
     rollout: bool = True
     rollout_sde_type: SdeType = "sde"
     rollout_noise_level: Annotated[float, Meta(ge=0, le=1e3)] = 0.7
@@ -150,7 +158,12 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
     @property
     def fluvial(self) -> FluvialOptions:
         """Fluvial's own fields."""
-        return self.extra_sampling_params.fluvial
+        return self.extra_sampling_params.fluvial or NO_OPTIONS
+
+    @property
+    def wants_sglang_form(self) -> bool:
+        """Whether the reply has the layouts and names of sglang: the request has no field of fluvial's own."""
+        return self.extra_sampling_params.fluvial is None
 
     @property
     def outputs(self) -> int:

@@ -7,6 +7,8 @@ the recogniser of the evaluation on the second.
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,9 +33,9 @@ class Digits(NamedTuple):
 @cache
 def digits(half: Half) -> Digits:
     """Return one half of the digits; the two halves have no image in common."""
-    from sklearn.datasets import load_digits  # takes a second, which a model that is only opened need not wait for
-
-    pixels, labels = load_digits(return_X_y=True)
+    # As sklearn.datasets.load_digits reads them, without importing scikit-learn, which takes more than a second.
+    table = np.loadtxt(_installed("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    pixels, labels = table[:, :-1].astype(np.float64), table[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2
     chosen = order[:middle] if half == "training" else order[middle:]
@@ -75,3 +77,11 @@ def write(key: Key, prompts: Sequence[str]) -> Tensor:
     low, high = starts[wanted], starts[wanted + 1]
     chosen = low + (uniform(keys, (len(prompts), DIGITS)) * (high - low)).long()
     return pixels[chosen].permute(0, 2, 1, 3).reshape(len(prompts), 1, SIZE, DIGITS * SIZE)
+
+
+def _installed(package: str) -> Path:
+    """Return the folder of an installed package, without importing it."""
+    found = find_spec(package)
+    assert found is not None, f"{package} is a requirement of fluvial"
+    assert found.origin is not None
+    return Path(found.origin).parent

@@ -7,17 +7,21 @@ neither data nor model family, so that gaming the reward shows in the evaluation
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, digits
+from fluvial.models.handwriting.classifiers import Machine, Neighbours, Trees
+from fluvial.models.handwriting.data import DIGITS, SIZE, Digits, as_digits, digits
+
+FITTED = Path(__file__).parent / "fitted"  # the classifiers' parameters, see `fit`
 
 
 class Recogniser:
-    """Recognise codes in images `[B, 1, 8, 32]` in [0, 1] with scikit-learn's classifiers of single digits."""
+    """Recognise codes in images `[B, 1, 8, 32]` in [0, 1] with classifiers of single digits."""
 
     def __init__(self, *classifiers: Any) -> None:
         self.classifiers = classifiers
@@ -64,23 +68,28 @@ def reward_recogniser() -> Recogniser:
     Either alone can be gamed by illegible images. An image that games both is much rarer, because one decides by distant
     support vectors and the other by the nearest real digits.
     """
-    from sklearn.neighbors import KNeighborsClassifier  # scikit-learn takes a second to import: only for those who recognise
-    from sklearn.svm import SVC
-
     half = digits("training")
-    machine, neighbours = SVC(C=10.0, gamma=0.08), KNeighborsClassifier(3, weights="distance")
-    return Recogniser(*(classifier.fit(_flat(half.pixels), half.labels.numpy()) for classifier in (machine, neighbours)))
+    return Recogniser(Machine(**load_file(FITTED / "machine.safetensors")), Neighbours(_pixels(half), half.labels.long()))
 
 
 @cache
 def heldout_recogniser() -> Recogniser:
     """Return the recogniser of the evaluation: 400 extremely randomised trees fitted on the evaluation half."""
+    return Recogniser(Trees(**load_file(FITTED / "trees.safetensors")))
+
+
+def fit(folder: Path) -> None:
+    """Fit the classifiers with scikit-learn, and write those that have parameters to a folder, as the shipped files are."""
     from sklearn.ensemble import ExtraTreesClassifier
+    from sklearn.svm import SVC
 
-    half = digits("evaluation")
-    return Recogniser(ExtraTreesClassifier(400, random_state=0).fit(_flat(half.pixels), half.labels.numpy()))
+    training, evaluation = digits("training"), digits("evaluation")
+    machine = SVC(C=10.0, gamma=0.08).fit(_pixels(training).numpy(), training.labels.numpy())
+    trees = ExtraTreesClassifier(400, random_state=0).fit(_pixels(evaluation).numpy(), evaluation.labels.numpy())
+    save_file(Machine.of(machine)._asdict(), folder / "machine.safetensors")
+    save_file(Trees.of(trees)._asdict(), folder / "trees.safetensors")
 
 
-def _flat(pixels: Tensor) -> np.ndarray:
+def _pixels(half: Digits) -> Tensor:
     """Return digits as rows of 64 values in [0, 1], the input of the classifiers."""
-    return ((pixels + 1) / 2).reshape(-1, SIZE * SIZE).numpy()
+    return ((half.pixels + 1) / 2).reshape(-1, SIZE * SIZE)

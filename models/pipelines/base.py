@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
-from fluvial.models.device import default_device, has_values
+from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
@@ -351,7 +351,11 @@ class Pipeline:
                     getattr(self._text, name).requires_grad_(False).eval().to(self.device)
         with quietly():
             texts = self.text(self._text, prompt)
-        return {name: tensor.cpu().contiguous() for name, tensor in texts.items()}
+        # Copied together, so that the device is waited for once.
+        copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in texts.items()}
+        if is_accelerator(self.device):
+            torch.get_device_module(self.device).current_stream().synchronize()
+        return {name: tensor.contiguous().clone() for name, tensor in copies.items()}  # out of pinned memory
 
     def _load(self, *wanted: str) -> Any:
         """Return diffusers' pipeline with the parts whose names start with `wanted`, and the network on the meta device."""

@@ -1,20 +1,61 @@
-"""Layouts of latents on a server of sglang: some of its pipelines denoise tokens, or videos of one frame."""
+"""Layouts of sglang: latents that its pipelines denoise, images that they return, and arguments of their networks."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.models.pipelines.base import Pipeline, pack, unpack
-from fluvial.models.protocol import DiffusionModel
+from fluvial.models.protocol import Cond, DiffusionModel
+
+# Names of the conditioning's fields among the arguments of sglang's networks; the others keep theirs.
+NAMES = {"tokens": "encoder_hidden_states", "pooled": "pooled_projections"}
+EMBEDDED = "guidance"  # the field of a distilled network's guidance, which is no part of these arguments
+CAPTION_MULTIPLE = 32  # tokens; Z-Image's are filled up to it
+
+
+def named_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the conditioning of one sample under sglang's names."""
+    if isinstance(cond, Tensor):
+        return {NAMES["tokens"]: cond}
+    fields = cond if isinstance(cond, Mapping) else cond._asdict() if hasattr(cond, "_asdict") else {"cond": cond}
+    return {NAMES.get(name, str(name)): value for name, value in fields.items() if value is not None and name != EMBEDDED}
+
+
+def _qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of Qwen-Image: tokens without padding, so that no mask is needed, and their number."""
+    count = int(cond.mask.sum())
+    return {
+        "encoder_hidden_states": [cond.tokens[:count]],
+        "encoder_hidden_states_mask": None,
+        "txt_seq_lens": [count],
+        "img_shapes": [[(1, event[-2] // 2, event[-1] // 2)]],
+    }
+
+
+def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of Z-Image: the last token is repeated up to a multiple of 32 tokens."""
+    tokens = cond.tokens[: int(cond.lengths)]
+    fill = tokens[-1:].repeat(-len(tokens) % CAPTION_MULTIPLE, 1)
+    return {"encoder_hidden_states": [torch.cat([tokens, fill])], "caption_valid_lens": cond.lengths}
 
 
 class Layout(NamedTuple):
-    """Layout of the latents of a model."""
+    """How sglang lays out the samples of a model and their conditioning.
 
-    of_event: Callable[[Tensor], Tensor]  # latents [..., *event] in this layout
-    to_event: Callable[[Tensor, tuple[int, ...]], Tensor]  # its inverse, which is given the shape of the event
+    Args:
+        of_event: latents `[..., *event]` in this layout.
+        to_event: its inverse, which is given the shape of the event.
+        arguments: conditioning of one sample, without the batch dimension, as the arguments of its network, by name. Tables
+            of rotary embeddings are left out, since they follow from the sizes.
+        framed: whether images are videos of one frame, `[C, 1, H, W]`.
+    """
+
+    of_event: Callable[[Tensor], Tensor]
+    to_event: Callable[[Tensor, tuple[int, ...]], Tensor]
+    arguments: Callable[[Any, tuple[int, ...]], dict[str, Any]] = named_arguments
+    framed: bool = False
 
     def shape(self, event: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of one sample's latents in this layout."""
@@ -23,12 +64,21 @@ class Layout(NamedTuple):
 
 PLAIN = Layout(lambda x: x, lambda latents, event: latents)
 TOKENS = Layout(pack, lambda latents, event: unpack(latents, event[-2]))  # [H W / 4, 4 C]
-FRAME = Layout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3))  # [C, 1, H, W]
-# By diffusers' pipeline: sglang 0.5.23, multimodal_gen/configs/pipeline_configs, `maybe_pack_latents` and
-# `prepare_latent_shape`. Stable Diffusion 3 and Wan have the layout of diffusers.
-LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": TOKENS, "ZImagePipeline": FRAME}
+FRAMED_TOKENS = TOKENS._replace(arguments=_qwen_arguments, framed=True)
+# [C, 1, H, W]
+FRAME = Layout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_z_image_arguments)
+# By diffusers' pipeline: sglang 0.5.23, multimodal_gen/configs/pipeline_configs, `maybe_pack_latents`,
+# `prepare_latent_shape`, `prepare_pos_cond_kwargs`, `get_pos_prompt_embeds` and `post_denoising_loop`. Stable Diffusion 3
+# and Wan have the layout of diffusers.
+LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": FRAMED_TOKENS, "ZImagePipeline": FRAME}
 
 
 def layout_of(model: DiffusionModel) -> Layout:
     """Return the layout in which sglang denoises the samples of a model."""
     return LAYOUTS.get(model.pipeline, PLAIN) if isinstance(model, Pipeline) else PLAIN
+
+
+def embedded_guidance(cond: Cond) -> Tensor | None:
+    """Return the guidance input of a distilled network as sglang gives it to FLUX, 1000 times the scale, or None."""
+    scale = getattr(cond, EMBEDDED, None)
+    return 1000 * scale if isinstance(scale, Tensor) else None

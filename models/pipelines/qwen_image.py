@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key
+from fluvial.core.types import to_device
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import PATCH, Pipeline, pack, unpack
 
@@ -80,12 +81,17 @@ class QwenImage(Pipeline):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]; the VAE takes each as a video of one frame."""
-        config = self.vae.config
-        mean, std = (latents.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
+        mean, std = self._moments(latents)
         return self.decode_with_vae((latents * std + mean).unsqueeze(2)).squeeze(2)
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        config = self.vae.config
-        mean, std = (images.new_tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
+        mean, std = self._moments(images)
         return (self.encode_with_vae(images.unsqueeze(2), key).squeeze(2) - mean) / std
+
+    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the VAE's latents per channel, with a tensor's dtype and device."""
+        config = self.vae.config
+        moments = (torch.tensor(each, dtype=like.dtype) for each in (config.latents_mean, config.latents_std))
+        mean, std = (to_device(values[:, None, None], like.device) for values in moments)
+        return mean, std

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
+from fluvial.core.types import to_device
 from fluvial.models.pipelines.base import Pipeline, TextCond
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
@@ -91,12 +92,12 @@ class StableDiffusion(Pipeline):
         the one whose alpha_bar is nearest to its level.
         """
         if timestep is None:
-            self._powers = self._powers.to(level.device)
+            self._powers = to_device(self._powers, level.device)
             timestep = (level[:, None] - self._powers.to(level.dtype)).abs().argmin(1).to(torch.float32)
         given = {"timestep": timestep, "encoder_hidden_states": cond.tokens.to(x.dtype), "return_dict": False}
         if cond.pooled is not None:  # size of an uncropped image, as whole numbers, which no dtype rounds
             size = [self.vae_scale * side for side in x.shape[-2:]]
-            sizes = torch.tensor([*size, 0, 0, *size], device=x.device).expand(len(x), -1)
+            sizes = to_device(torch.tensor([*size, 0, 0, *size]), x.device).expand(len(x), -1)
             given["added_cond_kwargs"] = {"text_embeds": cond.pooled.to(x.dtype), "time_ids": sizes}
         output: Tensor = module(x, **given)[0]
         power = per_sample(level, x)

@@ -21,7 +21,7 @@ def network(library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device
             module = made.from_config(read_settings(folder / "config.json"))
         else:
             module = made._from_config(made.config_class.from_pretrained(folder))
-    module = module.to(dtype).requires_grad_(False).eval()
+    module = nn.Module.to(module, dtype).requires_grad_(False).eval()  # diffusers' own warns of layers kept in float32
     return module._apply(lambda tensor: torch.empty_like(tensor, device=device))
 
 

@@ -6,21 +6,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
+from fluvial.core.types import to_device
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import read_index, read_settings
+from fluvial.models.routing import Routed
 
 EXPERTS = ("transformer", "transformer_2")  # for high noise levels, and for low ones
 
 
-class Experts(nn.ModuleDict):
+class Experts(nn.ModuleDict, Routed):
     """Two networks: `transformer` for samples at timesteps of at least `boundary`, `transformer_2` for those below.
 
-    A batch with timesteps on one side runs one network, any other batch both. All ranks run the same networks, so that they
-    gather the same parameters; therefore each forward pass reads two numbers from the device.
+    A batch with timesteps on one side runs one network, any other batch both. Ranks that share the parameters run the same
+    networks, so that they gather the same parameters. Each forward pass reads two numbers from the device.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], *, boundary: float) -> None:
@@ -30,10 +32,8 @@ class Experts(nn.ModuleDict):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
         """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
         low = timestep < self.boundary
-        wanted = torch.stack([(~low).any(), low.any()]).to(torch.int32)
-        if distributed.is_initialized():
-            distributed.all_reduce(wanted, op=distributed.ReduceOp.MAX)
-        names = [name for name, runs in zip(EXPERTS, wanted.tolist(), strict=True) if runs]
+        unused = self.unused_by_all(torch.stack([low.all(), (~low).all()]))
+        names = [name for name, rests in zip(EXPERTS, unused.tolist(), strict=True) if not rests]
         outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **given)[0] for name in names]
         return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)
 
@@ -124,5 +124,6 @@ class Wan(Pipeline):
 
     def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the VAE's latents per channel, on a tensor's device."""
-        mean, std = (torch.tensor(self.vae_config[f"latents_{name}"], device=like.device) for name in ("mean", "std"))
+        moments = (torch.tensor(self.vae_config[f"latents_{name}"]) for name in ("mean", "std"))
+        mean, std = (to_device(values, like.device) for values in moments)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

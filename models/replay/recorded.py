@@ -28,7 +28,7 @@ from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import Ids, PerSample, Samples
+from fluvial.core.types import Ids, PerSample, Samples, to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture, StepRecipe
 from fluvial.models.replay.checks import foreign, refusal
@@ -84,7 +84,7 @@ class RecordedModel:
         else:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
-                positions = torch.tensor(recipe.positions, device=x.device)
+                positions = to_device(torch.tensor(recipe.positions), x.device)
                 mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
                     place = torch.searchsorted(positions, position[mine])

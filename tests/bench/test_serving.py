@@ -39,18 +39,19 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_and_latents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At most two latents per recorded step: those before and after a contiguous window, and the last."""
-    window, every = serving.run(ServingConfig(samples=2, tiny=True, out=tmp_path))
+    """At most two latents per recorded step: those before and after it, which steps in a row share."""
+    step, window, every = serving.run(ServingConfig(samples=2, tiny=True, out=tmp_path))
     assert (window.recorded, every.recorded, window.steps, window.runs) == (2, 10, 10, 1)
-    assert window.latents_per_step == 4 / 2
+    assert (step.recorded, step.latents_per_step) == (1, 2)
+    assert window.latents_per_step == 3 / 2
     assert every.latents_per_step == 11 / 10
-    # Seven more latents of 4 x 4 floats; names, indices and headers take some bytes.
-    latents = 7 * 4 * 16
+    # Eight more latents of 4 x 4 floats; names, indices and headers take some bytes.
+    latents = 8 * 4 * 16
     assert latents <= every.bytes_per_sample - window.bytes_per_sample <= latents + 256
-    image, kept = 4 * 3 * 32 * 32, 4 * 4 * 16
+    image, kept = 4 * 3 * 32 * 32, 3 * 4 * 16
     assert image + kept <= window.bytes_per_sample <= image + kept + 2048
     assert all(row.inside_seconds > 0 for row in (window, every))
-    assert capsys.readouterr().out.count("\n| ") == 2
+    assert capsys.readouterr().out.count("\n| ") == 3
     assert not list(tmp_path.iterdir())
 
 

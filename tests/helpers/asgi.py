@@ -76,6 +76,5 @@ class Transport(httpx2.BaseTransport):
         self.paths.append(request.url.path)
         body = None if request.method == "GET" else request.read()
         found = asyncio.run(call(self.app, request.url.path, body=body, headers=dict(request.headers)))
-        return httpx2.Response(
-            found.status, headers=found.headers, stream=httpx2.ByteStream(json.dumps(found.value).encode())
-        )
+        content = found.value if isinstance(found.value, bytes) else json.dumps(found.value).encode()
+        return httpx2.Response(found.status, headers=found.headers, stream=httpx2.ByteStream(content))

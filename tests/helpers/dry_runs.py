@@ -1,11 +1,19 @@
 """Check of a dry run: no error, one read-back per update, no read in a rollout, and the gathers promised."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fluvial.engines.dryrun import run
 from fluvial.engines.dryrun.report import PhaseReport, Report
+from fluvial.engines.simulate.mode import Wait
+from fluvial.engines.simulate.simulation import Simulation, replaced
 
 WAITS = ("read", "synchronisation")
+BLOCKING = "blocking copy to the device"
 ENCODED = "models/pipelines/base.py"  # a prompt that is not in the cache, before the loop over steps
-LENGTHS = "models/pipelines/z_image.py"  # Z-Image's passes read the lengths of the prompts
-ONCE = "engines/train/learner.py"  # further reads of an update: weights of the items, and rewards that alignprop logs
+LENGTHS = "models/pipelines/z_image.py"  # Z-Image reads the lengths of the prompts, once for the steps of a chunk
+ONCE = "engines/train/learner.py"  # a further read of an update, of objectives that gather statistics of all samples
 
 
 def check(report: Report, *, units: int | None = None) -> None:
@@ -20,6 +28,10 @@ def check(report: Report, *, units: int | None = None) -> None:
     update = report.phase("update")
     read_back = [wait for wait in update.waits if wait.kind in WAITS and not wait.line.startswith((ONCE, LENGTHS))]
     assert [wait.times for wait in read_back] == [1], f"reads of the update: {read_back}"
+    for name in {"rollout", "decode", "update"} & {phase.name for phase in report.phases}:
+        copies = [wait for wait in report.phase(name).waits if wait.kind == BLOCKING]
+        ours = [wait for wait in copies if "<" not in wait.line]  # others are made by diffusers and transformers
+        assert not ours, f"blocking copies of the {name}: {ours}"
     for name in {"rollout"} & {phase.name for phase in report.phases}:
         waits = [wait for wait in report.phase(name).waits if wait.kind in WAITS]
         reads = [wait for wait in waits if not wait.line.startswith(LENGTHS) and ENCODED not in wait.line]
@@ -32,3 +44,30 @@ def check(report: Report, *, units: int | None = None) -> None:
 def gathers(phase: PhaseReport) -> int:
     """Return the number of times that FSDP2 gathers parameters in a phase."""
     return sum(each.calls for each in phase.communication if each.name == "all_gather" and "_fsdp_" in each.line)
+
+
+def reductions(phase: PhaseReport) -> int:
+    """Return the number of times that FSDP2 reduces gradients in a phase."""
+    return sum(each.calls for each in phase.communication if each.name == "reduce_scatter")
+
+
+@contextmanager
+def simulations() -> Iterator[list[Simulation]]:
+    """Collect the simulations of the dry runs in the context."""
+    found, simulate = list[Simulation](), run.simulate
+
+    @contextmanager
+    def noted(*args: Any, **kwargs: Any) -> Iterator[Simulation]:
+        with simulate(*args, **kwargs) as simulation:
+            found.append(simulation)
+            yield simulation
+
+    with replaced(run, "simulate", noted):
+        yield found
+
+
+def between(simulation: Simulation) -> dict[Wait, int]:
+    """Return the waits of a rollout and its update outside of the phases: plans, gathered rewards, diagnostics."""
+    return {
+        wait: times for wait, times in simulation.mode.waits.items() if not wait.phase and wait.kind in (*WAITS, BLOCKING)
+    }

@@ -104,7 +104,9 @@ class FakeRollouts:
     def _sample(self, request: RolloutRequest, made: Any, image: Any, row: int, schedule: Any) -> RolloutSample:
         steps = len(schedule.timesteps)
         recorded = made.steps[row].tolist()
-        known = {steps: made.final[row]}
+        asked = request.rollout_return_step_indices
+        needs_final = request.fluvial.final if asked is None else steps in asked
+        known = {steps: made.final[row]} if needs_final else {}
         for place, step in enumerate(recorded):
             known |= {step: made.x[row, place], step + 1: made.x_next[row, place]}
         log_probs = torch.zeros(steps)

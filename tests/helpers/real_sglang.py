@@ -4,6 +4,9 @@
 tested, and modules of devices, distributed runs and HTTP, are stand-ins.
 """
 
+import __future__
+
+import ast
 import importlib
 import importlib.machinery
 import importlib.util
@@ -26,6 +29,7 @@ PARENTS = (
     f"{TOP}.runtime.post_training",
     f"{TOP}.runtime.entrypoints",
     f"{TOP}.runtime.entrypoints.post_training",
+    f"{TOP}.runtime.entrypoints.openai",
 )
 
 
@@ -69,3 +73,45 @@ def part(name: str) -> Any:
     """Return a module below `sglang.multimodal_gen.runtime`."""
     load()
     return wheels.module(f"{TOP}.runtime.{name}")
+
+
+def _node(path: str, name: str, *kinds: type[ast.stmt]) -> Any:
+    """Return the syntax tree of a function or a class of a file below the package sglang."""
+    load()
+    source = (wheels.install("sglang", VERSION) / "sglang" / path).read_text()
+    return next(
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and getattr(node, "name", "") == name
+    )
+
+
+def function(path: str, name: str, **names: Any) -> Any:
+    """Return one function of a file of the wheel, which is compiled alone, without decorators.
+
+    Args:
+        path: path of the file below the package sglang.
+        names: names that its body uses.
+    """
+    node = _node(path, name, ast.FunctionDef, ast.AsyncFunctionDef)
+    node.decorator_list = []
+    flags = __future__.annotations.compiler_flag  # its annotations are not evaluated
+    exec(compile(ast.Module([node], []), path, "exec", flags=flags, dont_inherit=True), names)
+    return names[name]
+
+
+def fields(path: str, name: str) -> set[str]:
+    """Return the fields of a class of a file of the wheel."""
+    body = _node(path, name, ast.ClassDef).body
+    return {each.target.id for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+
+
+def http_client() -> Any:
+    """Return the module of sglang's own HTTP client, that of its ComfyUI app; skip the test without requests."""
+    pytest.importorskip("requests")
+    load()
+    path = wheels.install("sglang", VERSION) / "sglang/multimodal_gen/apps/ComfyUI_SGLDiffusion/core/server_api.py"
+    spec = importlib.util.spec_from_file_location("sglang_server_api", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -11,6 +11,7 @@ from torch import nn
 
 from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.serve.batching import Batcher
+from fluvial.engines.serve.rollout.image_routes import image_routes
 from fluvial.engines.serve.rollout.orders import SampleOrder, ServeLimits
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.serve.rollout.sampling import batcher as batches_of
@@ -80,4 +81,4 @@ def served(
     atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
     control = control_routes(WeightRoutes(of.weights, of.between))
-    return Server(of, batcher, application(service, key=key, admin=admin, control=control))
+    return Server(of, batcher, application(service, key=key, admin=admin, control=control, more=image_routes(service)))

@@ -1,5 +1,6 @@
 """A server of weights alone, without a network, and engines that push to it."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +59,11 @@ async def between(function: Callable[[], Result], /) -> Result:
 def served(*roots: Path, name: str = "served", dtype: torch.dtype = torch.float32) -> Served:
     """Return a server of the tiny net."""
     return Served(base().eval().to(dtype), roots, name)
+
+
+def ask(server: Served, path: str, **value: Any) -> asgi.Answer:
+    """Return the answer to a POST."""
+    return asyncio.run(asgi.call(server.app, path, value))
 
 
 def engine_of(module: nn.Module, world: World, **sharding: Any) -> Engine:

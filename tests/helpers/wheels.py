@@ -1,6 +1,7 @@
 """Packages of the index without their dependencies: modules of a real wheel whose parent packages are empty."""
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import os
 import shutil
@@ -8,10 +9,11 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,8 +21,11 @@ BUILD = Path(__file__).parents[2] / "build"
 
 
 @cache
-def install(name: str, version: str) -> Path:
-    """Return the folder `build/NAME-VERSION` with a wheel, installed once per clone; skip the test if the index has none."""
+def install(name: str, version: str, package: str | None = None) -> Path:
+    """Return the folder `build/NAME-VERSION` with a wheel, installed once per clone; skip the test if the index has none.
+
+    `package` is the wheel's package where it does not begin with the wheel's name.
+    """
     folder = BUILD / f"{name}-{version}"
     if folder.exists():
         return folder
@@ -33,13 +38,38 @@ def install(name: str, version: str) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         pytest.skip(f"{name} {version} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
     for other in draft.iterdir():  # a wheel may also hold packages named tests and scripts
-        if not other.name.startswith(name):
+        if not other.name.startswith((name, package or name)):
             shutil.rmtree(other)
     try:
         draft.rename(folder)
     except OSError:  # another process was faster
         shutil.rmtree(draft)
     return folder
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages that are not installed, with all their modules, as mock objects.
+
+    Args:
+        names: top-level packages.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for a module of one of the packages."""
+        known = name.split(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        """Return a mock object."""
+        return mock.MagicMock(name=spec.name, __spec__=spec, __path__=[])
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Run nothing."""
 
 
 def empty_packages(folder: Path, names: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fluvial.core.types import to_device
 from fluvial.engines.fsdp.world import World
 from fluvial.models import Cond
 
@@ -38,7 +39,7 @@ def select(items: Kind, counted: Tensor) -> Kind:
 
     `counted` is 0 for items that add nothing, `[P]`, on the host, so that the device is not waited for.
     """
-    rows = torch.nonzero(counted).flatten().to(items.level.device)
+    rows = to_device(torch.nonzero(counted).flatten(), items.level.device)
     chosen: Kind = optree.tree_map(lambda tensor: tensor[rows], items)
     return chosen
 

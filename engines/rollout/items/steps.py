@@ -9,6 +9,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
+from fluvial.core.types import to_device
 from fluvial.engines.rollout.items.share import Share
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
@@ -59,7 +60,7 @@ class LastSteps(NamedTuple):
 
 def at_step(level: Tensor, levels: Tensor) -> Tensor:
     """Return which of a schedule's steps begins at each level, bool `[P, T]`."""
-    return level[:, None] == levels[:-1].to(level.device, non_blocking=True)
+    return level[:, None] == to_device(levels[:-1], level.device)
 
 
 def recorded_steps(
@@ -78,7 +79,7 @@ def recorded_steps(
     """
     batch, count = trajectory.log_prob.shape
     device = target_weight.device
-    levels, timesteps = schedule.levels.to(device), schedule.timesteps.to(device)
+    levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
     step = trajectory.steps.T.flatten()
     return RecordedSteps(
         x=by_step(trajectory.x),
@@ -108,12 +109,12 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     """
     x, device = trajectory.x[:, -count], weight.device
     first, batch = len(schedule.timesteps) - count, len(x)
-    keys = fold_in(fold_in(key, Stream.SAMPLES), torch.tensor(share.numbers, device=device))
+    keys = fold_in(fold_in(key, Stream.SAMPLES), to_device(torch.tensor(share.numbers), device))
     noise = [normal(fold_in(fold_in(keys, Stream.STEPS), first + i), tuple(x.shape)) for i in range(count)]
     return LastSteps(
         x=x,
-        level=schedule.levels[first].to(device).expand(batch),
-        timestep=schedule.timesteps[first].to(device).expand(batch),
+        level=to_device(schedule.levels[first], device).expand(batch),
+        timestep=to_device(schedule.timesteps[first], device).expand(batch),
         sample=torch.arange(batch, device=device),
         weight=weight,
         noise=torch.stack(noise, dim=1),

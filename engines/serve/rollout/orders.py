@@ -90,7 +90,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
         raise RequestError(400, str(error)) from None
     # Without what names single samples, and what the recipe holds in another way.
     options = replace_fields(own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version")))
-    recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False))
+    recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True))
     first = 0 if own.prefix is None else own.prefix[0]
     if request.rollout and request.sampler != "ode":
         sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
@@ -186,7 +186,8 @@ def _observed(recipe: Recipe) -> list[int]:
 def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]) -> tuple[int, ...]:
     """Return the boundaries whose latents are returned; raise RequestError if one of them is not known."""
     if request.fluvial.recorded_only:
-        return tuple(sorted({*window, *(step + 1 for step in window), recipe.steps}))
+        last = {recipe.steps} if request.fluvial.final else set[int]()
+        return tuple(sorted({*window, *(step + 1 for step in window)} | last))
     asked = request.rollout_return_step_indices
     wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
     if missing := sorted(set(wanted) - set(_observed(recipe))):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +27,12 @@ from fluvial.engines.rollout.generate import (
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.batching import Batcher
+from fluvial.engines.serve.rollout.forms import Form
 from fluvial.engines.serve.rollout.orders import Recipe, SampleOrder, words
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.streams import Stream
-from fluvial.engines.wire.response import DitTrajectory, RolloutSample
-from fluvial.models import Cond, Schedule
-from fluvial.models.guidance import Guided
+from fluvial.engines.wire.response import RolloutSample
+from fluvial.models import Schedule
 
 
 class _Steps:
@@ -115,31 +114,28 @@ def _made(
         debug = _debug(names, steps, fold_in(keys, torch.tensor(requests.ids, device=policy.device)), table)
     latents = _latents(steps, chunk, recipe)
     seconds = time.perf_counter() - start
-    return [
-        RolloutSample(
-            request_id="",
-            prompt=request.prompt,
-            seed=request.seed,
-            generated_output=_output(images[row], request.rollout_video_dtype),
-            rollout_log_probs=log_probs[row].clone() if request.rollout else None,
-            rollout_debug_tensors={name: debug[name][row].clone() for name in request.debug} or None,
-            denoising_env=_conditioning(chunk.cond, row)
-            if request.rollout and request.rollout_return_denoising_env
-            else None,
-            dit_trajectory=_trajectory(order, row, latents, schedule)
-            if request.rollout and request.rollout_return_dit_trajectory
-            else None,
-            inference_time_s=seconds,
-            weight_version=policy.version,
+    samples = []
+    for row, order in enumerate(orders):
+        asked = order.request
+        form = Form(asked, policy.model, recipe.shape)
+        traced, env = asked.rollout_return_dit_trajectory, asked.rollout_return_denoising_env
+        samples.append(
+            RolloutSample(
+                request_id="",
+                prompt=asked.prompt,
+                seed=asked.seed,
+                generated_output=form.image(images[row]),
+                rollout_log_probs=log_probs[row].clone() if asked.rollout else None,
+                rollout_debug_tensors=form.debug({name: debug[name][row] for name in asked.debug}) or None,
+                denoising_env=form.conditioning(chunk.cond, row) if asked.rollout and env else None,
+                dit_trajectory=form.trajectory(_chosen(order, row, latents), order.boundaries, schedule)
+                if asked.rollout and traced
+                else None,
+                inference_time_s=seconds,
+                weight_version=policy.version,
+            )
         )
-        for row, order in enumerate(orders)
-        for request in [order.request]
-    ]
-
-
-def _output(image: Tensor, video_dtype: str | None) -> Tensor:
-    """Return an image or a video as it is sent; videos are quantised where that is asked for."""
-    return (image * 255).round().to(torch.uint8) if video_dtype == "uint8" and image.ndim == 4 else image.clone()
+    return samples
 
 
 def _sampling(
@@ -187,10 +183,10 @@ def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
     return found
 
 
-def _trajectory(order: SampleOrder, row: int, latents: Mapping[int, Tensor], schedule: Schedule) -> DitTrajectory:
+def _chosen(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:
+    """Return the latents of a sample at the boundaries that it is asked for, `[K, *event]`."""
     chosen = [latents[boundary][row] for boundary in order.boundaries]
-    kept = torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
-    return DitTrajectory(kept, schedule.timesteps.float().cpu(), schedule.levels.clone(), order.boundaries)
+    return torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
 
 
 def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dict[str, Tensor]:
@@ -209,30 +205,3 @@ def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dic
         "rollout_variance_noises": noise,
     }
     return {name: torch.stack([tensors[name](step) for step in table.steps], dim=1).cpu() for name in names}
-
-
-def _conditioning(cond: Cond, row: int) -> dict[str, Any]:
-    """Return the conditioning of a sample as maps, under the names of the model's own fields."""
-    guided = isinstance(cond, Guided)
-    return {
-        "image_kwargs": {},
-        "pos_cond_kwargs": _named(cond.cond if guided else cond, row),
-        "neg_cond_kwargs": _named(cond.uncond, row) if guided else None,
-        "guidance": float(cond.scale[row]) if guided else None,
-    }
-
-
-def _named(cond: Cond, row: int) -> dict[str, Any]:
-    fields = cond._asdict() if hasattr(cond, "_asdict") else cond if isinstance(cond, Mapping) else {"cond": cond}
-    return {str(name): _row(value, row) for name, value in fields.items() if value is not None}
-
-
-def _row(value: Any, row: int) -> Any:
-    """Return a sample's part of a tree of tensors, with its batch dimension."""
-    if isinstance(value, Tensor):
-        return value[row : row + 1].cpu()
-    if isinstance(value, Mapping) or hasattr(value, "_asdict"):
-        return _named(value, row)
-    if isinstance(value, list | tuple):
-        return [_row(item, row) for item in value]
-    return value

@@ -4,12 +4,11 @@ What a client names is read and checked completely before anything changes, and 
 safetensors are read, from folders that the server was started with; nothing is unpickled.
 """
 
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,29 +19,14 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.export import base_tensors, components
 from fluvial.engines.fsdp.files import weight_files
 from fluvial.engines.serve.asgi import RequestError
+from fluvial.engines.serve.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
 from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum, tensor_sha256
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, lora_layers
-from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
+from fluvial.models.lora_files import FILES, load_lora, read_lora
 from fluvial.models.lora_layer import Product
 
-MOST_LOADED = 16  # adapters that are kept for requests that name them again
 Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
-
-
-class Adapter(NamedTuple):
-    """An adapter of one network."""
-
-    nickname: str
-    path: str
-    strength: float
-    product: Product
-    file: LoraFile
-
-    @property
-    def scaling(self) -> float:
-        """Factor of the product of its two matrices."""
-        return self.file.alpha * self.strength / self.file.rank
 
 
 class ServedWeights:
@@ -68,8 +52,10 @@ class ServedWeights:
         self.module, self.version = module, version
         self.roots = [root.resolve() for root in roots]
         self.networks = components(module)
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, Applied] = {}
+        self.last: dict[str, Applied] = {}  # those that were set last, which may be off
         self.loaded: dict[tuple[str, str], Adapter] = {}  # the last ones, by nickname and network
+        self._sums: dict[str, str] = {}  # checksums since the last change, by the names of `checksums`
         self.released = False
         self._staging: tuple[str, int, Staged] = ("", 0, {})  # push, buckets of it so far, their tensors
         # A frozen weight is multiplied in other operations than a trained one, and so with other bits.
@@ -198,6 +184,8 @@ class ServedWeights:
         adapters = {name: self.adapters.get(name) for name in staged}
         done: list[tuple[Tensor, Tensor]] = []
         self.adapt(dict.fromkeys(staged))
+        for name in staged:
+            self._sums.pop(name, None)
         try:
             with torch.no_grad():
                 for network, tensors in staged.items():
@@ -220,15 +208,12 @@ class ServedWeights:
 
     # Adapters
 
-    def read_adapter(
-        self, path: str, target: str, *, nickname: str, strength: float, alpha: float | None, product: Product
-    ) -> Adapter:
+    def read_adapter(self, path: str, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
         """Return the adapter of a file, or of a folder with one, for a network.
 
         Args:
             strength: factor of the adapter's output.
             alpha: replaces the file's alpha.
-            product: how an adapted layer multiplies its input.
 
         Raises:
             RequestError: anything is wrong with it.
@@ -242,49 +227,86 @@ class ServedWeights:
             file = read_lora(self._regular(files[0], most), network)
         except (ValueError, OSError) as error:
             raise RequestError(400, str(error)) from None
-        return _checked(Adapter(nickname, path, strength, product, file if alpha is None else file._replace(alpha=alpha)))
+        return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
 
-    def loaded_adapter(self, target: str, *, nickname: str | None, strength: float, product: Product) -> Adapter:
-        """Return an adapter of a network that was read before; without a nickname the last one.
+    def loaded_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
+        """Return an adapter of a network that was read before; see `read_adapter`.
 
         Raises:
             RequestError: there is none.
         """
-        known = [each for (name, network), each in self.loaded.items() if network == target and nickname in (None, name)]
-        if not known:
-            raise RequestError(400, f"adapter {nickname or ''} of {target} is not loaded: send its lora_path")
-        return _checked(known[-1]._replace(strength=strength, product=product))
+        known = self.loaded.get((nickname, target))
+        if known is None:
+            raise RequestError(400, f"adapter {nickname} of {target} is not loaded: send its lora_path")
+        return known._replace(strength=strength, file=known.file if alpha is None else known.file._replace(alpha=alpha))
 
-    def adapt(self, wanted: Mapping[str, Adapter | None]) -> None:
+    def set_last(self, target: str, *, strength: float, product: Product) -> Applied:
+        """Return the adapters of a network that were set last, of another strength.
+
+        Raises:
+            RequestError: there are none.
+        """
+        if target not in self.last:
+            raise RequestError(400, f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
+        again = applied([each._replace(strength=strength) for each in self.last[target].adapters], product)
+        assert again is not None
+        return again
+
+    def adapt(self, wanted: Mapping[str, Applied | None]) -> None:
         """Give networks other adapters, or none. What fails leaves all as it was."""
         before = {name: self.adapters.get(name) for name in wanted}
         try:
-            for name, adapter in wanted.items():
-                self._set(name, adapter)
+            for name, each in wanted.items():
+                self._set(name, each)
         except BaseException:
-            for name, adapter in before.items():
-                self._set(name, adapter)
+            for name, each in before.items():
+                self._set(name, each)
             raise
-        for name, adapter in wanted.items():
-            if adapter is not None:
+        for name, each in wanted.items():
+            if each is None:
+                continue
+            self.last[name] = each
+            for adapter in each.adapters:
                 self.loaded.pop((adapter.nickname, name), None)
                 self.loaded[adapter.nickname, name] = adapter
         for key in list(self.loaded)[:-MOST_LOADED]:
             del self.loaded[key]
 
-    def _set(self, name: str, adapter: Adapter | None) -> None:
+    def without(self, nickname: str) -> dict[str, Applied | None]:
+        """Return what is left on the networks that an adapter acts on, once it is off.
+
+        Raises:
+            RequestError: no adapter of this name is loaded.
+        """
+        if not any(nickname == known for known, _ in self.loaded):
+            raise RequestError(400, f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
+        return {
+            name: applied([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
+            for name, each in self.adapters.items()
+            if nickname in [adapter.nickname for adapter in each.adapters]
+        }
+
+    def forget(self, nickname: str) -> None:
+        """Free the factors of an adapter that acts on no network."""
+        self.loaded = {key: each for key, each in self.loaded.items() if key[0] != nickname}
+        self.last = {
+            name: each for name, each in self.last.items() if nickname not in [adapter.nickname for adapter in each.adapters]
+        }
+
+    def _set(self, name: str, wanted: Applied | None) -> None:
         network, held = self.networks[name], self.adapters.pop(name, None)
-        if held is None or adapter is None or not _alike(held, adapter):
+        self._sums.pop(name + FACTORS, None)
+        if held is None or wanted is None or not _alike(held, wanted):
             self._strip(network)
-            if adapter is None:
+            if wanted is None:
                 return
-            rank, alpha = adapter.file.rank, abs(adapter.file.alpha * adapter.strength)
-            add_lora(network, LoraConfig(rank=rank, alpha=alpha, product=adapter.product), adapter.file.layers)
+            config = LoraConfig(rank=wanted.file.rank, alpha=abs(wanted.scaling) * wanted.file.rank, product=wanted.product)
+            add_lora(network, config, wanted.file.layers)
             network.train(network.training)
         for layer in lora_layers(network).values():
-            layer.scaling["default"] = adapter.scaling
-        load_lora(network, adapter.file.tensors, "default")
-        self.adapters[name] = adapter
+            layer.scaling["default"] = wanted.scaling
+        load_lora(network, wanted.file.tensors, "default")
+        self.adapters[name] = wanted
 
     def _strip(self, network: Any) -> None:
         """Take the adapters off, so that the network is as it was without."""
@@ -300,9 +322,10 @@ class ServedWeights:
     # Checksums and memory
 
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Return the checksum of the parameters of each network, and of each adapter as `<network>.lora`.
+        """Return the checksum of the parameters of each network, and of its adapters as `<network>.lora`.
 
-        Adapters are never merged, so the checksum of a network is that of its base weights.
+        Adapters are never merged, so the checksum of a network is that of its base weights. It is computed once per change,
+        whoever asks for it how often.
 
         Args:
             names: what to return, by default all; the checksum of another name is "not_found".
@@ -311,10 +334,14 @@ class ServedWeights:
         return {name: self._checksum(name) if name in known else UNKNOWN for name in (known if names is None else names)}
 
     def _checksum(self, name: str) -> str:
-        if name in self.networks:
-            return checksum(sorted(base_tensors(self.networks[name], parameters=True).items()))
-        network, adapter = self.networks[name.removesuffix(FACTORS)], self.adapters[name.removesuffix(FACTORS)]
-        return adapter_checksum(adapter_parameters(network, "default"), adapter.scaling)
+        if name not in self._sums:
+            network = self.networks[name.removesuffix(FACTORS)]
+            if name in self.networks:
+                self._sums[name] = checksum(sorted(base_tensors(network, parameters=True).items()))
+            else:
+                scaling = self.adapters[name.removesuffix(FACTORS)].scaling
+                self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
+        return self._sums[name]
 
     def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
         """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
@@ -349,16 +376,7 @@ class ServedWeights:
         return list(self.networks) if names is None else list(dict.fromkeys(names))
 
 
-def _checked(adapter: Adapter) -> Adapter:
-    """Return an adapter; raise RequestError if its scale is no number, or 0."""
-    if not math.isfinite(adapter.scaling) or adapter.scaling == 0:
-        raise RequestError(
-            400, f"alpha times strength is {adapter.scaling * adapter.file.rank:g}, expected another finite number than 0"
-        )
-    return adapter
-
-
-def _alike(left: Adapter, right: Adapter) -> bool:
+def _alike(left: Applied, right: Applied) -> bool:
     """Return whether two adapters differ in their numbers alone."""
     return (left.product, left.file.rank, left.file.layers) == (right.product, right.file.rank, right.file.layers)
 

@@ -2,9 +2,10 @@
 
 POST /update_weights_from_disk    {model_path, target_modules?, weight_version?, sha256?}
 POST /update_weights_from_tensor  {load_format: "fluvial_shared_files", serialized_named_tensors: [JSON of a bucket], ...}
-POST /v1/set_lora                 {lora_nickname, lora_path, target?, strength?, merge_mode?, lora_alpha?, weight_version?}
+POST /v1/set_lora                 {lora_nickname, lora_path?, target?, strength?, merge_mode?, lora_alpha?, weight_version?}
 POST /v1/merge_lora_weights       {target?, strength?, weight_version?}
 POST /v1/unmerge_lora_weights     {target?, weight_version?}
+POST /unload_lora_adapter         {lora_name, weight_version?}, as sglang's server of language models has it
 GET  /v1/list_loras
 POST /get_weights_checksum        {module_names?}
 POST /update_weights_from_tensor_checker  {target_module, expected_named_tensors_sha256}
@@ -15,8 +16,8 @@ sample is made by two versions of the weights.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,17 +26,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fluvial.engines.serve.asgi import RequestError, json_of
+from fluvial.engines.serve.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
 from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.wire.decode import WireError, convert
-from fluvial.engines.wire.weight_buckets import Text, shared_bucket
+from fluvial.engines.wire.weight_buckets import SHARED_FILES, Text, shared_bucket
 from fluvial.models.lora_layer import Product
 
 Result = TypeVar("Result")
 MOST_BYTES = 64_000_000  # of a request
 Version = Annotated[int, Meta(ge=0, le=2**53)]
 Digits = Annotated[str, Meta(pattern=r"^[0-9]{1,15}$")]  # as sglang's field is a text
-# One adapter at a time. (A tuple of one in a union with a text that has limits crashes msgspec 0.22.)
-One = Annotated[list[Text], Meta(min_length=1, max_length=1)]
+# One value for all adapters, or one per adapter. (A tuple in a union with a text that has limits crashes msgspec 0.22.)
+Several = Meta(min_length=1, max_length=MOST_LOADED)
+Strength = Annotated[float, Meta(ge=-1e3, le=1e3)]
+Alpha = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Names = Annotated[tuple[str, ...], Meta(max_length=4096)]
 # How an adapted layer multiplies its input. Neither writes into the base weights.
 PRODUCTS: dict[str, Product] = {"auto": "factors", "dynamic": "factors", "merge": "merged"}
@@ -56,10 +60,10 @@ class FromDisk(Change, frozen=True, kw_only=True):
 
 
 class FromTensors(Change, frozen=True, kw_only=True):
-    """A bucket of a push."""
+    """A bucket of a push; sglang's payloads are pickles, which are not read."""
 
-    load_format: Literal["fluvial_shared_files"]  # pickles are not read
-    serialized_named_tensors: tuple[str]
+    load_format: str | None = None
+    serialized_named_tensors: Annotated[list[str], Meta(min_length=1)]
 
 
 class ForAdapters(Change, frozen=True):
@@ -68,20 +72,37 @@ class ForAdapters(Change, frozen=True):
     target: str = "all"
 
 
-class SetLora(ForAdapters, frozen=True, kw_only=True):
-    """An adapter, in a file or a folder."""
+class SetLora(Change, frozen=True, kw_only=True):
+    """Adapters, in files or folders, that act together on their networks in place of those before."""
 
-    lora_nickname: Text | One
-    lora_path: Text | One | None = None  # without it, an adapter that was loaded before
-    strength: Annotated[float, Meta(ge=-1e3, le=1e3)] = 1.0
-    lora_alpha: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    lora_nickname: Text | Annotated[list[Text], Several]
+    lora_path: Text | Annotated[list[Text | None], Several] | None = None  # without it, an adapter that was loaded before
+    target: str | Annotated[list[str], Several] = "all"
+    strength: Strength | Annotated[list[Strength], Several] = 1.0
+    lora_alpha: Alpha | Annotated[list[Alpha | None], Several] | None = None
     merge_mode: Literal["auto", "dynamic", "merge"] | None = None
+
+
+class NamedAdapter(NamedTuple):
+    """One adapter of a request."""
+
+    nickname: str
+    path: str | None
+    target: str
+    strength: float
+    alpha: float | None
+
+
+class UnloadLora(Change, frozen=True, kw_only=True):
+    """Name of an adapter that is not needed any more."""
+
+    lora_name: Text
 
 
 class MergeLora(ForAdapters, frozen=True, kw_only=True):
     """Strength of the adapters that were set last."""
 
-    strength: Annotated[float, Meta(ge=-1e3, le=1e3)] = 1.0
+    strength: Strength = 1.0
 
 
 class Checker(Struct, frozen=True):
@@ -101,6 +122,10 @@ class NoFields(Struct, frozen=True):
     """A request whose fields are not read."""
 
 
+PICKLES = (
+    "serialized_named_tensors are pickles, and this server unpickles nothing: write safetensors to a folder that it reads "
+    "(--weights-root), and POST that to /update_weights_from_disk as model_path, or to /v1/set_lora as lora_path"
+)
 Between = Callable[[Callable[[], None]], Awaitable[None]]  # runs a function while no batch is sampled
 
 
@@ -123,6 +148,12 @@ class WeightRoutes:
 
     async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights."""
+        if asked.load_format != SHARED_FILES:
+            raise RequestError(400, PICKLES)
+        if len(asked.serialized_named_tensors) != 1:
+            raise RequestError(
+                400, f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket"
+            )
         try:
             bucket = shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
@@ -133,67 +164,76 @@ class WeightRoutes:
         return await self._changed(lambda: self.weights.exchange(staged), asked, f"{bucket.count} buckets")
 
     async def set_lora(self, asked: SetLora) -> dict[str, Any]:
-        """Take an adapter over, in the place of the one before."""
-        named = (asked.lora_nickname, asked.lora_path)
-        nickname, path = (each[0] if isinstance(each, list) else each for each in named)
-        product = PRODUCTS[asked.merge_mode or "auto"]
-        targets = self._targets(asked)
-        several = len(self.weights.networks) > 1 and len(targets) > 1
+        """Take adapters over, in the place of those before."""
+        named, product = _adapters_of(asked), PRODUCTS[asked.merge_mode or "auto"]
+        chosen = {each: self._targets(each.target) for each in named}
+        several = len(self.weights.networks) > 1
 
-        def read() -> dict[str, Any]:
-            if path is None:
-                known = self.weights.loaded_adapter
-                return {name: known(name, nickname=nickname, strength=asked.strength, product=product) for name in targets}
-            return {
-                name: self.weights.read_adapter(
-                    f"{path}/{name}" if several else path,
-                    name,
-                    nickname=str(nickname),
-                    strength=asked.strength,
-                    alpha=asked.lora_alpha,
-                    product=product,
-                )
-                for name in targets
-            }
+        def read(each: NamedAdapter, network: str) -> Adapter:
+            options: dict[str, Any] = {"nickname": each.nickname, "strength": each.strength, "alpha": each.alpha}
+            if each.path is None:
+                return self.weights.loaded_adapter(network, **options)
+            path = f"{each.path}/{network}" if several and len(chosen[each]) > 1 else each.path
+            return self.weights.read_adapter(path, network, **options)
 
-        adapters = await asyncio.to_thread(read)
-        return await self._changed(lambda: self.weights.adapt(adapters), asked, f"adapter {nickname} of {path}")
+        def wanted() -> dict[str, Applied | None]:
+            found = dict[str, Applied | None]()
+            for network in self.weights.networks:
+                own = [each for each in named if network in chosen[each]]
+                if len({each.nickname for each in own}) < len(own):
+                    raise RequestError(400, f"lora_nickname names an adapter of {network} twice, expected different ones")
+                if own:
+                    found[network] = applied([read(each, network) for each in own], product)
+            return found
+
+        adapters = await asyncio.to_thread(wanted)
+        what = ", ".join(f"{each.nickname} of {each.path or 'an earlier request'}" for each in named)
+        return await self._changed(lambda: self.weights.adapt(adapters), asked, f"adapter {what}")
 
     async def merge_lora(self, asked: MergeLora) -> dict[str, Any]:
         """Set the adapters that were set last, again with another strength."""
-        known = self.weights.loaded_adapter
+        last = self.weights.set_last
         again = {
-            name: known(name, nickname=None, strength=asked.strength, product=PRODUCTS["merge"])
-            for name in self._targets(asked)
+            name: last(name, strength=asked.strength, product=PRODUCTS["merge"]) for name in self._targets(asked.target)
         }
         return await self._changed(lambda: self.weights.adapt(again), asked, f"adapters of strength {asked.strength:g}")
 
     async def unmerge_lora(self, asked: ForAdapters) -> dict[str, Any]:
         """Take adapters off, so that the base weights remain."""
-        bare = dict.fromkeys(self._targets(asked))
+        bare = dict.fromkeys(self._targets(asked.target))
         return await self._changed(lambda: self.weights.adapt(bare), asked, "the base weights, without adapters")
 
+    async def unload_lora(self, asked: UnloadLora) -> dict[str, Any]:
+        """Take an adapter off, and forget it."""
+        name, left = asked.lora_name, self.weights.without(asked.lora_name)
+        found: dict[str, Any] = {"success": True, "status": "ok", "message": f"adapter {name} is unloaded"}
+        if left:
+            found = await self._changed(lambda: self.weights.adapt(left), asked, f"the weights without adapter {name}")
+        self.weights.forget(name)
+        return {**found, "error_message": None, "loaded_adapters": self._loaded(), "weight_version": self.weights.version}
+
     async def list_loras(self, asked: NoFields) -> dict[str, Any]:
-        """Return the adapters, one per network at most."""
+        """Return the adapters that are loaded, and those that act on each network."""
         active = {
             name: [
                 {
-                    "nickname": each.nickname,
-                    "nicknames": [each.nickname],
-                    "path": each.path,
+                    "nickname": ",".join(part.nickname for part in each.adapters),
+                    "nicknames": [part.nickname for part in each.adapters],
+                    "path": ",".join(part.path for part in each.adapters),
                     "merged": False,
                     "mode": "unmerged",
-                    "strength": each.strength,
-                    "strengths": [each.strength],
+                    "strength": each.adapters[0].strength,
+                    "strengths": [part.strength for part in each.adapters],
                 }
             ]
             for name, each in self.weights.adapters.items()
         }
-        loaded = {each.nickname: each.path for each in self.weights.loaded.values()}
-        return {
-            "loaded_adapters": [{"nickname": nickname, "path": path} for nickname, path in loaded.items()],
-            "active": active,
-        }
+        loaded = [{"nickname": nickname, "path": path} for nickname, path in self._loaded().items()]
+        return {"loaded_adapters": loaded, "active": active}
+
+    def _loaded(self) -> dict[str, str]:
+        """Return the paths of the loaded adapters by nickname."""
+        return {each.nickname: each.path for each in self.weights.loaded.values()}
 
     async def checksums(self, asked: Checksums) -> dict[str, Any]:
         """Return the checksums of networks and adapters."""
@@ -225,12 +265,26 @@ class WeightRoutes:
         await self.between(make)
         return {"success": True, "status": "ok", "message": f"serving {what}", "weight_version": weights.version}
 
-    def _targets(self, asked: ForAdapters) -> list[str]:
+    def _targets(self, target: str) -> list[str]:
         """Return the networks whose adapters change."""
         names = list(self.weights.networks)
-        if asked.target not in ("all", *names):
-            raise RequestError(400, f"target is {asked.target[:60]!r}, expected one of all, {', '.join(names)}")
-        return names if asked.target == "all" else [asked.target]
+        if target not in ("all", *names):
+            raise RequestError(400, f"target is {target[:60]!r}, expected one of all, {', '.join(names)}")
+        return names if target == "all" else [target]
+
+
+def _adapters_of(asked: SetLora) -> list[NamedAdapter]:
+    """Return the adapters of a request, where one value stands for all; raise RequestError for other numbers of them."""
+    nicknames = asked.lora_nickname if isinstance(asked.lora_nickname, list) else [asked.lora_nickname]
+    columns: list[Sequence[Any]] = [nicknames]
+    for field in ("lora_path", "target", "strength", "lora_alpha"):
+        value = getattr(asked, field)
+        if isinstance(value, list) and len(value) != len(nicknames):
+            raise RequestError(400, f"{field} has {len(value)} items, expected {len(nicknames)}, one per lora_nickname")
+        columns.append(value if isinstance(value, list) else [value] * len(nicknames))
+    if isinstance(asked.lora_path, str) and len(nicknames) > 1:
+        raise RequestError(400, f"lora_path is one for {len(nicknames)} adapters, expected one each, or null")
+    return [NamedAdapter(*row) for row in zip(*columns, strict=True)]
 
 
 def control_routes(routes: WeightRoutes) -> list[Route]:
@@ -241,6 +295,7 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
         "/v1/set_lora": (routes.set_lora, SetLora),
         "/v1/merge_lora_weights": (routes.merge_lora, MergeLora),
         "/v1/unmerge_lora_weights": (routes.unmerge_lora, ForAdapters),
+        "/unload_lora_adapter": (routes.unload_lora, UnloadLora),
         "/update_weights_from_tensor_checker": (routes.check, Checker),
         "/get_weights_checksum": (routes.checksums, Checksums),
     }

@@ -1,4 +1,4 @@
-"""Four faults, each planted into a run: the checks of `dry_runs.check` find every one."""
+"""Faults, each planted into a run: the checks of `dry_runs.check` find every one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,6 +54,24 @@ def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "test_faults.py" in reads[0].line
     assert reads[0].times >= RECIPES["grpo"]().rollout.steps
     with pytest.raises(AssertionError, match="reads of the update"):
+        check(report)
+
+
+def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its line, in the rollout and in the update."""
+
+    def around(predict: Predict) -> Predict:
+        def scaled(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return predict(self, module, x, *args, **kwargs) * torch.ones(x.shape[-1]).to(x.device)
+
+        return scaled
+
+    planted(monkeypatch, around)
+    report = dry_run(RECIPES["grpo"]())
+    for name in ("rollout", "update"):
+        lines = [wait.line for wait in report.phase(name).waits if wait.kind == "blocking copy to the device"]
+        assert "test_faults.py" in lines[0]
+    with pytest.raises(AssertionError, match="blocking copies"):
         check(report)
 
 

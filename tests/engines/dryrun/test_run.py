@@ -1,20 +1,27 @@
 """Dry runs of every recipe and adapter, on 1 and 8 ranks: nothing fails, and what fluvial promises holds."""
 
+import io
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_pipelines
-from dry_runs import check, gathers
+from dry_runs import LENGTHS, between, check, gathers, reductions, simulations
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
+from fluvial.engines.dryrun.passes import Repeated
 from fluvial.engines.dryrun.report import Report, draw
-from fluvial.engines.dryrun.run import dry_run
+from fluvial.engines.dryrun.run import _given, dry_run
+from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.simulate.collectives import called
 from fluvial.engines.simulate.device import GIB, Accelerator
+from fluvial.engines.simulate.mode import SimulatedMode
 from fluvial.engines.train.config import AsyncConfig, PipelineConfig, TrainConfig
+from fluvial.engines.train.job import of_run
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.models.handwriting import BASE
 
@@ -31,20 +38,34 @@ def recipe(name: str) -> TrainConfig:
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_runs(name: str, ranks: int) -> None:
-    """With one read-back per update and no read in the rollout."""
-    check(dry_run(recipe(name), ranks=ranks))
+    """With one read-back per update, no blocking copy, and one read per rollout, of how diverse its samples are."""
+    with simulations() as found:
+        check(dry_run(recipe(name), ranks=ranks))
+    waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
+    assert waits in ({}, {("_local_scalar_dense", "engines/train/monitoring/diagnostics.py"): 1}), waits
+
+
+def adapter(name: str, folder: Path) -> TrainConfig:
+    """Return the run of a tiny pipeline that is saved into a folder."""
+    saved = tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
+    config = RECIPES["ddpo" if name in ("sd1", "sdxl") else "grpo"](str(saved))
+    pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
+    return replace(config, train="lora", micro_batch=2, update_micro_batch=None, pipeline=pipeline)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("name", [name for name, row in tiny_pipelines.ROWS.items() if not row.variant])
 def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     """Its text encoders, network and VAE, from their settings."""
-    folder = tiny_pipelines.save(tiny_pipelines.ROWS[name], tmp_path / name)
-    height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
-    config = RECIPES["ddpo" if name in ("sd1", "sdxl") else "grpo"](str(folder))
-    pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=tmp_path / "texts")
-    report = dry_run(replace(config, train="lora", micro_batch=2, update_micro_batch=None, pipeline=pipeline), ranks=ranks)
+    config = adapter(name, tmp_path)
+    with simulations() as found:
+        report = dry_run(config, ranks=ranks)
     check(report)
+    assert config.pipeline.text_cache is not None
+    assert not config.pipeline.text_cache.exists(), "prompts without values are in the run's own cache"
+    reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
+    assert [wait.line.split(":")[0] for wait in reads] == ["engines/train/monitoring/diagnostics.py"], reads
     assert report.phase("decode").operations > 0
     assert report.phase("rollout").flops > 0
 
@@ -54,7 +75,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "block": {"checkpointing": "block"},
     "phases": {"offload": "phases"},
     "always": {"offload": "always"},
-    "context": {"context_parallel": 2},
     "hybrid": {"replicas": 2},
     "every": {"grad_sync": "every"},
 }
@@ -71,6 +91,16 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
         assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
 
 
+def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
+    """Each computes with half of them, so its passes are shorter."""
+    config = adapter("qwen-image", tmp_path)
+    alone = dry_run(config, ranks=8)
+    shared = dry_run(replace(config, engine=replace(config.engine, context_parallel=2)), ranks=8)
+    assert shared.error is None
+    assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
+    assert shared.phase("rollout").flops < alone.phase("rollout").flops
+
+
 def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     """Their thread is simulated too, and their peak is added to the update's."""
     config = replace(RECIPES["nft"](), asynchronous=AsyncConfig(ahead=1))
@@ -79,6 +109,54 @@ def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     assert ahead.concurrent > 0
     assert ahead.peak > alone.peak
     assert ahead.phase("rollout").flops > 0
+
+
+def test_lengths_of_prompts_are_read_once_for_all_steps_of_a_chunk(tmp_path: Path) -> None:
+    """Twice as many steps read as often."""
+    config = adapter("z-image", tmp_path)
+    reads = []
+    for steps in (config.rollout.steps, 2 * config.rollout.steps):
+        report = dry_run(replace(config, rollout=replace(config.rollout, steps=steps)))
+        check(report)
+        reads.append(sum(wait.times for wait in report.phase("rollout").waits if wait.line.startswith(LENGTHS)))
+    assert reads[0] == reads[1] > 0
+
+
+def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree which of two experts run, where they share them: in the passes of the main thread.
+
+    A collective of the thread of rollouts could meet one of the main thread of another rank.
+    """
+    collective, found = SimulatedMode._collective, list[tuple[str, str]]()
+
+    def noted(mode: SimulatedMode, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
+        if (call := called(func, args, kwargs)) is not None:
+            found.append((threading.current_thread().name, call.name))
+        return collective(mode, func, args, kwargs, fake=fake)
+
+    monkeypatch.setattr(SimulatedMode, "_collective", noted)
+    config = adapter("wan-experts", tmp_path)
+    config = replace(config, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
+    report = dry_run(config, ranks=8)
+    assert report.error is None
+    assert report.phase("rollout").flops > 0
+    assert "rollouts" not in {thread for thread, _ in found}
+    update = [each for each in report.phase("update").communication if each.line.startswith("models/routing.py")]
+    assert [each.name for each in update] == ["all_reduce"]
+    assert update[0].calls >= 2  # of two micro-batches, and of the correction's passes
+
+
+def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) -> None:
+    """The chunks of a rollout are decoded while the parameters are gathered for the next one; comm=reshard frees them."""
+    config = adapter("sd3", tmp_path)
+    sharded = replace(config, train="full", optimizer=replace(config.optimizer, lr=1e-4))
+    keep, reshard = (
+        dry_run(replace(sharded, engine=replace(config.engine, comm=comm)), ranks=8).phase("decode")
+        for comm in ("keep", "reshard")
+    )
+    assert keep.peak > reshard.peak
+    held = sum(line.bytes for line in keep.lines if "fsdp" in line.line)
+    assert held > 0.5 * (keep.peak - reshard.peak)
 
 
 def test_gathers_of_an_update_are_those_promised() -> None:
@@ -92,12 +170,51 @@ def test_gathers_of_an_update_are_those_promised() -> None:
     assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
 
 
+COMPARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo with a KL": ("grpo", {"coef": 0.1}),
+    "grpo with an EMA-KL": ("grpo", {"ema_coef": 0.1}),
+    "grpo with both": ("grpo", {"coef": 0.1, "ema_coef": 0.1}),
+    "dppo with a KL": ("dppo", {"coef": 0.1}),
+    "guard with a KL": ("guard", {"coef": 0.1}),
+    "nft": ("nft", {}),
+    "nft with a KL": ("nft", {"coef": 0.1}),
+    "awm": ("awm", {}),
+    "dgpo": ("dgpo", {}),
+    "dgpo with a KL": ("dgpo", {"coef": 0.1}),
+    "crd": ("crd", {}),
+    "dpo": ("dpo", {}),
+}
+
+
+def comparing(name: str) -> TrainConfig:
+    """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
+    base, kl = COMPARING[name]
+    config = replace(RECIPES[base](), epochs=1, minibatches=1)
+    engine = replace(config.engine, replicas=1, compute="bfloat16")
+    return replace(config, kl=replace(config.kl, **kl), engine=engine)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_an_update_that_compares_policies_gathers_each_unit_once(name: str) -> None:
+    """For the predictions of the other policies and its own passes together; gradients are reduced once, too."""
+    report = dry_run(comparing(name), ranks=8)
+    check(report, units=UNITS["handwriting"])
+    assert reductions(report.phase("update")) == UNITS["handwriting"]
+
+
+def test_a_reference_of_its_own_is_gathered_once_besides_the_policy() -> None:
+    """With full fine-tuning, and not at the same time."""
+    config = replace(comparing("grpo with a KL"), train="full")
+    report = dry_run(config, ranks=8)
+    check(report, units=2 * UNITS["handwriting"])
+
+
 def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
     """Each with every phase, and with what is not simulated."""
     report = dry_run(RECIPES["grpo"](), ranks=8)
     names = ["build", "rollout", "decode", "rewards", "update", "evaluation", "checkpoint"]
     assert [phase.name for phase in report.phases] == names
-    console = Console(width=200, record=True, file=(tmp_path / "console").open("w"))
+    console = Console(width=200, record=True, file=io.StringIO())
     report.show(console)
     text = console.export_text()
     assert all(name in text for name in (*names, "Not simulated", "NCCL", "overlap", "kernels", "allocator"))
@@ -106,6 +223,22 @@ def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
     assert record["checkpoint"]["bytes_of_rank"] < record["checkpoint"]["bytes"]
     draw(report, tmp_path / "memory.svg")
     assert "<svg" in (tmp_path / "memory.svg").read_text()
+
+
+def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak, FLOPs, collectives and host waits, with text encoders and parameters that are gathered in every pass."""
+    config = adapter("sd3", tmp_path)
+    config = replace(config, train="full", engine=replace(config.engine, comm="reshard"))
+    short = dry_run(config, ranks=2)
+    monkeypatch.setattr(Repeated, "_of", lambda self, kind, call: call())
+    whole = dry_run(config, ranks=2)
+    for phase in ("rollout", "update", "evaluation"):
+        found, expected = short.phase(phase), whole.phase(phase)
+        assert (found.flops, found.calls, found.sent) == (expected.flops, expected.calls, expected.sent)
+        # Keys of the prompt are not kept on paper, which are much of what a network as small as this one holds.
+        assert found.peak == pytest.approx(expected.peak, rel=0.06)
+        assert sorted(found.waits) == sorted(expected.waits)
+    assert short.phase("rollout").calls > 0
 
 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
@@ -118,6 +251,23 @@ def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     assert stored[0] == 0
     assert stored[1] > 0
     assert reports[1].micro_batches == pytest.approx(10 * reports[0].micro_batches, rel=0.5)
+
+
+def test_a_reward_that_needs_other_prompts_is_named(tmp_path: Path) -> None:
+    """Where a run names none, prompts are stand-ins, without records that some rewards need; other errors end the run."""
+
+    def needs_records(images: Any, prompts: Any) -> Any:
+        raise KeyError("objects")
+
+    def broken(images: Any, prompts: Any) -> Any:
+        raise RuntimeError("a tensor on another device")
+
+    config = adapter("sd3", tmp_path)
+    for reward, ends in ((needs_records, False), (broken, True)):
+        given = _given(config, tmp_path, [])
+        report = dry_run(given, replace(of_run(given), rewards={"mine": reward}))
+        assert (report.error is not None) == ends
+        assert any("the reward mine, which needs other prompts ('objects')" in note for note in report.notes) != ends
 
 
 def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,6 +317,57 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
         assert torch.equal(tensor, stepped[name])
 
 
+def gathered_units(trained: Engine) -> int:
+    """Return how many units hold gathered parameters: those whose own are not shards."""
+    own = [next(iter(unit.parameters(recurse=True))) for unit in trained.sharded.units]
+    return sum(not isinstance(parameter, DTensor) for parameter in own)
+
+
+@pytest.mark.parametrize("offload", ["none", "always"])  # whole copies, and FSDP2
+def test_what_inference_gathers_stays_for_the_update_that_follows(one: World, offload: str) -> None:
+    """With comm=keep within `gathered_once`; the bits are the same, and nothing stays after the update or an error."""
+    items, weight = data(4)
+    plain, trained = (engine(one, sharding={"offload": offload}, ema_decay=0.9) for _ in range(2))
+    for number in range(2):
+        with plain.inference() as module:
+            expected = module(items["x"])
+        assert gathered_units(plain) == 0
+        plain.update(items, squared(plain.module), weight, count=4, micro_batch=2, pad_to=4)
+        with trained.gathered_once():
+            with trained.inference() as module:
+                assert torch.equal(module(items["x"]), expected), number
+            assert gathered_units(trained) > 0
+            trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
+            assert gathered_units(trained) == 0
+    for name, tensor in full(trained).items():
+        assert torch.equal(tensor, full(plain)[name]), name
+    with plain.inference(average=True) as module:
+        averaged = module(items["x"])
+
+    def ended() -> None:
+        with trained.gathered_once():
+            with trained.inference() as module:
+                module(items["x"])
+            with trained.inference(average=True) as module:  # written to shards that were gathered before
+                assert torch.equal(module(items["x"]), averaged)
+            with trained.inference() as module:
+                module(items["x"])
+            raise RuntimeError("ends")
+
+    with pytest.raises(RuntimeError, match="ends"):
+        ended()
+    assert gathered_units(trained) == 0
+
+
+def test_nothing_stays_gathered_with_reshard(one: World) -> None:
+    """Its promise is that parameters of two blocks are gathered at most."""
+    trained = engine(one, comm="reshard", sharding={"offload": "always"})
+    with trained.gathered_once():
+        with trained.inference() as module:
+            module(data(4)[0]["x"])
+        assert gathered_units(trained) == 0
+
+
 def test_diagnostics_by_part_change_no_bit(one: World) -> None:
     """Of the weights, and of the other numbers."""
     items, weight = data(7)

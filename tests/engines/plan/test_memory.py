@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.check import measure
-from fluvial.engines.plan.memory import Accounting, Activations, LiveStorages, account, activations
+from fluvial.engines.plan.memory import Accounting, LiveStorages, Stretch, account, activations
 from fluvial.models.lora import LoraConfig, add_lora
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
     """To the byte: weights, moments, average and gradients."""
     config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
     shapes = net(train, meta=True)
-    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": Activations(0)}
+    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [Stretch(0, 0)]}
     paper = account(shapes, list(shapes.blocks), ranks=1, **options)
     module = net(train, meta=False)
     engine = Engine(module, list(module.blocks), config, one, updates=5, sharding=sharding)
@@ -122,6 +122,10 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
     measured = measure(engine, items, weight, squared(module), micro_batch=2)
     for kind in ("parameters", "buffers", "moments", "average", "gradients"):
         assert paper._asdict()[kind] == measured._asdict()[kind], kind
+
+
+# Of two blocks, backwards: the gradients of the second are there first.
+STRETCHES = [Stretch(1, 1000, 960, backward=True, reduces=True), Stretch(0, 990, 900, backward=True, reduces=True)]
 
 
 def on_paper(
@@ -136,7 +140,7 @@ def on_paper(
         engine=EngineConfig(**lies),
         device=CPU,
         ranks=ranks,
-        activations=Activations(1000, after=960, later=990),
+        activations=STRETCHES,
         trajectory=100,
         micro_batches=micro_batches,
         reference=reference,
@@ -199,6 +203,21 @@ def test_each_setting_changes_what_it_should() -> None:
         on_paper(ranks=3, replicas=2)
 
 
+def test_with_reshard_the_block_that_computes_is_gathered() -> None:
+    """And what it arrived in; backwards the next one. So the highest activations need not be in the highest sum."""
+    blocks = [nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)]
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(), "engine": EngineConfig(comm="reshard"), "device": CPU}
+
+    def highest(stretches: list[Stretch], **more: Any) -> tuple[int, int]:
+        found = account(nn.Sequential(*blocks), blocks, ranks=2, activations=stretches, **options, **more)
+        return found.gathered, found.activations
+
+    forward = [Stretch(0, 200), Stretch(1, 90), Stretch(2, 210)]
+    assert highest(forward, phase="rollout") == (4 * 2 * 32, 90)
+    backward = [stretch._replace(backward=True) for stretch in forward[::-1]]
+    assert highest(backward) == (4 * (8 + 32), 210)
+
+
 def test_a_rollout_holds_no_gradients() -> None:
     """With offload in phases neither moments nor average nor a reference."""
     rollout = on_paper(phase="rollout")
@@ -235,7 +254,7 @@ def live(count: int, *, grad: bool = True, **lies: Any) -> int:
         (n, p.dtype, p.grad) for n, p in before.named_parameters()
     ]
     assert not any("forward" in vars(unit) for unit in module.modules())
-    return found.peak
+    return max(stretch.peak for stretch in found)
 
 
 def test_activations_grow_with_the_blocks_by_what_they_save() -> None:

@@ -13,7 +13,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.check import compare
-from fluvial.engines.plan.memory import Activations, account
+from fluvial.engines.plan.memory import Stretch, account
 from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
 from fluvial.models.shapes import MODELS, blocks
 
@@ -89,7 +89,7 @@ def test_more_gpus_never_take_more_on_each(name: str) -> None:
             engine=EngineConfig(**lies),
             device=torch.device("cuda"),
             ranks=gpus,
-            activations=Activations(0),
+            activations=[Stretch(0, 0)],
         ).total
 
     totals = [[total(gpus, lies) for gpus in (1, 2, 8, 64)] for lies in LESS]

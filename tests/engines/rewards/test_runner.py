@@ -1,13 +1,16 @@
 """Reward threads: what a failing call costs, which samples keep their scores, and when a reward is not called any more."""
 
 import math
+import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
@@ -175,3 +178,22 @@ def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
     assert not found.problems
     assert other.problems
     assert not runners.collect().scores.numel()
+
+
+def test_the_thread_of_a_reward_computes_on_the_device_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has the first device of the machine, whatever the rank's main thread has."""
+    of_thread, seen = threading.local(), list[int]()
+    module = SimpleNamespace(set_device=lambda device: setattr(of_thread, "index", torch.device(device).index))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    def reward(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        seen.append(getattr(of_thread, "index", 0))
+        return [0.0] * len(prompts)
+
+    with FakeTensorMode():
+        images = torch.zeros(2, 1, 4, 4, device="cuda:3")
+    runner = RewardRunner(reward)
+    runner.submit(images, as_prompts(["a", "b"]))
+    runner.collect()
+    runner.close()
+    assert seen == [3]

@@ -1,35 +1,43 @@
-"""Scripts of `engines/run/README.md` as their parsers read them, and a run on a local Ray."""
+"""Scripts of `engines/run/README.md` as their parsers read them, and runs on a local Ray."""
 
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import wheels
 import yaml
 
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.serve import ServeConfig
+from fluvial.engines.run import on_ray
 from fluvial.engines.train import recipes
 
-README = Path(__file__).parents[3] / "engines" / "run" / "README.md"
-# Two ranks train on samples of one server; the summary says that its log-probs were the trainer's.
-ON_RAY = """
+ROOT = Path(__file__).parents[3]
+README = ROOT / "engines" / "run" / "README.md"
+RUNS = ROOT / "tests" / "workers" / "ray_runs.py"
+# SkyPilot's own parser. Packages that it imports for clouds and its server, and that are not installed, are stand-ins.
+SKYPILOT = """
 import sys
-import ray
-from fluvial.engines.run import on_ray
+import wheels
 
-ray.init(num_cpus=4)
-train = sys.argv[1].split()
-on_ray.run(train, ["handwriting"], ranks=2, servers=1, gpus=False)
+sys.meta_path.append(wheels.StandIns(
+    "aiohttp", "aiosqlite", "alembic", "cachetools", "casbin", "colorama", "fastapi", "httpx", "ijson", "paramiko",
+    "passlib", "prettytable", "prometheus_client", "psycopg2", "sqlalchemy", "sqlalchemy_adapter",
+))
+from sky.exceptions import InvalidSkyPilotConfigError
+from sky.task import Task
+try:
+    task = Task.from_yaml(sys.argv[1])
+except (ValueError, InvalidSkyPilotConfigError) as error:
+    sys.exit(f"refused: {error}")
+(resources,) = task.resources
+print(task.num_nodes, resources.cloud, resources.accelerators, task.volumes, [*task.envs])
 """
-SMALL = (
-    "grpo --updates 2 --minibatches 1 --micro-batch 4 --eval-every 0 --eval-samples 8 --final-samples 8 --rollout.prompts 2 "
-    "--rollout.group 4 --rollout.steps 4 --rollout.window random --rollout.window.size 2 --rollout.window.high 3"
-)
 
 
 def blocks(language: str) -> list[str]:
@@ -37,15 +45,22 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the service and the job of Kubernetes' file."""
+    service, job = yaml.safe_load_all(blocks("yaml")[1])
+    return service, job
+
+
 def scripts() -> list[str]:
-    """Return all shell scripts: blocks, and the parts of SkyPilot's file."""
-    (task,) = map(yaml.safe_load, blocks("yaml"))
-    return [*blocks("bash"), task["setup"], task["run"]]
+    """Return all shell scripts: blocks, and the parts of SkyPilot's and Kubernetes' files."""
+    task, (_, job) = yaml.safe_load(blocks("yaml")[0]), kubernetes()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return [*blocks("bash"), task["setup"], task["run"], *container["args"]]
 
 
 def test_scripts_are_read_by_bash(tmp_path: Path) -> None:
     found = scripts()
-    assert len(found) == 4
+    assert len(found) == 5
     for script in found:
         (tmp_path / "script").write_text(script)
         done = subprocess.run(["bash", "-n", str(tmp_path / "script")], capture_output=True, text=True, check=False)
@@ -63,29 +78,77 @@ def test_flags_in_scripts_are_fluvials() -> None:
             used = {word for word in re.split(r"[\s'\"]+", rest) if word.startswith("--")}
             assert used <= known[command]
             counted += len(used)
-    assert counted > 15
-
-
-def test_skypilots_file_and_slurms_options_are_well_formed() -> None:
-    (task,) = map(yaml.safe_load, blocks("yaml"))
-    assert task.keys() == {"name", "workdir", "num_nodes", "resources", "volumes", "envs", "setup", "run"}
-    (slurm,) = (script for script in blocks("bash") if "#SBATCH" in script)
-    lines = slurm.splitlines()
-    options = [line for line in lines if line.startswith("#SBATCH")]
-    assert lines[0] == "#!/bin/bash"
-    assert lines[1 : 1 + len(options)] == options  # sbatch reads no option after the first command
-    assert all(re.fullmatch(r"#SBATCH --[a-z-]+=\S+", option) for option in options)
+    assert counted >= 20
 
 
 @pytest.mark.long
-def test_a_run_on_a_local_ray(tmp_path: Path) -> None:
+def test_slurms_options_are_sbatchs() -> None:
+    """Known to simple_slurm, which has the names of sbatch's options, and placed where sbatch reads them."""
+    (slurm,) = (script for script in blocks("bash") if "#SBATCH" in script)
+    lines = slurm.splitlines()
+    options = [re.fullmatch(r"#SBATCH --([a-z-]+)=(\S+)", line) for line in lines if line.startswith("#SBATCH")]
+    assert lines[0] == "#!/bin/bash"
+    assert all(line.startswith("#SBATCH") for line in lines[1 : 1 + len(options)])  # none is read after the first command
+    names = wheels.install("simple_slurm", "0.3.6") / "simple_slurm" / "arguments.txt"
+    known = {line.split(",")[0].replace("_", "-") for line in names.read_text().split()}
+    assert {option[1] if option else None for option in options} <= known
+
+
+@pytest.mark.long
+def test_skypilots_file_is_a_task(tmp_path: Path) -> None:
+    """As `sky launch` reads it, and a field that it does not know is refused."""
+    folder = wheels.install("skypilot", "0.14.1", "sky")
+    paths = os.pathsep.join(map(str, (folder, Path(wheels.__file__).parent, *sys.path[1:])))
+    environment = {**os.environ, "PYTHONPATH": paths, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    (right, wrong), text = (tmp_path / "right.yaml", tmp_path / "wrong.yaml"), blocks("yaml")[0]
+    right.write_text(text)
+    wrong.write_text(text.replace("num_nodes", "nodes"))
+    command = [sys.executable, "-P", "-W", "ignore", "-c", SKYPILOT]
+    read, refused = (
+        subprocess.run([*command, str(path)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        for path in (right, wrong)
+    )
+    expected = "2 Kubernetes {'H100': 8} {'/runs': 'fluvial-runs'} ['MODEL']"
+    assert (read.returncode, read.stdout.splitlines()[-1:]) == (0, [expected]), read.stderr[-2000:]
+    assert (refused.returncode, "nodes" in refused.stderr) == (1, True), refused.stderr[-2000:]
+
+
+@pytest.mark.long
+def test_kubernetes_file_has_the_fields_of_its_api() -> None:
+    """Models of Kubernetes' own Python client, which accept no other field and no other type."""
+    pydantic = pytest.importorskip("pydantic")
+    wheels.empty_packages(wheels.install("kubernetes", "37.0.2"), ("kubernetes", "kubernetes.client"))
+    models = wheels.module("kubernetes.client.models")
+    service, job = kubernetes()
+    assert models.V1Service.model_validate(service).spec.cluster_ip == "None"  # headless
+    pods = models.V1Job.model_validate(job).spec.template.spec
+    assert (pods.subdomain, service["spec"]["selector"]["job-name"]) == (
+        service["metadata"]["name"],
+        job["metadata"]["name"],
+    )
+    assert {mount.name for mount in pods.containers[0].volume_mounts} == {volume.name for volume in pods.volumes}
+    job["spec"]["paralellism"] = job["spec"].pop("parallelism")
+    with pytest.raises(pydantic.ValidationError, match="paralellism"):
+        models.V1Job.model_validate(job)
+
+
+@pytest.mark.long
+def test_runs_on_a_local_ray(tmp_path: Path) -> None:
+    """Two ranks train on samples of a server, whose log-probs are the trainer's; a killed worker ends a run in one line."""
     pytest.importorskip("ray.train")
-    train = shlex.join([*SMALL.split(), "--out", str(tmp_path / "run")])
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-c", ON_RAY, train]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-P", str(RUNS), str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((out / "whole" / "summary.json").read_text())
     assert (summary["updates"], summary["train_samples"], summary["first_pass_max_abs_log_ratio"]) == (2, 16, 0.0)
-    source = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert "http://127.0.0.1:" in json.dumps(source)
+    assert "http://127.0.0.1:" in (out / "whole" / "config.json").read_text()
+    assert not (out / "whole" / "warnings.txt").exists()
+    found = json.loads((out / "found.json").read_text())
+    assert re.fullmatch(r"rank [01]: .+", found["line"])  # a line: `.` is no line break
+    assert found["left"] == []
+
+
+def test_the_example_on_ray_is_short() -> None:
+    assert len(Path(on_ray.__file__).read_text().splitlines()) <= 60

@@ -15,6 +15,7 @@ from fluvial.engines.run.run_folder import RunFolder, claim, finite, write_json
 
 UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
 EVALUATION = {"update": 1, "exact": {"heldout": 0.5}, "drift": 0.01}
+HANDSHAKE = {"update": 0, "handshake": {"servers": ["http://127.0.0.1:30000"], "kind": "fluvial", "sigmas": [1.0, 0.0]}}
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -35,6 +36,18 @@ def test_a_record_is_a_line_of_json_and_a_point_of_each_tag(tmp_path: Path) -> N
     tags = {"update", "loss", "grad_norm", "reward/mean", "reward/std", "diversity", "exact/heldout", "drift"}
     assert set(events.Tags()["scalars"]) == tags
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_texts_in_a_record_are_no_points_of_a_tracker(tmp_path: Path) -> None:
+    """Records of servers hold addresses; their tracker does not fail."""
+    folder = RunFolder(tmp_path, {})
+    folder.log(dict(HANDSHAKE))
+    folder.close()
+    assert records(tmp_path) == [HANDSHAKE]
+    assert not (tmp_path / "warnings.txt").exists()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"update", "handshake/sigmas/0", "handshake/sigmas/1"}
 
 
 def test_a_number_that_json_lacks_is_null_and_no_point(tmp_path: Path) -> None:

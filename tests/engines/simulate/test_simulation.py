@@ -131,6 +131,15 @@ def test_results_on_the_host_are_those_of_equal_ranks() -> None:
         assert total.tolist() == [3, 3]
 
 
+def test_large_tensors_of_the_host_can_be_sent_to_other_ranks() -> None:
+    """They are fake, too, and arrive as zeros: images that an evaluation shows."""
+    with simulate(ranks=2) as simulation:
+        images = torch.ones(2, 3, 1024, 1024, device=simulation.world.device).cpu()
+        found = simulation.world.gather_items((images * 255).byte())
+        assert [(tuple(each.shape), each.dtype) for each in found] == [((2, 3, 1024, 1024), torch.uint8)] * 2
+        assert not any(each.any() for each in found)
+
+
 def update(simulation: Simulation, **options: Any) -> Engine:
     """Take two updates of two micro-batches of a small network, and return its engine."""
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))

@@ -27,7 +27,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
 from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
 from fluvial.engines.rollout.generate import Chunk, Guidance
-from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.rollout.samplers import Ode, Stochastic
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import Branches, RandomWindow
 from fluvial.engines.sources import servers
@@ -242,24 +242,6 @@ def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -
     assert "\n" not in str(caught.value)
 
 
-def test_what_no_server_can_do_is_refused(one: World) -> None:
-    """A function of this process is not known elsewhere."""
-    other = replace(STEPS, sampler=Ode("unipc"))
-    for rollout in (
-        replace(STEPS, step_cache=0.1, window=RandomWindow(2)),
-        replace(STEPS, sampler=Stochastic(bound, eta=0.5)),
-        replace(STEPS, sampler=SaSolver()),
-        other,
-    ):
-        with pytest.raises(UsageError, match=r"rollout\.(step_cache|sampler|sampler\.solver) is .*servers"):
-            served(FakeRollouts(net()), world=one, rollout=rollout).__enter__()
-
-
-def bound(level: Any, level_next: Any, *, eta: float) -> Any:
-    """Raise: a sampler of one's own that nobody calls."""
-    raise AssertionError
-
-
 def hang_up(handler: Any) -> None:
     """End the connection in the middle of a reply, as a killed server does."""
     handler.send_response(200)
@@ -459,8 +441,8 @@ def test_a_server_with_another_policy_is_left_out(one: World) -> None:
         assert [server.address for server in source.pool.servers] == addresses[1:]
         inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
         plan = made.plan
-        finals = [chunk.trajectory.final for chunk in chunks(inside, plan)]
-        assert torch.equal(made.samples.trajectory.final, torch.cat(finals))
+        ends = [chunk.trajectory.x_next for chunk in chunks(inside, plan)]
+        assert torch.equal(made.samples.trajectory.x_next, torch.cat(ends))
         assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
         good.module = bad.module
         with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):

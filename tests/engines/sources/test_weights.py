@@ -1,6 +1,7 @@
 """Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import asgi
 import pytest
 import torch
 from tiny_jobs import Tiny
-from torch import nn
+from torch import Tensor, nn
 from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
 
 from fluvial.engines.errors import RunError, UsageError
@@ -17,7 +18,8 @@ from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.sources.weight_sync import WeightSync
-from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, use_adapter
+from fluvial.engines.wire.weight_buckets import Checksum
+from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
 from fluvial.models.pipelines.wan import EXPERTS
 
@@ -349,3 +351,51 @@ def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -
         WeightSync(one, folder=tmp_path / "file" / "x")
     with pytest.raises(RunError, match="no server took the weights of update 1: there is none"):
         WeightSync(one, folder=tmp_path).push(lora, 1, [])
+
+
+@pytest.mark.parametrize("train", ["all", "adapter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_hashed_once_per_push(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, train: str, dtype: torch.dtype
+) -> None:
+    """However many servers there are; the base, which an adapter leaves as it is, once per run."""
+    hashed, add = list[str](), Checksum.add
+
+    def counted(self: Checksum, name: str, tensor: Tensor) -> None:
+        hashed.append(name)
+        add(self, name, tensor)
+
+    engine = engine_of(adapted(base()) if train == "adapter" else base(), one)
+    servers = [served(tmp_path, name=f"served{number}", dtype=dtype) for number in range(3)]
+    sync = WeightSync(one, folder=tmp_path)
+    monkeypatch.setattr(Checksum, "add", counted)
+    tensors, each = len(base().state_dict()), list[int]()
+    for version in (1, 2, 3):
+        if train == "adapter":
+            move(engine, seed=version)
+        before = len(hashed)
+        assert sync.push(engine, version, [server.client for server in servers]) == {}
+        each.append(len(hashed) - before)
+    if train == "all":  # by the trainer; by each server of the files, and of what it has then
+        assert each == [tensors * (1 + 2 * len(servers))] * 3
+    else:  # two factors of each layer and the scale; in the first push the base too
+        factors = 2 * len(lora_layers(engine.module)) + 1
+        assert each == [(tensors + factors) * (1 + len(servers)), *[factors * (1 + len(servers))] * 2]
+
+
+def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lora: Engine) -> None:
+    """An adapter takes the place of the one before, in the server's memory and on the disk."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        files = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        return len(tensors), sum(each.numel() * each.element_size() for each in tensors), files
+
+    counts = []
+    for version in range(1, 13):
+        move(lora, seed=version)
+        assert sync.push(lora, version, [server.client]) == {}
+        counts.append(held())
+    assert counts[2:] == [counts[2]] * 10

@@ -24,7 +24,7 @@ from fluvial.engines.cli.train import _recipe
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.rewards.options import parse
-from fluvial.engines.rewards.registry import built_in
+from fluvial.engines.rewards.registry import built_in, select
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.published import runs as published
 from fluvial.engines.train.published.resolve import resolve, side_by_side
@@ -63,6 +63,16 @@ def test_every_run_says_where_it_was_read() -> None:
         assert run.sources
         assert all(source.repo and source.path and source.commit for source in run.sources)
         assert all(setting.source is not None for path, setting in run.settings.items() if path in ("model", "train"))
+
+
+def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
+    """A reward on a server is a client with options. Only that it may read pickles is left to the person who runs it."""
+    with_options = {text for name in TRAINED for text in config_of(name).rewards if ":" in text}
+    assert with_options
+    for text in with_options:
+        with pytest.raises(UsageError, match="trust_pickle is False"):
+            select({}, (text,))
+        assert callable(select({}, (f"{text},trust_pickle=true",))[text.partition(":")[0]][0])
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -10,23 +10,13 @@ import pytest
 import real_verl
 
 ROOT = Path(__file__).parents[3]
+HELPERS = ROOT / "tests" / "helpers"
 # verl's whole `__init__` runs. Packages that it imports besides ours, and that are not installed here, are stand-ins.
 IMPORT = """
-import importlib.abc, importlib.machinery, json, sys
-from unittest import mock
+import json, sys
+import wheels
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        known = ("codetiming", "datasets", "dill", "pandas", "ray", "transfer_queue", "wandb")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in known else None
-
-    def create_module(self, spec):
-        return mock.MagicMock(name=spec.name, __spec__=spec, __path__=[])
-
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.append(StandIns())
+sys.meta_path.append(wheels.StandIns("codetiming", "datasets", "dill", "pandas", "ray", "transfer_queue", "wandb"))
 import verl
 plugin = sys.modules.get("fluvial.engines.verl.plugin")
 from verl.workers.engine.base import EngineRegistry
@@ -44,7 +34,7 @@ def test_import_verl_finds_the_entry_point_of_both_wheels(tmp_path: Path) -> Non
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=300)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(real_verl.FOLDER)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, real_verl.FOLDER, HELPERS)))}
     command = [sys.executable, "-P", "-W", "ignore", "-c", IMPORT]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -91,15 +91,42 @@ def test_what_is_no_json_is_one_line() -> None:
         assert len(str(error.value)) < 300
 
 
-def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "an empty reply"),
+        (b"<h1>Sign in</h1>", "<h1>Sign in</h1>"),
+        (b'{"detail": "this server asks for the admin key", "error": 1}', "this server asks for the admin key"),
+        (b'{"detail": [1]}', '{"detail": [1]}'),
+        (b"[" * 60_000, "[" * 157 + "..."),
+        (b'{"detail": "%s"}' % (b"x" * 70_000), '{"detail": "' + "x" * 145 + "..."),
+    ],
+)
+def test_a_refusal_has_the_words_of_the_server(body: bytes, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong key and a wrong page have the same status, and only the server knows which it is."""
+    for status in (401, 403):
+        with pytest.raises(RunError) as error:
+            client(Reply(status, {}, body)).get("/x")
+        advice = "set key_env to the environment variable of an API key"
+        assert str(error.value) == f"http://server:1/x answered {status}: {says}; {advice}"
+    monkeypatch.setenv("MY_KEY", "k1")
+    with pytest.raises(RunError) as error:
+        client(Reply(401, {}, body), key_env="MY_KEY").get("/x")
+    assert str(error.value) == f"http://server:1/x answered 401: {says}; the key was not accepted"
+    with pytest.raises(RunError) as error:
+        client(Reply(400, {}, body)).get("/x")
+    assert str(error.value) == f"http://server:1/x answered 400: {says}"
+
+
+@pytest.mark.parametrize("body", [b"", b"secret is wrong", b'{"detail": "no user has the key secret"}'])
+def test_the_key_is_sent_and_never_shown(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret\n")
-    server = client(Reply(401, {}, b""), key_env="MY_KEY")
-    with pytest.raises(RunError, match="answered 401: the key was not accepted") as error:
+    server = client(Reply(401, {}, body), key_env="MY_KEY")
+    with pytest.raises(RunError, match=r"answered 401: .*; the key was not accepted") as error:
         server.get("/x")
     assert "secret" not in str(error.value)
+    assert ("***" in str(error.value)) == bool(body)
     assert server.transport.requests[0].headers["Authorization"] == "Bearer secret"  # type: ignore[attr-defined]
-    with pytest.raises(RunError, match="set key_env to the environment variable"):
-        client(Reply(403, {}, b"")).get("/x")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ FULL = RolloutRequest(
             (2, 2),
             ("rollout_model_outputs",),
             3,
+            False,
         )
     ),
 )
@@ -163,7 +164,7 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"rollout_video_dtype": "float"}, "rollout_video_dtype: Invalid enum value 'float'"),
         ({"image_path": "x.png"}, "image_path: Expected `array [|] null`, got `str`"),
         ({"extra_sampling_params": []}, "extra_sampling_params: Expected `object`, got `array`"),
-        ({"extra_sampling_params": {"fluvial": 1}}, "extra_sampling_params.fluvial: Expected `object`, got `int`"),
+        ({"extra_sampling_params": {"fluvial": 1}}, r"extra_sampling_params.fluvial: Expected `object \| null`, got `int`"),
     ],
 )
 def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:

@@ -7,13 +7,15 @@ import pytest
 import torch
 from tiny_pipelines import ROWS
 
-from fluvial.models.pipelines.layouts import FRAME, LAYOUTS, PLAIN, TOKENS, layout_of
+from fluvial.models.pipelines.base import TextCond
+from fluvial.models.pipelines.flux import FluxCond
+from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embedded_guidance, layout_of
 
 
 def test_each_architecture_has_the_layout_of_sglang() -> None:
     adapters: dict[str, Any] = {name: row.adapter for name, row in ROWS.items()}
     found = {name: layout_of(object.__new__(adapter)) for name, adapter in adapters.items()}
-    packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": TOKENS, "z-image": FRAME}
+    packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": FRAMED_TOKENS, "z-image": FRAME}
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
 
 
@@ -35,3 +37,13 @@ def test_tokens_are_those_of_the_pipelines_own_functions(name: str) -> None:
     assert torch.equal(LAYOUTS[name].of_event(latents), tokens)
     opened = kind._unpack_latents(tokens, height=48, width=80, vae_scale_factor=8)
     assert torch.equal(LAYOUTS[name].to_event(tokens, (4, 6, 10)), opened.reshape(latents.shape))
+
+
+def test_guidance_of_a_distilled_network_is_no_argument_of_its_network() -> None:
+    """It is a field of its own, 1000 times the scale, as sglang's `_build_guidance` has it for FLUX."""
+    cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
+    assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
+    assert embedded_guidance(cond) == 3500
+    assert embedded_guidance(TextCond(cond.tokens)) is None
+    assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
+    assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}

@@ -26,10 +26,13 @@ from fluvial.engines.rollout.generate import (
 from fluvial.engines.rollout.samplers import SAMPLERS
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.serve.rollout import forms
 from fluvial.engines.streams import Stream
 from fluvial.engines.wire.response import RolloutSample
 from fluvial.engines.wire.tensors import tree_of
 from fluvial.models import Prediction
+from fluvial.models.pipelines.base import pack
+from fluvial.models.pipelines.layouts import TOKENS
 
 KEY, IDS = key(11), (4, 0, 9)
 
@@ -225,6 +228,35 @@ def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server
     assert part.dit_trajectory.latent_step_indices == (1, 2, 4)
     assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
     assert torch.equal(part.dit_trajectory.sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
+
+
+def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, timesteps of the boundaries, images as videos of one frame, conditioning without the batch dimension."""
+    monkeypatch.setattr(forms, "layout_of", lambda model: TOKENS._replace(framed=True))
+    server = servers.served(servers.policy(guidance=Guidance(2.0, "3")))
+    fields = {
+        "seed": 3,
+        "rollout_return_dit_trajectory": True,
+        "rollout_return_denoising_env": True,
+        "rollout_return_step_indices": [1, 2, 4],
+    }
+    own_form: dict[str, Any] = {"extra_sampling_params": {"fluvial": {}}}
+    (theirs,), (ours,) = server.samples(**fields), server.samples(**fields, **own_form)
+    assert theirs.dit_trajectory is not None
+    assert ours.dit_trajectory is not None
+    assert torch.equal(latents(theirs), pack(latents(ours)))
+    timesteps = server.policy.schedule(T, tiny.SHAPE).timesteps
+    assert theirs.dit_trajectory.timesteps.tolist() == [*timesteps[[1, 2]].tolist(), 0.0]  # type: ignore[union-attr]
+    assert ours.dit_trajectory.timesteps.tolist() == timesteps.tolist()  # type: ignore[union-attr]
+    assert torch.equal(theirs.generated_output, ours.generated_output.unsqueeze(1))
+    for name, tensor in (ours.rollout_debug_tensors or {}).items():
+        expected = tensor if name == "rollout_noise_std_devs" else pack(tensor)
+        assert torch.equal((theirs.rollout_debug_tensors or {})[name], expected), name
+    assert (theirs.rollout_debug_tensors or {})["rollout_noise_std_devs"].shape == (T, 1)
+    envs = [tree_of(sample.denoising_env) for sample in (theirs, ours) if isinstance(sample.denoising_env, bytes)]
+    assert [(env["guidance"], env["image_kwargs"]) for env in envs] == [(None, None), (2.0, {})]
+    for half, digit in (("pos_cond_kwargs", 1), ("neg_cond_kwargs", 3)):
+        assert [env[half]["rows"].tolist() for env in envs] == [torch.eye(6)[digit].tolist(), [torch.eye(6)[digit].tolist()]]
 
 
 def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:

@@ -1,18 +1,24 @@
 """Replies of a rollout server to requests that are wrong, too many, too late, or whose client goes."""
 
 import asyncio
+import base64
+import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import asgi
+import numpy as np
 import pytest
 import rollout_servers as servers
 import tiny_jobs as tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from rollout_servers import MICRO_BATCH, Server
 from torch import nn
 
@@ -265,6 +271,8 @@ def get(server: Server, path: str, key: str = "", value: Any = None) -> asgi.Ans
 def test_the_model_is_described(server: Server) -> None:
     (model,) = get(server, "/v1/models").value["data"]
     assert (model["id"], model["pipeline_class"], model["dit_precision"], model["num_gpus"]) == ("tiny", "Tiny", "fp32", 0)
+    assert get(server, "/v1/models/tiny").value == model
+    assert get(server, "/v1/models/other").status == 404
     info = get(server, "/v1/model_info").value
     assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0, MICRO_BATCH)
     assert (info["latent_shape"], info["num_inference_steps"], info["micro_batch"]) == ([1, 4, 4], 4, MICRO_BATCH)
@@ -281,6 +289,59 @@ def test_gateways_find_the_server() -> None:
         assert get(server, path).status == 401
         assert fields.items() <= get(server, path, "k").value.items()
     assert get(server, "/liveness").value["status"] == "ok"
+
+
+def images(server: Server, **body: Any) -> asgi.Answer:
+    """Return the response to a request for images."""
+    return asyncio.run(asgi.call(server.app, "/v1/images/generations", {"prompt": "1", **body}))
+
+
+def test_images_are_files_of_the_samples(server: Server) -> None:
+    """With consecutive seeds, or with those of a list; without a size they have the server's own."""
+    first = images(server, n=2, seed=4, quality="high", size="auto").value["data"]
+    listed = images(server, n=2, seed=[4, 5], size="4x4").value["data"]
+    assert [each["b64_json"] for each in first] == [each["b64_json"] for each in listed]
+    assert first[0]["b64_json"] != first[1]["b64_json"]
+    (sample,) = server.samples(seed=5, rollout=False)
+    with Image.open(io.BytesIO(base64.b64decode(first[1]["b64_json"]))) as image:
+        found = torch.tensor(np.asarray(image)[..., 0])
+    assert torch.equal(found, (sample.generated_output[0] * 255).round().to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": "x"}, "prompt: prompt 'x' is no digit"),
+        ({"n": 257}, "n is 257, expected at most 256"),
+        ({"n": 0}, "n: Expected `int` >= 1"),
+        ({"n": 3, "seed": [1, 2]}, "seed has 2 items, expected n, 3"),
+        ({"size": "4"}, "size: Expected `str` matching regex"),
+        ({"size": "0x4"}, "width: Expected `int` >= 1"),
+        ({"size": "100000x100000"}, "got 10000000000, expected at most"),
+        ({"response_format": "url"}, "response_format is url, and this server keeps no files"),
+        ({"output_format": "gif"}, "output_format: Invalid enum value 'gif'"),
+        ({"background": "transparent"}, "background is 'transparent', which this server lacks"),
+        ({"enable_teacache": True}, "enable_teacache is 'True', which this server lacks"),
+        ({"task_type": "I2I"}, "task_type: Invalid enum value 'I2I'"),
+    ],
+)
+def test_a_wrong_request_for_images_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
+    answer = images(server, **body)
+    assert (answer.status, says in answer.value["detail"]) == (400, True), answer.value
+    assert "\n" not in answer.value["detail"]
+
+
+def test_no_file_is_opened_for_image_path(server: Server, tmp_path: Path) -> None:
+    """No model takes an image; a list of too many names, or too long a name, is refused as well."""
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/a.png")  # opening it would wait for ever
+    for names, says in (
+        ([str(tmp_path / "pipe/a.png")], "image_path is set, and this server makes samples from prompts alone"),
+        (["a"] * 17, "image_path: Expected `array` of length <= 16"),
+        (["a" * 5000], "Expected `str` of length <= 4096"),
+    ):
+        status, problem = server.problem(image_path=names)
+        assert (status, says in problem) == (400, True), problem
 
 
 def test_keys_open_their_endpoints() -> None:

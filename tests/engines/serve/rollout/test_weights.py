@@ -13,13 +13,14 @@ import real_sglang
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+from weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 
 import fluvial.engines.serve.rollout.served_weights as serving
 from fluvial.engines.fsdp.export import export, write_lora
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.wire.weight_buckets import (
     SHARED_FILES,
+    UNKNOWN,
     SharedBucket,
     adapter_checksum,
     buckets,
@@ -56,11 +57,6 @@ def folder(tmp_path: Path, exports: dict[str, Any]) -> Path:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes((exports["out"] / name).read_bytes())
     return tmp_path
-
-
-def ask(server: Served, path: str, **value: Any) -> asgi.Answer:
-    """Return the answer to a POST."""
-    return asyncio.run(asgi.call(server.app, path, value))
 
 
 def update(server: Served, path: Path, **more: Any) -> asgi.Answer:
@@ -168,7 +164,9 @@ def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, 
     before = state(server)
     refuses(server, ask(server, "/v1/set_lora", lora_nickname="b"), "adapter b of transformer is not loaded", before)
     refuses(server, ask(server, "/v1/merge_lora_weights", strength=0), "alpha times strength is 0", before)
-    refuses(server, ask(served(folder), "/v1/merge_lora_weights"), "send its lora_path", before)
+    refuses(
+        server, ask(served(folder), "/v1/merge_lora_weights"), "transformer has had no adapter: send the lora_path", before
+    )
     active = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"]["transformer"]
     assert [(each["nicknames"], each["mode"], each["strengths"]) for each in active] == [(["a"], "unmerged", [-2.0])]
 
@@ -181,6 +179,37 @@ def test_as_many_adapters_are_kept_as_there_is_room_for(folder: Path) -> None:
         assert ask(server, "/v1/set_lora", **value).status == 200
     listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["loaded_adapters"]
     assert [each["nickname"] for each in listed] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
+
+
+def test_a_checksum_is_computed_once_per_change(
+    folder: Path, exports: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked for, and of the base not again for an adapter."""
+    server, counts = served(folder), {"checksum": 0, "adapter_checksum": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(serving, name, counted(name, getattr(serving, name)))
+    names = {"module_names": ["transformer", "transformer.lora"]}
+    for strength in (1.0, 0.5, 0.25):
+        assert set_lora(server, folder / "lora", strength=strength).status == 200
+        sums = [ask(server, "/get_weights_checksum", **names).value for _ in range(3)]
+        assert sums == [sums[0]] * 3
+        assert sums[0]["transformer.lora"] == ask(server, "/get_weights_checksum").value["transformer.lora"]
+    assert counts == {"checksum": 1, "adapter_checksum": 3}
+    assert update(server, folder / "full").status == 200
+    found = [ask(server, "/get_weights_checksum", **names).value for _ in range(3)]
+    assert (
+        found
+        == [{"transformer": checksum(sorted(load_file(folder / "full" / FULL).items())), "transformer.lora": UNKNOWN}] * 3
+    )
+    assert counts == {"checksum": 2, "adapter_checksum": 3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -343,9 +372,20 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
         ("/update_weights_from_disk", [], "the body: Expected `object`, got `array`"),
         (
             "/v1/set_lora",
-            {"lora_nickname": ["a", "b"], "lora_path": ["x", "y"]},
-            "lora_nickname: Expected `array` of length <= 1",
+            {"lora_nickname": ["a", "b"], "lora_path": ["x"]},
+            "lora_path has 1 items, expected 2, one per lora_nickname",
         ),
+        ("/v1/set_lora", {"lora_nickname": ["a", "b"], "strength": [1.0, 2.0, 3.0]}, "strength has 3 items, expected 2"),
+        (
+            "/v1/set_lora",
+            {"lora_nickname": ["a", "b"], "lora_path": "x"},
+            "lora_path is one for 2 adapters",
+        ),
+        ("/v1/set_lora", {"lora_nickname": ["a", "a"]}, "names an adapter of transformer twice"),
+        ("/v1/set_lora", {"lora_nickname": ["a"] * 17}, "lora_nickname: Expected `array` of length <= 16"),
+        ("/v1/set_lora", {"lora_nickname": []}, "lora_nickname: Expected `array` of length >= 1"),
+        ("/unload_lora_adapter", {"lora_name": "a"}, "adapter a is not loaded: GET /v1/list_loras"),
+        ("/unload_lora_adapter", {}, "missing required field `lora_name`"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": None}, "adapter a of transformer is not loaded"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "target": "critic"}, "target is 'critic'"),
         ("/v1/set_lora", {"lora_nickname": "a", "lora_path": "FOLDER/lora", "strength": 0}, "alpha times strength"),
@@ -357,7 +397,14 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
         (
             "/update_weights_from_tensor",
             {"load_format": "flattened_bucket", "serialized_named_tensors": ["gAR9"]},
-            "load_format: Invalid enum value",
+            "are pickles, and this server unpickles nothing: write safetensors to a folder that it reads (--weights-root), "
+            "and POST that to /update_weights_from_disk as model_path, or to /v1/set_lora as lora_path",
+        ),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gAR9"]}, "are pickles"),
+        (
+            "/update_weights_from_tensor",
+            {"load_format": SHARED_FILES, "serialized_named_tensors": ["{}", "{}"]},
+            "serialized_named_tensors holds 2, expected one bucket",
         ),
         ("/update_weights_from_tensor", {"load_format": SHARED_FILES}, "missing required field `serialized_named_tensors`"),
         (

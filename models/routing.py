@@ -1,0 +1,25 @@
+"""Networks that choose at each forward pass which of their parts run."""
+
+import torch
+from torch import Tensor, distributed
+
+
+class Routed:
+    """A network of which each forward pass runs some parts, the same on all ranks that share its parameters.
+
+    A part is gathered, and its gradient reduced, by all of these ranks or by none. A network that a rank holds alone asks no
+    other rank, so that it may compute on any thread.
+
+    Attributes:
+        ranks: number of ranks that share the parameters, all ranks or one; set by what shards the network.
+    """
+
+    ranks: int = 1
+
+    def unused_by_all(self, unused: Tensor) -> Tensor:
+        """Return whether each part is unused on all of the ranks, bool; every one of them must take part."""
+        if self.ranks == 1:
+            return unused
+        counts = unused.to(torch.int32)
+        distributed.all_reduce(counts, op=distributed.ReduceOp.MIN)
+        return counts.bool()

@@ -1,0 +1,28 @@
+"""Counts page faults of a thread that takes and frees tensors, for test_heap.py."""
+
+import resource
+import threading
+
+import torch
+
+from fluvial.engines.serve.heap import keep_freed_memory
+
+ROUNDS, BYTES = 12, 48_000_000
+
+
+def faults(keeps: bool) -> int:
+    """Return the page faults of the later batches, in which a thread takes tensors of 48 MB and frees them."""
+    if keeps:
+        keep_freed_memory()
+    counts = list[int]()
+
+    def batches() -> None:
+        for _ in range(ROUNDS):
+            tensors = [torch.ones(BYTES // 4) for _ in range(2)]
+            del tensors
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    thread = threading.Thread(target=batches)
+    thread.start()
+    thread.join()
+    return counts[-1] - counts[ROUNDS // 2]
