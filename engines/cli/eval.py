@@ -14,6 +14,7 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.solvers import serving_solver
+from fluvial.engines.run.heap import keep_freed_memory
 from fluvial.engines.run.run_folder import finite
 from fluvial.engines.train.record import CONVERTER
 
@@ -46,6 +47,7 @@ def defaults(name: str, args: list[str]) -> EvalConfig:
 
 def score(name: str, config: EvalConfig) -> None:
     """Sample, score, print the table, and write the folder."""
+    keep_freed_memory()
     with init_world() as world, ExitStack() as stack:
         subjects = opened(name, config, world, stack)
         folder = None if config.out is None else EvaluationFolder(config.out, world)

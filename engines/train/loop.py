@@ -17,6 +17,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.report import images, trackers
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.run import restart, run_folder
+from fluvial.engines.run.heap import keep_freed_memory
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import stop_request
 from fluvial.engines.train import exports, metrics
@@ -35,6 +36,7 @@ EXTREMES = 8  # best and worst samples that a report shows
 
 def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
     """Run a training job, see `fluvial.engines.train.train`."""
+    keep_freed_memory()
     deterministically = deterministic(config.engine.deterministic)
     with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
         config = _restarted(config if job is not None else jobs.from_run(config), world, console)

@@ -27,6 +27,7 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rollout.generate import on_device, slots
 from fluvial.engines.rollout.noising import noised_at
+from fluvial.engines.run.heap import keep_freed_memory
 from fluvial.engines.run.run_folder import write_json
 from fluvial.engines.streams import Stream
 from fluvial.engines.train import job as jobs
@@ -112,6 +113,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     Raises:
         UsageError: the folder already holds a model, or a package that the evaluation needs is not installed.
     """
+    keep_freed_memory()
     job = jobs.named(config.model)
     assert job.data is not None, "built-in models have data"
     model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # with random weights

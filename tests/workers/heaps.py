@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from fluvial.engines.serve.heap import keep_freed_memory
+from fluvial.engines.run.heap import keep_freed_memory
 
 # The heap grows over the first batches, because tensors are aligned; how many depends on what it held before.
 ROUNDS, COUNTED, BYTES = 40, 8, 48_000_000
@@ -27,3 +27,16 @@ def faults(keeps: bool) -> int:
     thread.start()
     thread.join()
     return counts[-1] - counts[-1 - COUNTED]
+
+
+def backward_faults(keeps: bool) -> int:
+    """Return the page faults of the last backward passes of a network with 4 MB per activation."""
+    if keeps:
+        keep_freed_memory()
+    torch.set_num_threads(1)
+    module = torch.nn.Sequential(*[part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.SiLU())])
+    x, counts = torch.ones(4096, 256), list[int]()
+    for _ in range(16):
+        module(x).sum().backward()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return counts[-1] - counts[-5]
