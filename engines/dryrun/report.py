@@ -242,10 +242,11 @@ class Report:
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         room = f"{self.accelerator.memory / GIB:.0f} GiB with {self.reserve / GIB:g} GiB kept free"
-        verdict = "It fits into" if self.fits else "It does not fit into"
-        console.print(f"{verdict} {room}: {self.peak / unit:.2f} {name}.", highlight=False, soft_wrap=True)
         if self.error is not None:
             console.print(f"The run ended in the phase {self.error}", highlight=False, soft_wrap=True, markup=False)
+        else:
+            verdict = "It fits into" if self.fits else "It does not fit into"
+            console.print(f"{verdict} {room}: {self.peak / unit:.2f} {name}.", highlight=False, soft_wrap=True)
         console.print("Not simulated:", highlight=False)
         for note in self.notes:
             console.print(f"- {note}", highlight=False, soft_wrap=True, markup=False)

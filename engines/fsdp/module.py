@@ -101,8 +101,7 @@ class ShardedModule:
         self.units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
         self.host = HostOffload(world.device)
         if empty and weights is not None:
-            device = torch.device("cpu") if config.offload == "always" else world.device
-            self.module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+            self.module._apply(self._allocated)
             if has_values(world.device):
                 load_weights(self.module, weights, world=world)
 
@@ -110,6 +109,12 @@ class ShardedModule:
     def is_whole(self) -> bool:
         """Whether every rank holds all parameters and computes without FSDP2."""
         return isinstance(self.module, WholeModule)
+
+    def _allocated(self, tensor: Tensor) -> Tensor:
+        """Return memory for a tensor without values: parameters on the host with offload="always", buffers on the device."""
+        on_host = self.config.offload == "always" and isinstance(tensor, nn.Parameter)
+        device = torch.device("cpu") if on_host else self.world.device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
     @contextmanager
     def inference(self, *, keep: bool = False) -> Iterator[nn.Module]:

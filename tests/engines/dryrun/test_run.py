@@ -91,6 +91,16 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
         assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
 
 
+@pytest.mark.parametrize("offload", ["none", "phases", "always"])
+@pytest.mark.parametrize("comm", ["keep", "reshard"])
+def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_path: Path) -> None:
+    """SD3 stores the embedding of positions as a buffer, which FSDP2 does not move; with offload="always" parameters alone stay."""
+    config = adapter("sd3", tmp_path)
+    engine = replace(config.engine, comm=comm, offload=offload, replicas=1)
+    report = dry_run(replace(config, engine=engine), ranks=8)
+    assert report.error is None, report.error
+
+
 def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
     """Each computes with half of them, so its passes are shorter."""
     config = adapter("qwen-image", tmp_path)
