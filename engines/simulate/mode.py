@@ -99,6 +99,8 @@ class SimulatedMode(TorchDispatchMode):
         fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         if name.startswith(("c10d::", "_c10d_functional")):
             return self._collective(func, args, kwargs, fake=fake)
+        if func.overloadpacket in (aten.is_pinned, aten._pin_memory) and leaves[0].device.type == "cpu":
+            return True if func.overloadpacket is aten.is_pinned else leaves[0]  # all memory of the host counts as pinned
         if not fake and (device := kwargs.get("device")) is not None and torch.device(device).type == TYPE:
             fake = True
         if not fake:
@@ -112,10 +114,6 @@ class SimulatedMode(TorchDispatchMode):
         """Compute on the host, or only pretend to if the result is large."""
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func.overloadpacket is aten.is_pinned:
-            return True
-        if func.overloadpacket is aten._pin_memory:
-            return args[0]
         if func in (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.zeros.default):
             meta = func(*args, **{**kwargs, "device": "meta"})
             device = kwargs.get("device") or (leaves[0].device if leaves else "cpu")

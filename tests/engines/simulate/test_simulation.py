@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.simulate.mode import Wait
+from fluvial.engines.simulate.mode import LARGE, Wait
 from fluvial.engines.simulate.simulation import Simulation, simulate
 from fluvial.models.device import default_device
 
@@ -168,6 +169,17 @@ def test_an_engine_updates_offloads_and_onloads(ranks: int, comm: str, offload: 
         assert simulation.mode.ledger.now == held
         read = [times for wait, times in simulation.mode.waits.items() if wait.operation == "tolist"]
         assert read == [2], "one read-back per update"
+
+
+def test_large_tensors_of_the_host_can_be_pinned() -> None:
+    """Those have no values; FSDP2 pins the parameters that offload="always" keeps on the host."""
+    with simulate(ranks=1) as simulation:
+        held = simulation.mode.ledger.now
+        large = torch.empty(LARGE // 4).pin_memory()
+        assert isinstance(large, FakeTensor)
+        assert large.is_pinned()
+        assert torch.ones(3).pin_memory().tolist() == [1.0, 1.0, 1.0]
+        assert simulation.mode.ledger.now == held
 
 
 def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
