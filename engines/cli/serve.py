@@ -84,8 +84,8 @@ def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
     from fluvial.engines.fsdp.determinism import deterministic
-    from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.run.heap import keep_freed_memory
+    from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.serve.rollout.image_routes import image_routes
     from fluvial.engines.serve.rollout.opening import opened
     from fluvial.engines.serve.rollout.orders import ServeLimits

@@ -1,6 +1,7 @@
 """Memory that a process frees is used again: page faults are counted."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -46,14 +47,14 @@ def test_runs_keep_freed_memory_before_anything_else(
     def asked() -> None:
         raise Asked
 
+    starts: dict[ModuleType, Callable[[], object]] = {
+        loop: lambda: train(handwriting_jobs.config(tmp_path / "run")),
+        pretrain: lambda: pretrain.pretrain(pretrain.handwriting_pretraining(tmp_path / "base")),
+        evaluating: lambda: evaluating.run(["handwriting"]),
+    }
     monkeypatch.setattr(module, "keep_freed_memory", asked)
     with pytest.raises(Asked):
-        if module is loop:
-            train(handwriting_jobs.config(tmp_path / "run"))
-        elif module is pretrain:
-            pretrain.pretrain(pretrain.handwriting_pretraining(tmp_path / "base"))
-        else:
-            evaluating.run(["handwriting"])
+        starts[module]()
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
