@@ -94,7 +94,7 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
 @pytest.mark.parametrize("offload", ["none", "phases", "always"])
 @pytest.mark.parametrize("comm", ["keep", "reshard"])
 def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_path: Path) -> None:
-    """SD3 stores the embedding of positions as a buffer, which FSDP2 does not move: offload="always" keeps parameters alone."""
+    """SD3 stores the embedding of positions as a buffer, which FSDP2 does not move; offload="always" is for parameters."""
     config = adapter("sd3", tmp_path)
     settings: dict[str, Any] = {"comm": comm, "offload": offload, "replicas": 1}
     engine = replace(config.engine, **settings)
