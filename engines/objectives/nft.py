@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core import nft
 from fluvial.core.checks import check_fields
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.choices import check_variant
+from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.losses import LossConfig, add_velocity_kl
 from fluvial.engines.objectives.protocol import Follower, ObjectiveTraits, ramp
 from fluvial.engines.rollout.items import NoisedSamples
@@ -34,51 +35,74 @@ class NftInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
+class NoOld:
+    """The old policy is the current one."""
+
+    kind: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class LinearOld:
+    """The old policy follows the current one after each rollout: old <- d old + (1 - d) policy.
+
+    After n rollouts or updates d is 0 while n < delay, then min(rise (n - delay), cap).
+
+    Args:
+        rise: Growth of the decay d per n.
+        cap: Largest decay d, below 1.
+        delay: Number n before d grows.
+        every: Number of rollouts between two updates of the old policy.
+        unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
+            rollout).
+    """
+
+    kind: ClassVar[str] = "linear"
+    rise: float = 0.001
+    cap: float = 0.5
+    delay: int = 0
+    every: int = 1
+    unit: Literal["rollouts", "updates"] = "rollouts"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective.old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
+        if self.cap == 1:
+            raise UsageError("`objective.old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
+
+    def decay(self, rollouts: int, updates: int) -> float:
+        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
+        if rollouts % self.every:
+            return 1.0
+        done = updates if self.unit == "updates" else rollouts
+        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
+
+
+OldPolicy = NoOld | LinearOld
+
+
+@dataclass(frozen=True)
 class Nft:
     """DiffusionNFT's loss: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
-    The old policy makes the samples, and follows the policy after each rollout: old <- d old + (1 - d) policy. After n
-    rollouts d is 0 (old is none), min(old_rise n, old_cap) (linear), or 0 for the first old_delay rollouts and then
-    min(old_rise (n - old_delay), old_cap) (delayed).
+    The old policy makes the samples.
 
     Args:
         beta: Distance of the two implicit policies, the good and the bad one, from the old policy, without a unit.
         mode: How an advantage becomes the probability of a good sample, see `core.nft.reward_prob`.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
-        old: How the old policy follows the policy: none (it is the policy), linear or delayed.
-        old_rise: Growth of the decay d per rollout.
-        old_cap: Largest decay d, below 1.
-        old_delay: Number of rollouts before d grows; with old delayed only.
-        old_every: Number of rollouts between two updates of the old policy.
-        old_unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
-            rollout). old_rise and old_delay are per n.
+        old: The old policy: none (it is the current policy) or linear (it follows that).
         weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
     """
 
     beta: float = 0.1
     mode: nft.Mode = "all"
     adv_clip: float = 5.0
-    old: Literal["none", "linear", "delayed"] = "linear"
-    old_rise: float = 0.001
-    old_cap: float = 0.5
-    old_delay: int = 0
-    old_every: int = 1
-    old_unit: Literal["rollouts", "updates"] = "rollouts"
+    old: OldPolicy = field(default_factory=LinearOld)
     weight_min: float = 1e-5
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "objective", old_cap=(0, 1), old_rise=(0, math.inf), old_delay=(0, math.inf), old_every=(1, 2**31)
-        )
+        check_fields(self, "objective")
+        check_variant(self.old, OldPolicy, "objective.old")
         nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
-        if self.old_cap == 1:
-            raise UsageError("`objective.old_cap` is 1, and an old policy with decay 1 never learns: use below 1")
-        if self.old == "none" and self.old_unit != "rollouts":
-            raise no_effect("objective.old_unit", "with `objective.old` none, where nothing is counted")
-        if self.old == "none" and self.old_every > 1:
-            raise no_effect("objective.old_every", "with `objective.old` none, where no old policy is updated")
-        if self.old != "delayed" and self.old_delay:
-            raise no_effect("objective.old_delay", f"with `objective.old` {self.old}: only delayed waits")
 
     @cached_property
     def traits(self) -> ObjectiveTraits:
@@ -89,16 +113,9 @@ class Nft:
             flows_only=True,
             takes_kl=True,
             takes_implementation=True,
-            followers=() if self.old == "none" else (Follower("old", self.old_decay, samples_from=0),),
+            followers=() if isinstance(self.old, NoOld) else (Follower("old", self.old.decay, samples_from=0),),
             refuses=_refuses,
         )
-
-    def old_decay(self, rollouts: int, updates: int) -> float:
-        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
-        if rollouts % self.old_every:
-            return 1.0
-        done = updates if self.old_unit == "updates" else rollouts
-        return ramp(rollouts, done, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
 
     def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the probability that a sample is good, in [0, 1]."""

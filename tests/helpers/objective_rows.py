@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fluvial.engines.objectives.nft import LinearOld, NoOld
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import (
     AlignProp,
@@ -27,9 +28,9 @@ OBJECTIVE_ROWS: dict[str, Objective] = {
     "dppo": Dppo(),
     "distill, mean_kl": Distill(teacher=TEACHER),
     "distill, velocity_mse": Distill(teacher=TEACHER, match="velocity_mse"),
-    "nft, none": Nft(old="none"),
-    "nft, linear": Nft(old="linear"),
-    "nft, delayed": Nft(old="delayed", old_delay=1),
+    "nft, none": Nft(old=NoOld()),
+    "nft, linear": Nft(),
+    "nft, delayed": Nft(old=LinearOld(delay=1)),
     "awm": Awm(),
     "raft": Raft(),
     "sft": Sft(),

@@ -16,6 +16,7 @@ from fluvial.core.guidance import classifier_free
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives import LossConfig, losses, surrogates
+from fluvial.engines.objectives.nft import LinearOld, NoOld
 from fluvial.engines.objectives.protocol import Objective, ObjectiveTraits
 from fluvial.engines.objectives.table import (
     Awm,
@@ -85,7 +86,7 @@ GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sample
         ),
         (
             ODE | {"shared_noise": True},
-            {"objective": Nft(old="none")},
+            {"objective": Nft(old=NoOld())},
             "rollout.shared_noise is True, expected False: ode takes no noise that tells",
         ),
         ({"window": RandomWindow(5)}, {}, "rollout.window has 5 stochastic steps in steps 0 to 4 of 4, expected"),
@@ -95,7 +96,7 @@ GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sample
         (ODE, {"objective": Nft(), "train": "full"}, "train is 'full', expected lora: .* unless objective.old is none"),
         (
             ODE,
-            {"objective": Nft(old="none"), "correction": CorrectionConfig("truncate")},
+            {"objective": Nft(old=NoOld()), "correction": CorrectionConfig("truncate")},
             "correction.mode has no effect with nft, which takes no log-probability",
         ),
         (
@@ -195,7 +196,7 @@ def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], w
             {},
             "rollout.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
         ),
-        ("epsilon", ODE, {"objective": Nft(old="none")}, "objective is 'nft', expected one for epsilon"),
+        ("epsilon", ODE, {"objective": Nft(old=NoOld())}, "objective is 'nft', expected one for epsilon"),
         ("epsilon", ODE, {"objective": Awm()}, "objective is 'awm', expected one for epsilon"),
         (
             "epsilon",
@@ -237,8 +238,8 @@ def test_what_the_job_lacks(one: World, tmp_path: Path, objective: Objective, la
 def test_hyper_parameters_out_of_range() -> None:
     """A single number says so itself."""
     for made in (
-        lambda: Nft(old_cap=1.0),
-        lambda: Nft(old_delay=3),
+        lambda: LinearOld(cap=1.0),
+        lambda: LinearOld(delay=-1),
         lambda: Nft(beta=0.0),
         lambda: Awm(power=2.0),
         lambda: Raft(best=0.0),

@@ -19,6 +19,7 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.nft import NoOld
 from fluvial.engines.objectives.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
 from fluvial.engines.rewards.gather import gather_rewards
 from fluvial.engines.rollout.samplers import Stochastic
@@ -281,7 +282,7 @@ def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("objective", [Clipped(), Nft(old="none"), Dpo(), AlignProp(last=2)])
+@pytest.mark.parametrize("objective", [Clipped(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
 def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
     """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
     rollout = STEPS if objective.traits.trains_on == "steps" else ODE

@@ -13,6 +13,7 @@ from spied_runs import FAST, ODE, STEPS, Spied
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.fsdp.config import OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.objectives.nft import LinearOld, NoOld
 from fluvial.engines.objectives.table import Awm, Distill, Dpo, Nft, Raft
 from fluvial.engines.rollout.window import RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
@@ -30,10 +31,10 @@ def one() -> Iterator[World]:
 
 
 OLD: dict[str, tuple[Nft, list[float]]] = {
-    "none": (Nft(old="none"), [0.0, 0.0, 0.0, 0.0]),
-    "linear": (Nft(old="linear", old_rise=0.2, old_cap=0.5), [0.2, 0.4, 0.5, 0.5]),
-    "by updates": (Nft(old="linear", old_rise=0.1, old_cap=0.5, old_unit="updates"), [0.2, 0.4, 0.5, 0.5]),
-    "delayed": (Nft(old="delayed", old_rise=0.3, old_cap=0.4, old_delay=2), [0.0, 0.0, 0.3, 0.4]),
+    "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),
+    "linear": (Nft(old=LinearOld(0.2, 0.5)), [0.2, 0.4, 0.5, 0.5]),
+    "by updates": (Nft(old=LinearOld(0.1, 0.5, unit="updates")), [0.2, 0.4, 0.5, 0.5]),
+    "delayed": (Nft(old=LinearOld(0.3, 0.4, delay=2)), [0.0, 0.0, 0.3, 0.4]),
 }
 
 
@@ -99,7 +100,7 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"objective": Nft(old_rise=0.3), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
+        {"objective": Nft(old=LinearOld(0.3)), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
         {"objective": Dpo(), "rollout": ODE, "train": "full"},
         {"objective": Awm(), "rollout": ODE, "minibatches": 2, "epochs": 2, "updates": 12},
         {

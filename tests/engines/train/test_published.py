@@ -360,7 +360,7 @@ def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
     """0 for 75 updates, then 0.0075 per update up to 0.999."""
     objective: Any = config_of("diffusion_nft/sd3.5-medium/ocr").objective
-    decays = [objective.old_decay(updates // 2, updates) for updates in (75, 77, 1000)]
+    decays = [objective.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
     assert decays == pytest.approx([0.0, 0.015, 0.999])
 
 

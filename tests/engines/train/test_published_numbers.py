@@ -90,7 +90,11 @@ def decay(leaves: Leaves) -> Any:
     """Return the largest decay of the averaged weights: of the evaluated ones, of a KL's, or of those that sample."""
     if leaves.get("optimizer.ema_decay"):
         return leaves["optimizer.ema_decay"]
-    return leaves["kl.ema_cap"] if leaves.get("kl.ema_coef") else leaves.get("objective.old_cap")
+    return (
+        leaves["kl.ema_cap"]
+        if leaves.get("kl.ema_coef")
+        else leaves.get("objective.old.cap", leaves.get("objective.old_cap"))
+    )
 
 
 # Field -> the setting that has its value.
@@ -171,7 +175,7 @@ EXTRAS = {
     "nft_mix_beta": "objective.beta",
     "overlap_step": "rollout.window.stride",
     "adaptive_weight_floor": "objective.weight_min",
-    "ramp_rate": "objective.old_rise",
+    "ramp_rate": first_of("objective.old.rise", "objective.old_rise"),
     "stat_buffer_size": "advantage.history",
     "stat_min_count": "advantage.history_min",
     "switch_ema_ref": "objective.old_samples_from",

@@ -13,6 +13,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
+from fluvial.engines.objectives.nft import LinearOld
 from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import LogitNormalLevels
@@ -75,8 +76,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {
         "rollout.sampler.solver": "dpmpp_2m",
         "objective.beta": 1.0,
-        "objective.old": "linear",
-        "objective.old_unit": "updates",
+        "objective.old.kind": "linear",
+        "objective.old.unit": "updates",
         "noising.each": 9,
         "kl.coef": 1e-4,
     },
@@ -248,7 +249,7 @@ RUNS: list[TrainConfig] = [
     TrainConfig(
         Path("out"),
         train="lora",
-        objective=Nft(old="delayed", old_delay=7, mode="binary"),
+        objective=Nft(old=LinearOld(delay=7), mode="binary"),
         rollout=RolloutConfig(sampler=Ode("dpmpp_2m")),
         noising=NoisingConfig(3, LogitNormalLevels()),
     ),
@@ -315,7 +316,7 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "guard": ("--objective.clip", "0.3", 0.3),
     "dppo": ("--objective.kl-threshold", "0.1", 0.1),
     "ddpo": ("--rollout.sampler.eta", "0.5", 0.5),
-    "nft": ("--objective.old", "none", "none"),
+    "nft": ("--objective.old.cap", "0.9", 0.9),
     "awm": ("--objective.weighting", "t2", "t2"),
     "dpo": ("--objective.preferences", "folder", Path("folder")),
     "dgpo": ("--objective.old-samples-from", "7", 7),

@@ -98,7 +98,7 @@ LITERALS = [
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
     names = {".".join(path) for path, *_ in LITERALS}
-    assert {"train", "rollout.window.draw", "engine.comm", "objective.old", "objective.weighting", "rollout.form"} <= names
+    assert {"train", "rollout.window.draw", "engine.comm", "objective.mode", "objective.weighting", "rollout.form"} <= names
     assert len(names) > 20
 
 

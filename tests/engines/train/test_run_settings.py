@@ -17,7 +17,8 @@ from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.advantages import AdvantageConfig, advantages
-from fluvial.engines.objectives.table import Awm, Nft
+from fluvial.engines.objectives.nft import LinearOld
+from fluvial.engines.objectives.table import Awm
 from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.noising import NoisingConfig
@@ -272,10 +273,8 @@ def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: boo
 
 def test_an_old_policy_that_follows_every_second_rollout() -> None:
     """It stays as it is after the others (verl-omni)."""
-    objective = Nft(old="linear", old_rise=0.1, old_cap=0.5, old_every=2)
-    assert [objective.old_decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
-    with pytest.raises(ValueError, match=r"objective.old_every has no effect with objective.old none"):
-        Nft(old="none", old_every=2)
+    old = LinearOld(0.1, 0.5, every=2)
+    assert [old.decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
 
 
 def test_advantages_of_several_rewards_are_summed() -> None:
