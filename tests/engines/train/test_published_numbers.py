@@ -175,7 +175,7 @@ EXTRAS = {
     "nft_mix_beta": "objective.beta",
     "overlap_step": "rollout.window.stride",
     "adaptive_weight_floor": "objective.weight_min",
-    "ramp_rate": first_of("objective.old.rise", "objective.old_rise"),
+    "ramp_rate": "objective.old.rise",
     "stat_buffer_size": "advantage.history",
     "stat_min_count": "advantage.history_min",
     "switch_ema_ref": "objective.old_samples_from",
