@@ -25,6 +25,7 @@ from rich.table import Table
 
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
+from fluvial.models.device import cpu
 
 RESULTS = Path("bench/results")  # below the current folder
 T = TypeVar("T")
@@ -258,17 +259,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def cpu() -> str:
-    """Return the processor's model name."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if (info.exists())
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _short(value: object) -> object:

@@ -3,6 +3,9 @@
 `torch.get_device_module(device)` has the functions of `torch.cuda` for each of them.
 """
 
+import platform
+from pathlib import Path
+
 import torch
 
 SIMULATED = "simulated"  # type of the device of `engines.simulate`, whose tensors have no values
@@ -30,3 +33,18 @@ def compute_on(device: torch.device) -> None:
 def has_values(device: torch.device) -> bool:
     """Return whether tensors of a device have values; on a simulated one nothing needs to be read from files."""
     return device.type != SIMULATED
+
+
+def processor(device: torch.device) -> str:
+    """Return the name of a device, for a CPU with the vector instructions that torch uses there."""
+    if is_accelerator(device):
+        return str(torch.get_device_module(device).get_device_name(device))
+    return f"{cpu()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def cpu() -> str:
+    """Return the processor's model name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

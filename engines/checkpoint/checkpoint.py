@@ -159,6 +159,13 @@ def setting(path: Path | str, name: str, *, world: World) -> Any:
     return found
 
 
+def meta(path: Path | str, name: str, *, world: World) -> Any:
+    """Return an entry of a checkpoint's meta data; every rank must take part, and the errors are those of `load`."""
+    with world.agreed():
+        found = verify(path, share=slice(0))["meta"].get(name)
+    return found
+
+
 def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
     """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
 

@@ -53,6 +53,8 @@ def dry_run(
         changed, more = shortened(_given(config, folder, notes), folder, ranks=ranks)
         if config.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
+        if config.update_micro_batch == "auto":
+            notes.append("trials for update_micro_batch auto: as many pairs per pass as samples here")
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
         run = _Run(simulation, changed, more)

@@ -94,9 +94,11 @@ def shortened(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainCo
         ranks: number of ranks.
     """
     size = 1 if config.micro_batch == "auto" else config.samples_per_pass
+    pairs = "rollout" if config.update_micro_batch == "auto" else config.update_micro_batch
+    config = replace(config, micro_batch=size, update_micro_batch=pairs)
     rollout, data = config.rollout, ranks // config.engine.context_parallel
     # Every update has two micro-batches at least, as far as the run's own do.
-    samples = max(CHUNKS * size, 2 * replace(config, micro_batch=size).items_per_pass * config.minibatches)
+    samples = max(CHUNKS * size, 2 * config.pass_sizes(config.rollout.batch)[0] * config.minibatches)
     prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
     updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
     # What is encoded here has no values, so it must not come into the run's own caches.

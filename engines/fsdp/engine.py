@@ -24,7 +24,7 @@ from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.gradient_sync import LastBackward
-from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches
+from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.fsdp.module import HostOffload, ShardedModule
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, sharded_like
 from fluvial.engines.fsdp.world import World
@@ -125,7 +125,7 @@ class Engine:
         weight: Tensor | None = None,
         *,
         count: float | None = None,
-        micro_batch: int | None = None,
+        micro_batch: int | Sequence[int] | None = None,
         pad_to: int | None = None,
         inputs: PyTree[Tensor] = (),
         parts: Tensor | None = None,
@@ -140,7 +140,8 @@ class Engine:
             loss_fn: function of a micro-batch of items, see `LossFn`.
             weight: weight of each item in the loss, `[P]`; by default 1.
             count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
-            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`.
+            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Of
+                several numbers, falling, each is used as often as it is filled, and the last one for what is left.
             pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
                 weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
                 the ranks finds it.
@@ -153,42 +154,46 @@ class Engine:
         """
         self._check_onloaded()
         device = self.world.device
-        held = check_items(items, weight, micro_batch=micro_batch, pad_to=pad_to)
+        sizes: Sequence[int] = (
+            () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
+        )
+        held = check_items(items, weight, sizes=sizes, pad_to=pad_to)
         if self.world.size > 1 and (count is None or pad_to is None):
             sizes = self.world.gather_data(torch.tensor([held])).tolist()
             count, pad_to = sum(sizes) if count is None else count, max(sizes) if pad_to is None else pad_to
         count, pad_to = held if count is None else count, held if pad_to is None else pad_to
-        micro_batch = micro_batch or pad_to
+        passes = split(pad_to, sizes or [pad_to])
         weight = torch.ones(held, device=device) if weight is None else weight
-        n = math.ceil(pad_to / micro_batch)
-        shapes = (micro_batch, *(leaf.shape[1:] for leaf in tree_leaves((items, inputs))))
-        real = torch.zeros(n * micro_batch, device=device)
+        of_row, flops = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs))), 0
+        real = torch.zeros(sum(passes), device=device)
         real[:held] = 1
-        batches = micro_batches((items, weight), micro_batch=micro_batch, pad_to=pad_to, device=device)
+        batches = micro_batches((items, weight), micro_batch=sizes or pad_to, pad_to=pad_to, device=device)
+        start, last = 0, len(passes) - 1
         loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
         with self.sharded.train(), trusted_values():
-            for i, (batch, factor) in enumerate(batches):
-                rows = slice(i * micro_batch, (i + 1) * micro_batch)
-                self.set_last(i == n - 1)
-                self.last_backward.begin(i == n - 1)
+            for i, (size, (batch, factor)) in enumerate(zip(passes, batches, strict=True)):
+                rows, shapes = slice(start, start + size), (size, *of_row)
+                self.set_last(i == last)
+                self.last_backward.begin(i == last)
                 with self._counted(shapes):
                     result = loss_fn(batch)
                     loss, info = result if isinstance(result, tuple) else (result, ())
-                    if loss.shape != (micro_batch,):
+                    if loss.shape != (size,):
                         raise ValueError(
-                            f"update: loss_fn returned shape {list(loss.shape)}, expected [{micro_batch}], one loss per item"
+                            f"update: loss_fn returned shape {list(loss.shape)}, expected [{size}], one loss per item"
                         )
                     total = (loss * factor * real[rows]).sum() / count
                     total.backward()
                 loss_sum = loss_sum + total.detach()
                 diagnostics.add(info, rows)
+                start, flops = rows.stop, flops + self.flops[shapes]
         self.last_backward.end()
         norm = self._gradient_norm()
         row = diagnostics.row(loss_sum, self.world.peak_memory())[None]
         # The one read-back of the update.
         table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
         result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
-        return result_info._replace(flops=n * self.flops[shapes])
+        return result_info._replace(flops=flops)
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
         """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
@@ -289,6 +294,25 @@ class Engine:
         finally:
             self._keeps = before
             self.sharded.reshard()
+
+    @contextmanager
+    def without_zeros(self) -> Iterator[None]:
+        """Compute with noise in place of trained parameters that are all 0, as the second factors of new adapters are.
+
+        Their values are drawn by torch's generator, and they are 0 again when the context ends.
+        """
+        self.sharded.reshard()
+        names = [name for name, shard in self._local().items() if not shard.any()]
+        with torch.no_grad():
+            for name in names:
+                self._local()[name].normal_(std=0.02)
+        try:
+            yield
+        finally:
+            self.sharded.reshard()
+            with torch.no_grad():
+                for name in names:
+                    self._local()[name].zero_()
 
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.

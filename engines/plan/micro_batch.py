@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Passes(NamedTuple):
     update: Pass  # with gradient
     rollout: Pass | None = None  # without; None where the run makes no rollout
     decode: Callable[[Tensor], Tensor] | None = None  # from the result of `rollout` to images, once per sample
+    same: Callable[[int], bool] | None = None  # whether an update's pass of a size has a rollout's bits; None: not asked
 
 
 class Trial(NamedTuple):
@@ -38,11 +39,15 @@ class Trial(NamedTuple):
 
     seconds: float  # of a forward pass of a rollout, and a forward and backward pass of an update; inf: out of memory
     peak: int  # bytes beyond weights and optimizer state, on the rank that took most
+    same: bool = True  # whether its rows have the bits that a rollout gives them, on every rank
 
     @property
     def fits(self) -> bool:
         """Whether the passes did not run out of memory."""
         return self.seconds < math.inf
+
+    def __str__(self) -> str:
+        return "out of memory" if not self.fits else "other bits" if not self.same else ""
 
 
 class Choice(NamedTuple):
@@ -52,6 +57,12 @@ class Choice(NamedTuple):
     trials: dict[int, Trial]  # by size
     budget: int  # bytes that a pass may take
     seconds: float  # that the choice took
+    name: str = "micro_batch"  # the setting
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The chosen size and the smaller ones that were tried, falling."""
+        return tuple(sorted((size for size in self.trials if size <= self.micro_batch), reverse=True))
 
     @property
     def record(self) -> dict[str, float]:
@@ -68,12 +79,11 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         tried = ", ".join(
-            f"{size}: {1000 * trial.seconds / size:.3g} ms" if trial.fits else f"{size}: out of memory"
-            for size, trial in self.trials.items()
+            f"{size}: {str(trial) or f'{1000 * trial.seconds / size:.3g} ms'}" for size, trial in self.trials.items()
         )
         took = self.trials[self.micro_batch].peak
         return (
-            f"micro_batch {self.micro_batch}, chosen in {self.seconds:.1f} s (time per sample at {tried}; peak "
+            f"{self.name} {self.micro_batch}, chosen in {self.seconds:.1f} s (time per sample at {tried}; peak "
             f"{took / GIB:.2f} of {self.budget / GIB:.2f} GiB)"
         )
 
@@ -90,15 +100,17 @@ def sizes(samples: int) -> list[int]:
     return found
 
 
-def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int) -> Choice:
+def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int, name: str = "micro_batch") -> Choice:
     """Return the smallest size whose time per sample the next one does not improve by more than 5 %.
 
-    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget.
+    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget, and until
+    one has other bits than a rollout.
 
     Args:
         sizes: sizes to try, rising.
         measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take; the first size is tried whatever it takes.
+        budget: bytes that a pass may take; the first size is tried whatever it takes, and is a rollout's own.
+        name: the setting.
 
     Raises:
         UsageError: not even the first size fits.
@@ -108,7 +120,7 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
         if best and _expected(trials, size) > budget:
             break
         trials[size] = measure(size)
-        if not trials[size].fits or (best and trials[size].peak > budget):
+        if not trials[size].fits or (best and (trials[size].peak > budget or not trials[size].same)):
             break
         if best and trials[size].seconds / size > FASTER * trials[best].seconds / best:
             break
@@ -118,7 +130,7 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
             f"the passes of {sizes[0]} sample(s) do not fit into the memory: set `engine.checkpointing` to "
             "block, `engine.offload`, or a smaller resolution (fluvial plan adds up the bytes)"
         )
-    return Choice(best, trials, budget, time.perf_counter() - start)
+    return Choice(best, trials, budget, time.perf_counter() - start, name)
 
 
 def _expected(trials: dict[int, Trial], size: int) -> float:
@@ -178,18 +190,22 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
 
     def measure(size: int) -> Trial:
         nonlocal failed
-        trial = Trial(math.inf, 0)
+        trial, same = Trial(math.inf, 0), True
         try:
             peak = _peak(lambda: _seconds(engine, passes, size, decode=True), held, device, before=before)
             trial = Trial(min(_seconds(engine, passes, size) for _ in range(REPEATS)), peak)
+            same = passes.same is None or passes.same(size)
         except torch.OutOfMemoryError:
             pass  # outside of this block nothing refers to the tensors of the pass any more
         # All ranks take the same numbers, and so the same decision.
-        seconds, most = engine.world.gather(torch.tensor([trial], dtype=torch.float64)).amax(0).tolist()
+        numbers = torch.tensor([[trial.seconds, trial.peak, not same]], dtype=torch.float64)
+        seconds, most, differs = engine.world.gather(numbers).amax(0).tolist()
         failed = failed or seconds == math.inf
-        return Trial(seconds, int(most))
+        return Trial(seconds, int(most), not differs)
 
-    with _no_trace(engine), torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
+    # Adapters that add nothing yet would give the same bits whatever the size.
+    filled = nullcontext() if passes.same is None else engine.without_zeros()
+    with _no_trace(engine), filled, torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
         with engine.world.agreed():
             _begin(engine, passes)
         before = torch.get_device_module(device).memory_allocated(device) if is_accelerator(device) else 0

@@ -42,8 +42,9 @@ from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
 from fluvial.engines.train.policies import START, Policies
 from fluvial.engines.train.prefetch import Ahead
-from fluvial.engines.train.probe_passes import choose_micro_batch
+from fluvial.engines.train.probe_passes import choose_micro_batch, choose_pairs, fixed_pairs
 from fluvial.engines.train.rollouts import Rollouts
+from fluvial.engines.train.saving import runs_on
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
@@ -55,7 +56,8 @@ class Parts(NamedTuple):
     """The parts of a run."""
 
     config: TrainConfig  # its micro-batch a number
-    choice: Choice | None  # why that number, where it was chosen here
+    choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
+    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `update_micro_batch` is auto
     job: Job  # with evaluators, which are the rewards of the run where it names none
     evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
     engine: Engine
@@ -74,7 +76,8 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
     """Return the parts of a run; every rank must take part.
 
     Args:
-        resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes.
+        resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes, and whose number of
+            pairs where it was chosen on a machine like this one.
 
     Raises:
         UsageError: configuration and job do not fit together, or something of the job cannot be used.
@@ -134,8 +137,9 @@ def _built(
     schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
     copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
-    config, choice = _with_micro_batch(config, job, engine, schedule, resume_from)
-    learner = Learner(config, job, engine, policies, texts, rewards)
+    config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
+    pairs = _pairs(config, job, engine, schedule, resume_from, choices)
+    learner = Learner(config, job, engine, policies, texts, rewards, pairs)
     with world.agreed():
         # What servers make is compared with the engine's own network, on the main thread.
         apart = copy is not None and not config.rollout.is_served
@@ -158,19 +162,44 @@ def _built(
     ahead = None if copy is None else Ahead(rollouts, runners, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base + adapter
-    return Parts(config, choice, job, asked, *parts)
+    return Parts(config, choices, pairs, job, asked, *parts)
 
 
 def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
-) -> tuple[TrainConfig, Choice | None]:
+) -> tuple[TrainConfig, dict[str, Choice]]:
     """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
     if config.micro_batch != "auto":
-        return config, None
+        return config, {}
     if resume_from is not None:
-        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), None
+        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), {}
     choice = choose_micro_batch(config, job, engine, schedule)
-    return replace(config, micro_batch=choice.micro_batch), choice
+    return replace(config, micro_batch=choice.micro_batch), {choice.name: choice}
+
+
+def _pairs(
+    config: TrainConfig,
+    job: Job,
+    engine: Engine,
+    schedule: Schedule,
+    resume_from: Path | str | None,
+    choices: dict[str, Choice],
+) -> tuple[int, ...]:
+    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
+
+    Those of a checkpoint are taken if it was written on a machine like this one. There are none where `update_micro_batch`
+    is a number, and where a rollout's rows are all that can be taken.
+    """
+    if config.update_micro_batch != "auto" or fixed_pairs(config, engine) is not None:
+        return ()
+    if resume_from is not None:
+        known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
+        pairs = known.pop("update_micro_batch", None)
+        if pairs is not None and known == runs_on(config, engine.world):
+            return tuple(pairs)
+    choice = choose_pairs(config, job, engine, schedule)
+    choices[choice.name] = choice
+    return choice.sizes
 
 
 def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:

@@ -1,5 +1,6 @@
 """A run of post-training as one frozen dataclass. Combinations without a meaning raise when it is built."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -115,9 +116,13 @@ class TrainConfig:
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
             only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
             sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
-        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update; by default
-            `micro_batch`. More are faster where a pass of `micro_batch` rows does not fill the processor, and take more
-            memory. They change results only by rounding, so first log-ratios are exactly 0 with the default alone.
+        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
+            of `micro_batch` before training, as far as the memory goes and until the time per pair falls by less than 5 %,
+            and takes one only if each row of a pass then has the bits of the rollout's, so that first ratios are exactly 1.
+            Pairs that do not fill such a pass go in smaller ones that were proven too. A checkpoint holds the number; a
+            resumption on another processor, or with another number of ranks or threads, finds its own. rollout takes
+            `micro_batch`, as auto does where blocks are compiled. A number of your own changes results by rounding, first
+            ratios too.
         init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
             whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
@@ -177,7 +182,7 @@ class TrainConfig:
     rewards: tuple[str, ...] = ()
     max_invalid: float = 0.25
     micro_batch: int | Literal["auto"] = 64
-    update_micro_batch: int | None = None
+    update_micro_batch: int | Literal["auto", "rollout"] = "auto"
     init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
     max_log_ratio: float = DEFAULT_MAX_LOG_RATIO
@@ -240,11 +245,19 @@ class TrainConfig:
             raise UsageError("`micro_batch` is auto, expected a number: Trainer.settle chooses one")
         return self.micro_batch
 
-    @property
-    def items_per_pass(self) -> int:
-        """Number of items per forward pass of an update; an item of preferences is two pairs."""
-        pairs = self.update_micro_batch or self.samples_per_pass
-        return max(pairs // (2 if self.objective.traits.trains_on == "preferences" else 1), 1)
+    def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the numbers of items per pass of an update, falling; the last is for the items that are left.
+
+        Args:
+            count: number of items; a number of pairs that was set is no larger.
+            pairs: numbers of pairs that were chosen, if `update_micro_batch` is auto.
+        """
+        each = 2 if self.objective.traits.trains_on == "preferences" else 1  # pairs of an item
+        rows = max(self.samples_per_pass // each, 1)
+        if isinstance(self.update_micro_batch, str):
+            return (*(size // each for size in pairs if size // each > rows), rows)
+        most = max(self.update_micro_batch // each, 1)
+        return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
     @property
     def updates_per_rollout(self) -> int:

@@ -16,7 +16,7 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
-from fluvial.engines.fsdp.items import micro_batches
+from fluvial.engines.fsdp.items import micro_batches, split
 from fluvial.engines.objectives.advantages import History, graded
 from fluvial.engines.objectives.losses import LossConfig, add_ema_kl, log_prob_and_kl
 from fluvial.engines.objectives.protocol import Gathering
@@ -87,6 +87,7 @@ class Learner:
         policies: the policies that the objective compares with.
         texts: lengths that prompts are padded to.
         rewards: rewards with their weights, for objectives that follow their gradients.
+        pairs: numbers of pairs per pass that were chosen, if `update_micro_batch` is auto.
 
     Raises:
         UsageError: the implementation does not run on this device.
@@ -100,13 +101,14 @@ class Learner:
         policies: Policies,
         texts: TextLengths,
         rewards: Mapping[str, tuple[Reward, float]],
+        pairs: Sequence[int] = (),
     ) -> None:
         self.config, self.job, self.world, self.engine, self.policies = config, job, engine.world, engine, policies
         self.texts, self.rewards = texts, rewards
         self.rank, self.ranks = self.world.data_rank, self.world.data_size
         self.objective = checked(config.objective)
         self.traits = self.objective.traits
-        self.has_kl, self.items_per_pass = config.kl.is_on, config.items_per_pass
+        self.has_kl, self.pairs_per_pass = config.kl.is_on, tuple(pairs)
         self.compared = config.rollout.window.compared(config.rollout.group)
         self.loss_config = LossConfig(
             config.rollout.form,
@@ -247,9 +249,9 @@ class Learner:
         """Return recorded steps with the old log-probs, and velocities, that the update itself computes, and weights."""
         with self.engine.inference() as module:
             v_old = self._predictions(module, items, samples.cond, len(items.level))
-        log_prob = []
-        for start in range(0, len(items.level), self.items_per_pass):
-            rows = slice(start, start + self.items_per_pass)
+        log_prob, start = [], 0
+        for size in split(len(items.level), self._pass_sizes(len(items.level))):
+            rows = slice(start, start := start + size)
             part = optree.tree_map(lambda tensor, rows=rows: tensor[rows], items)
             log_prob.append(log_prob_and_kl(v_old[rows], part, self.loss_config, v_ref=None)[0])
         recorded, gather = samples.trajectory.log_prob, self.world.gather_data
@@ -288,7 +290,7 @@ class Learner:
             lambda batch: self._loss(batch, cond, work),
             items.weight,
             count=max(count, 1),
-            micro_batch=self._pass_size(longest),
+            micro_batch=self._pass_sizes(longest),
             pad_to=longest,
             inputs=cond,
             parts=items.parts(work.schedule.levels),
@@ -319,7 +321,8 @@ class Learner:
         items, cond = select(work.items, by_rank[self.rank].T.flatten()), work.cond
         longest = -(-sum(held) // len(held))
         moves = self.traits.through is None  # else the prompts of this rank's samples are needed
-        if moves and -(-max(held) // self.items_per_pass) > -(-longest // self.items_per_pass):
+        rows = [sum(split(count, self._pass_sizes(count))) for count in (max(held), longest)]
+        if moves and rows[0] > rows[1]:
             items, cond = rebalance(items, cond, held, self.world)
         else:
             longest = max(held)
@@ -375,13 +378,12 @@ class Learner:
     def _predictions(self, module: nn.Module, items: Items, cond: Cond, pad_to: int) -> Tensor:
         """Return a network's prediction at each item, `[P, ...]`, computed in the update's own micro-batches."""
         device = self.world.device
-        parts = micro_batches(items, micro_batch=self._pass_size(pad_to), pad_to=pad_to, device=device)
+        parts = micro_batches(items, micro_batch=self._pass_sizes(pad_to), pad_to=pad_to, device=device)
         return torch.cat([self._predict(module, part, cond) for part in parts])[: len(items.level)]
 
-    def _pass_size(self, count: int) -> int:
-        """Return the items per pass of `count` items; by default a rollout's rows, also for fewer items, and so its bits."""
-        size = self.items_per_pass
-        return size if self.config.update_micro_batch is None else min(size, count)
+    def _pass_sizes(self, count: int) -> tuple[int, ...]:
+        """Return the items per pass of `count` items; none is smaller than a rollout's rows, which have its bits."""
+        return self.config.pass_sizes(count, self.pairs_per_pass)
 
 
 def _with(items: Any, **predictions: Tensor) -> Any:

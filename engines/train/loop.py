@@ -60,10 +60,10 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     stack.enter_context(folder.keeping_warnings())
                 for note in notes(trainer.config, trainer.engine):
                     progress.say(note)
-                if trainer.choice is not None:
-                    progress.say(str(trainer.choice))
+                for name, choice in trainer.choices.items():
+                    progress.say(str(choice))
                     if folder:
-                        folder.log({"update": done, "micro_batch": trainer.choice.record})
+                        folder.log({"update": done, name: choice.record})
                 if (compiled := trainer.warm_up(progress)) is not None:
                     progress.say(str(compiled))
                 if (handshake := trainer.rollouts.compare_with_servers()) is not None:

@@ -87,9 +87,10 @@ def of_model(
 def of_built_in(model: str, **settings: Any) -> TrainConfig:
     """Return a run of a built-in model."""
     optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
-    run = {"train": "lora", "prompt_order": "draws", "updates": 100, "minibatches": 2, "micro_batch": 128}
+    run = {"train": "lora", "prompt_order": "draws", "updates": 100, "minibatches": 2}
+    passes: dict[str, Any] = {"micro_batch": 128, "update_micro_batch": "rollout"}  # fixed, so that results are reproduced
     evaluation = {"eval_every": 20, "eval_samples": 200, "final_samples": 1000}
-    return TrainConfig(OUT, model=model, **{"optimizer": optimizer, **run, **evaluation, **settings})
+    return TrainConfig(OUT, model=model, **{"optimizer": optimizer, **run, **passes, **evaluation, **settings})
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:

@@ -89,7 +89,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
-    worded = (int | Literal["auto"], bool | Literal["auto"])
+    worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])
     converter.register_structure_hook_func(lambda kind: kind in worded, lambda value, _: value)
     converter.register_structure_hook_func(_is_literal, lambda value, _: value)
     converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _chosen)

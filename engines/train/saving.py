@@ -1,6 +1,7 @@
 """Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
 
 import hashlib
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +16,14 @@ from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.monitoring.gaming import Point, best_of
 from fluvial.engines.train.prefetch import PREFIX, Ahead
 from fluvial.engines.train.published.runs import flat
 from fluvial.engines.train.record import as_record
+from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
@@ -56,6 +59,7 @@ class Saver:
         base: fingerprint of the weights that training starts from.
         console: where a failed background checkpoint and a changed environment are reported; None is silent.
         ahead: rollouts ahead of the updates, which a checkpoint holds too.
+        pairs: numbers of pairs per pass of an update, where they were chosen.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class Saver:
         *,
         console: Console | None,
         ahead: Ahead | None = None,
+        pairs: Sequence[int] = (),
     ) -> None:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
-        self.prompts, self.base, self.ahead = prompts, base, ahead
+        self.prompts, self.base, self.ahead, self.pairs = prompts, base, ahead, list(pairs)
         self.saved_at = 0
         self.background = self.world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
@@ -165,9 +170,21 @@ class Saver:
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
     def _environment(self) -> dict[str, Any]:
-        """Return what the bits of a run depend on besides its settings."""
-        engine = {f"engine.{name}": value for name, value in asdict(self.config.engine).items()}
-        return {**versions(), "ranks": self.world.size, "threads": torch.get_num_threads(), **engine}
+        """Return what the bits of a run depend on besides its settings, with the numbers of pairs that were chosen there."""
+        chosen = {"update_micro_batch": self.pairs} if self.pairs else {}
+        return {**runs_on(self.config, self.world), **chosen}
+
+
+def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:
+    """Return the machine, the versions and the engine that the bits of a run depend on."""
+    engine = {f"engine.{name}": value for name, value in asdict(config.engine).items()}
+    return {
+        **versions(),
+        "processor": processor(world.device),
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        **engine,
+    }
 
 
 def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:

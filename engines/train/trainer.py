@@ -45,7 +45,8 @@ class Trainer:
             trainer.export(Path("trained"))
 
     Nothing is written unless `save` or `export` is called. `train` is the loop with run folder, evaluations, checkpoints
-    and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen; `choice` says why.
+    and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen. `pairs` has the
+    numbers that `update_micro_batch` auto became, falling; `choices` says why these.
 
     Args:
         job: what is trained; by default what `config.model` names.
@@ -77,7 +78,7 @@ class Trainer:
                 with world.agreed():
                     job = jobs.of_run(config)
             parts = build_parts(config, job, world, resume_from=resume_from)
-            self.config, self.choice = parts.config, parts.choice
+            self.config, self.choices, self.pairs = parts.config, parts.choices, parts.pairs
             self.job, self.evaluated = parts.job, parts.evaluated
             self.engine, self.policies = parts.engine, parts.policies
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
@@ -87,7 +88,15 @@ class Trainer:
             stack.callback(self.rollouts.source.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.close)
-            self.saver = Saver(self.config, self.engine, self.job.prompts, parts.base, console=console, ahead=self.ahead)
+            self.saver = Saver(
+                self.config,
+                self.engine,
+                self.job.prompts,
+                parts.base,
+                console=console,
+                ahead=self.ahead,
+                pairs=self.pairs,
+            )
             stack.callback(self.saver.close)
             self.console, self.stop, self.stopping = console, StopRequest() if stop is None else stop, False
             self.progress = Progress() if resume_from is None else self.saver.restore(resume_from)
@@ -180,7 +189,10 @@ class Trainer:
         self.saver.save(self.progress)
 
     def resume(self, path: Path | str) -> None:
-        """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption."""
+        """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption.
+
+        The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
+        """
         self.progress = self.saver.restore(path)
 
     def export(self, folder: Path) -> None:

@@ -21,8 +21,9 @@ from fluvial.engines.train.trainer import Trainer
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
     rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+    passes: dict[str, Any] = {"micro_batch": 4, "update_micro_batch": "rollout"}
     run = TrainConfig(
-        out=out, updates=2, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+        out=out, updates=2, **passes, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
     )
     return replace(run, **changes)
 

@@ -151,6 +151,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "out": out,
         "micro_batch": 2,
+        "update_micro_batch": "rollout",
         "updates": 1,
         "lora": LoraConfig(rank=4),
         "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),

@@ -51,7 +51,7 @@ def adapter(name: str, folder: Path) -> TrainConfig:
     height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
     config = RECIPES["ddpo" if name in ("sd1", "sdxl") else "grpo"](str(saved))
     pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
-    return replace(config, train="lora", micro_batch=2, update_micro_batch=None, pipeline=pipeline)
+    return replace(config, train="lora", micro_batch=2, update_micro_batch="rollout", pipeline=pipeline)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -255,7 +255,7 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     """A run of ten times as many samples holds ten times as many trajectories."""
     config = RECIPES["grpo"]()
-    few = replace(config, micro_batch=4, update_micro_batch=None, rollout=replace(config.rollout, prompts=2, group=4))
+    few = replace(config, micro_batch=4, update_micro_batch="rollout", rollout=replace(config.rollout, prompts=2, group=4))
     many = replace(few, rollout=replace(few.rollout, prompts=20))
     reports = [dry_run(each) for each in (few, many)]
     stored = [report.phase("update").stored for report in reports]

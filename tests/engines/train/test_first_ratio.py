@@ -35,7 +35,7 @@ class Telling(Toy):
         return super().predict(module, x, sigma, cond, timestep=timestep) + 1e-3 * misplaced(x, *cond)
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """A number of threads, restored afterwards."""
     before = torch.get_num_threads()

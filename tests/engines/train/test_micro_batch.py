@@ -96,9 +96,9 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({"update_micro_batch": None}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
+        ({"update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
         ({"update_micro_batch": 16}, [16]),
-        ({"update_micro_batch": 5}, [5, 5, 5, 5]),  # filled up, as the last of any micro-batches is
+        ({"update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
         ({"update_micro_batch": 999}, [16]),  # no more than there are
         ({"update_micro_batch": 2}, [2] * 8),
         ({"update_micro_batch": 8, "objective": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
@@ -112,7 +112,7 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     if "objective" in changes:
         rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
-    for each in (changes, {**changes, "update_micro_batch": None}):
+    for each in (changes, {**changes, "update_micro_batch": "rollout"}):
         config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
         with Trainer(config, tiny.job()) as run:
             passed.clear()
@@ -128,9 +128,9 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
             )
     sizes, loss, weights = found[changes["update_micro_batch"]]
     assert sizes == rows
-    assert loss == pytest.approx(found[None][1], rel=1e-4, abs=1e-6)
+    assert loss == pytest.approx(found["rollout"][1], rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, found[None][2][name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor, found["rollout"][2][name], rtol=1e-4, atol=1e-5)
 
 
 def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
     assert rows == [4] * (2 * tiny.STEPS) + [16, 16]
 
 
-@pytest.mark.parametrize(("pairs", "sizes"), [(None, [4]), (4, [4]), (16, [4, 16])])
+@pytest.mark.parametrize(("pairs", "sizes"), [("rollout", [4]), (4, [4]), (16, [4, 16])])
 def test_blocks_compile_for_the_passes_of_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: int | None, sizes: list[int]
 ) -> None:
@@ -167,8 +167,7 @@ def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
     """12 samples: 1, 2, 4 or 12."""
     config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
     with Trainer(config, tiny.job()) as run:
-        choice = run.choice
-        assert choice is not None
+        choice = run.choices["micro_batch"]
         assert choice.micro_batch == run.config.micro_batch
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
