@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {"micro_batch": 12, "update_micro_batch": "auto", "minibat
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each size be twice as fast as the one before, after real trials, so that the bits alone decide."""
+    """Give every size the same seconds, after real trials, so that the bits alone decide."""
 
     def choose(sizes: Any, measure: Any, **options: Any) -> micro_batch.Choice:
         return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
