@@ -187,8 +187,8 @@ def _pairs(
 ) -> tuple[int, ...]:
     """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
 
-    Those of a checkpoint are taken if it was written on a machine like this one. There are none where `update_micro_batch`
-    is a number, and where a rollout's rows are all that can be taken.
+    Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
+    `update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
     if config.update_micro_batch != "auto" or fixed_pairs(config, engine) is not None:
         return ()
