@@ -32,9 +32,10 @@ class LoraConfig:
         targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
         weights: File or folder of an adapter to continue from, with keys of diffusers, PEFT or kohya/ComfyUI. Rank, alpha
             and layers are read from it, and nothing is drawn. It is the reference policy, too.
-        product: How a layer multiplies its input: factors (x W^T + s (x A^T) B^T, as PEFT does) or merged, which computes
-            W + s B A in each forward pass. The two agree to rounding. merged is faster for layers narrower than about six
-            ranks, with hundreds of rows per pass; in a lower precision than float32 it takes the factors.
+        product: How a layer multiplies its input: factors (x W^T + s (x A^T) B^T, as PEFT does), merged, which computes
+            W + s B A in each forward pass, or auto, which merges where that takes no more operations: where four samples
+            have 2 in out / (in + out) tokens. The two agree to rounding. In a lower precision than float32 all take the
+            factors. Compiled blocks merge layers up to about four ranks wide only.
     """
 
     rank: int = 16
@@ -42,7 +43,7 @@ class LoraConfig:
     targets: tuple[str, ...] | None = None
     init: Literal["default", "gaussian"] = "default"
     weights: Path | None = None
-    product: Product = "factors"
+    product: Product = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))

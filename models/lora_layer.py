@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-Product = Literal["factors", "merged"]  # how an adapted layer multiplies its input
+# How an adapted layer multiplies its input: by the factors, by the merged weight, or by that which takes fewer operations.
+Product = Literal["auto", "factors", "merged"]
+SAMPLES = 4  # per forward pass; with fewer, auto may take more operations than the factors
 
 
-def lighten(layer: Any, *, product: Product = "factors") -> None:
+def lighten(layer: Any, *, product: Product = "auto") -> None:
     """Make an adapted layer compute by `adapted_linear` where that applies, in place; elsewhere it is PEFT's as before.
 
     The layer keeps its parameters, their names and PEFT's interface.
 
     Args:
         layer: adapted layer of PEFT.
-        product: factors (`adapted_linear`) or merged (`merged_linear`, for inputs in float32).
+        product: factors (`adapted_linear`), merged (`merged_linear`, for inputs in float32), or auto (`is_merged`).
     """
     from peft.tuners import lora
 
@@ -39,18 +41,61 @@ def _light(kind: Any, product: Product) -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
-            factors = None if args or kwargs else _factors(self, x)
-            if factors is None and not (args or kwargs) and _is_bare(self, x):
-                base = self._modules["base_layer"]
-                return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
-            if factors is None:
+            if args or kwargs or _is_transformed(x):
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
-            # In lower precision W + scale B A would round small adapters away.
-            merged = product == "merged" and x.dtype == torch.float32
-            return merged_linear(x, *factors) if merged else adapted_linear(x, *factors)
+            factors = _factors(self, x)
+            merges = factors is not None and is_merged(product, x, factors[0])
+            if torch.compiler.is_compiling():
+                if factors is not None and merges and _is_narrow(*factors[0].shape, len(factors[2])):
+                    return _traced(x, *factors)
+                result = super().forward(x)
+                return result
+            if factors is not None:
+                return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
+            if _is_bare(self, x):
+                base = self._modules["base_layer"]
+                return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+            result = super().forward(x)
+            return result
 
     return LightLinear
+
+
+def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:
+    """Return whether an adapted layer multiplies by the merged weight W + scale B A.
+
+    In a lower precision than float32 it never does, because the sum would round small adapters away. auto merges where that
+    takes no more operations, forward alone or forward and backward. For N rows and rank R the adapter takes N R (in + out)
+    multiplications by the factors and R in out merged; with the backward pass 3 N R (in + out), and merged
+    2 N R (in + out) + 2 R in out or, in narrow layers, about as many. So it merges where
+
+        2 in out <= N (in + out)
+
+    with the N tokens of `SAMPLES` samples. That does not depend on the batch of a call, so all passes over a sample multiply
+    alike: those of a rollout, of its update and of a server.
+
+    Args:
+        x: input, `[..., in]`, or `[B, ..., in]` of B samples.
+        weight: frozen weight, `[out, in]`.
+    """
+    if product == "factors" or x.dtype != torch.float32:
+        return False
+    out, into = weight.shape
+    return product == "merged" or 2 * into * out <= SAMPLES * x.shape[1:-1].numel() * (into + out)
+
+
+def _is_narrow(out: int, into: int, rank: int) -> bool:
+    """Return whether the gradient of the whole weight takes fewer operations per row than those of the factors."""
+    return out * into <= 2 * rank * (out + into)
+
+
+def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return x (W + scale B A)^T + bias in operations that a compiler differentiates and fuses.
+
+    Autograd computes the gradient of the whole sum, so this is for narrow layers.
+    """
+    return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
 
 
 def _is_bare(layer: Any, x: Tensor) -> bool:
@@ -59,7 +104,7 @@ def _is_bare(layer: Any, x: Tensor) -> bool:
     A policy and its reference then round alike: torch's own linear multiplies an input that is part of a larger tensor and
     adds the bias in a second rounding.
     """
-    if not layer._disable_adapters or layer.merged_adapters or _is_watched(x):
+    if not layer._disable_adapters or layer.merged_adapters:
         return False
     base = layer._modules["base_layer"]
     tensors = [tensor for tensor in (x, base.weight, base.bias) if tensor is not None]
@@ -71,26 +116,22 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "FakeTensor"
 
 
-def _is_watched(x: Tensor) -> bool:
-    """Return whether a compiler, autocast or a transform of torch.func takes part, which see PEFT's own code."""
-    return (
-        torch.compiler.is_compiling()
-        or (x.device.type != "meta" and torch.is_autocast_enabled(x.device.type))
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.maybe_current_level() is not None
+def _is_transformed(x: Tensor) -> bool:
+    """Return whether autocast or a transform of torch.func takes part, which see PEFT's own code."""
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        return True
+    return not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
     )
 
 
 def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
     """Return (W, bias, A, B, scale) of the active adapter, None where the light pass does not apply.
 
-    It applies to one adapter without dropout over a frozen layer of plain tensors with one dtype. Compilers and the
-    transforms of torch.func see PEFT's own code.
+    It applies to one adapter without dropout over a frozen layer of plain tensors with one dtype.
     """
     active = layer._active_adapter
     if layer._disable_adapters or layer.merged_adapters or len(active) != 1 or isinstance(active, str):
-        return None
-    if _is_watched(x):
         return None
     name, base = active[0], layer._modules["base_layer"]
     modules = layer._modules["lora_A"]._modules, layer._modules["lora_B"]._modules
@@ -223,7 +264,7 @@ def _factor_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of A and of B: through that of the merged weight where that is fewer operations."""
     (out, into), rank = (grad.shape[1], rows.shape[1]), a.shape[0]
-    if out * into <= 2 * rank * (out + into):
+    if _is_narrow(out, into, rank):
         dense = grad.t().mm(rows).mul_(scale)
         return b.t().mm(dense) if need_a else None, dense.mm(a.t()) if need_b else None
     da = grad.mm(b).mul_(scale).t().mm(rows) if need_a else None

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,8 +32,7 @@ class PromptLayers:
 
     def __init__(self, model: DiffusionModel, module: nn.Module, *, in_blocks: bool = True) -> None:
         patterns = tuple(getattr(model, "prompt_layers", ()))
-        left_out = set() if in_blocks else set(model.blocks(module))
-        self._layers = _matching(module, patterns, left_out=left_out) if patterns else []
+        self._layers = _found(model, module, patterns, in_blocks=in_blocks) if patterns else []
         self._forwards = [self._remembering(place, layer.forward) for place, layer in enumerate(self._layers)]
         self._results: list[list[Any]] = [[] for _ in self._layers]  # of each layer, by its call within a prediction
         self._calls = [0] * len(self._layers)
@@ -84,22 +84,43 @@ def replaced_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[.
                 layer.__dict__["forward"] = before
 
 
-def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`.
+class _Place(NamedTuple):
+    """A layer, and where it is registered."""
 
-    Every chunk of a rollout looks them up, so this visits no module twice: `named_modules` takes three times as long.
-    """
+    parent: nn.Module
+    name: str
+    layer: nn.Module
+
+
+# The layers of a network by (patterns, whether within blocks): every chunk of a rollout asks for them, and a walk over the
+# modules takes as long as a step of a small network.
+_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[_Place]]] = WeakKeyDictionary()
+
+
+def _found(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
+    """Return the layers of a network whose names match a pattern, looked up again if one has been replaced by another."""
+    known = _places.setdefault(module, {})
+    places = known.get((patterns, in_blocks))
+    if places is None or any(place.parent._modules.get(place.name) is not place.layer for place in places):
+        left_out = set() if in_blocks else set(model.blocks(module))
+        places = known[patterns, in_blocks] = _matching(module, patterns, left_out=left_out)
+    return [place.layer for place in places]
+
+
+def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[_Place]:
+    """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`."""
     matches = re.compile("|".join(translate(pattern) for pattern in patterns)).match
-    found, seen = list[nn.Module](), set(left_out)
-    left = [("", module)]
-    while left:
-        name, part = left.pop()
-        if part in seen:
-            continue
-        seen.add(part)
-        if matches(name):
-            found.append(part)
-            continue
-        prefix = f"{name}." if name else ""
-        left.extend((prefix + key, child) for key, child in reversed(part._modules.items()) if child is not None)
+    found, seen = list[_Place](), set(left_out)
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for name, part in parent._modules.items():
+            if part is None or part in seen:
+                continue
+            seen.add(part)
+            if matches(prefix + name):
+                found.append(_Place(parent, name, part))
+            else:
+                visit(part, f"{prefix}{name}.")
+
+    visit(module, "")
     return found

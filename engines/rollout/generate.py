@@ -271,14 +271,17 @@ def generate(
     for start in range(0, len(requests.ids), micro_batch):
         part = slice(start, start + micro_batch)
         prompts, ids = requests.prompts[part], requests.ids[part]
-        initial_ids = ids if requests.initial_ids is None else requests.initial_ids[part]
         keys = fold_in(key, to_device(torch.tensor(list(ids)), device))
         cond = sampling.encode(model, prompts)
         with torch.no_grad():
             if starts is None:
-                x = _initial(fold_in(key, to_device(torch.tensor(list(initial_ids)), device)), sampling)
+                begins = keys
+                if requests.initial_ids is not None:
+                    begins = fold_in(key, to_device(torch.tensor(list(requests.initial_ids[part])), device))
+                x = _initial(begins, sampling)
             else:
-                x = torch.stack([starts[group] for group in initial_ids])
+                assert requests.initial_ids is not None
+                x = torch.stack([starts[group] for group in requests.initial_ids[part]])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
             velocity = prediction_of(model, module, cond, sampling, exact=window)
             steps = fold_in(keys, Stream.STEPS)

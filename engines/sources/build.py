@@ -22,7 +22,7 @@ def build_source(
     *,
     resume: bool = False,
     adapter: Callable[[int], str] = lambda version: "default",
-    product: Product = "factors",
+    product: Product = "auto",
     sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None,
     copy: Copy | None = None,
 ) -> RolloutSource:

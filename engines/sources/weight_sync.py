@@ -56,7 +56,7 @@ Failed = dict[str, FluvialError]  # why a server did not take a push, by its add
 Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MERGE_MODES: dict[Product, str] = {"factors": "dynamic", "merged": "merge"}  # on the wire
+MERGE_MODES: dict[Product, str] = {"auto": "dynamic", "factors": "dynamic", "merged": "merge"}  # on the wire
 
 
 class _Push(NamedTuple):
@@ -92,7 +92,7 @@ class WeightSync:
         folder: Path | None = None,
         method: Method = "auto",
         verify: bool = True,
-        product: Product = "factors",
+        product: Product = "auto",
         bucket_bytes: int = 512_000_000,
     ) -> None:
         if method not in METHODS:
@@ -254,6 +254,7 @@ class WeightSync:
                 "target": name,
                 "strength": 1.0,
                 "merge_mode": MERGE_MODES[self.product],
+                "product": self.product,  # which fluvial's server reads
                 "weight_version": str(pushed.version),
             }
             _accepted(peer, "/v1/set_lora", value)

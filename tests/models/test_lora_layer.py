@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models import lora_layer as light
@@ -66,6 +67,70 @@ def test_the_merged_product_is_that_of_peft(shape: tuple[int, ...], rank: int, b
     with torch.no_grad():
         alone = ours(x)
     assert torch.equal(alone, ours(x))
+
+
+def counted(product: light.Product, shape: tuple[int, ...], out: int, *, backward: bool) -> int:
+    """Return the FLOPs of the passes of an adapted layer."""
+    module = nn.ModuleDict({"to_q": nn.Linear(shape[-1], out)})
+    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    with FlopCounterMode(display=False) as counter:
+        result = module["to_q"](torch.randn(shape, requires_grad=True))
+        if backward:
+            result.sum().backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("out", [12, 24, 48])
+@pytest.mark.parametrize("shape", [(4, 12), (4, 1, 12), (4, 4, 12), (4, 16, 12), (4, 3, 20, 12)])
+def test_auto_takes_as_few_operations_as_it_can(shape: tuple[int, ...], out: int, backward: bool) -> None:
+    """Of a forward and backward pass it takes the shorter product, which is no longer forward alone either."""
+    products: tuple[light.Product, ...] = ("auto", "factors", "merged")
+    auto, factors, merged = (counted(product, shape, out, backward=backward) for product in products)
+    assert shape[0] == light.SAMPLES
+    assert auto == min(factors, merged) if backward else auto <= factors
+
+
+def test_auto_does_not_depend_on_the_batch_of_a_call() -> None:
+    """So that a rollout, an update and a server with passes of other sizes multiply a sample alike."""
+    weight, x = torch.ones(12, 12), torch.randn(8, 4, 12)
+    for batch in (1, 4, 8):
+        assert light.is_merged("auto", x[:batch], weight)
+        assert not light.is_merged("auto", x[:batch, :2], weight)
+        assert not light.is_merged("auto", x[:batch].bfloat16(), weight)
+        assert light.is_merged("merged", x[:batch, :2], weight)
+        assert not light.is_merged("factors", x[:batch], weight)
+
+
+@pytest.mark.parametrize(
+    ("product", "width", "expected"),
+    [("factors", 6, 3), ("merged", 6, 1), ("auto", 6, 1), ("auto", 60, 3), ("merged", 60, 3)],
+)
+def test_a_compiler_sees_the_merged_product_of_narrow_layers(product: light.Product, width: int, expected: int) -> None:
+    """As one linear layer with the sum as its weight; wide layers and the factors are PEFT's three."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"to_q": nn.Linear(width, width)})
+    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    layer: Any = module["to_q"]
+    nn.init.normal_(layer.lora_B["default"].weight)
+    linear = list[Any]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        linear.extend(node for node in graph.graph.nodes if node.target is torch._C._nn.linear)
+        return graph.forward
+
+    compiled = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    x, found = torch.randn(4, 3, width), []
+    for forward in (layer.forward, compiled):
+        rows = x.clone().requires_grad_()
+        layer.zero_grad()
+        out = forward(rows)
+        out.square().sum().backward()
+        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        found.append([out, given(rows.grad), *(given(factor.grad).clone() for factor in factors)])
+    assert len(linear) == expected
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
 
 
 def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 POST /update_weights_from_disk    {model_path, target_modules?, weight_version?, sha256?}
 POST /update_weights_from_tensor  {load_format: "fluvial_shared_files", serialized_named_tensors: [JSON of a bucket], ...}
-POST /v1/set_lora                 {lora_nickname, lora_path?, target?, strength?, merge_mode?, lora_alpha?, weight_version?}
+POST /v1/set_lora                 {lora_nickname, lora_path?, target?, strength?, merge_mode?, product?, lora_alpha?, ...}
 POST /v1/merge_lora_weights       {target?, strength?, weight_version?}
 POST /v1/unmerge_lora_weights     {target?, weight_version?}
 POST /unload_lora_adapter         {lora_name, weight_version?}, as sglang's server of language models has it
@@ -11,8 +11,8 @@ POST /get_weights_checksum        {module_names?}
 POST /update_weights_from_tensor_checker  {target_module, expected_named_tensors_sha256}
 POST /release_memory_occupation, /resume_memory_occupation
 
-`weight_version` and `sha256` are fluvial's own; sglang ignores them. A change is made while no batch is sampled, so that no
-sample is made by two versions of the weights.
+`weight_version`, `sha256` and `product` are fluvial's own; sglang ignores them. A change is made while no batch is sampled,
+so that no sample is made by two versions of the weights.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Strength = Annotated[float, Meta(ge=-1e3, le=1e3)]
 Alpha = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Names = Annotated[tuple[str, ...], Meta(max_length=4096)]
 # How an adapted layer multiplies its input. Neither writes into the base weights.
-PRODUCTS: dict[str, Product] = {"auto": "factors", "dynamic": "factors", "merge": "merged"}
+PRODUCTS: dict[str, Product] = {"auto": "auto", "dynamic": "factors", "merge": "merged"}
 
 
 class Change(Struct, frozen=True):
@@ -81,6 +81,7 @@ class SetLora(Change, frozen=True, kw_only=True):
     strength: Strength | Annotated[list[Strength], Several] = 1.0
     lora_alpha: Alpha | Annotated[list[Alpha | None], Several] | None = None
     merge_mode: Literal["auto", "dynamic", "merge"] | None = None
+    product: Product | None = None  # in place of merge_mode, from a trainer that multiplies so
 
 
 class NamedAdapter(NamedTuple):
@@ -165,7 +166,7 @@ class WeightRoutes:
 
     async def set_lora(self, asked: SetLora) -> dict[str, Any]:
         """Take adapters over, in the place of those before."""
-        named, product = _adapters_of(asked), PRODUCTS[asked.merge_mode or "auto"]
+        named, product = _adapters_of(asked), asked.product or PRODUCTS[asked.merge_mode or "auto"]
         chosen = {each: self._targets(each.target) for each in named}
         several = len(self.weights.networks) > 1
 

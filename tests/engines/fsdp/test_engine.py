@@ -359,6 +359,17 @@ def test_what_inference_gathers_stays_for_the_update_that_follows(one: World, of
     assert gathered_units(trained) == 0
 
 
+def test_switching_modes_walks_over_no_modules(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rollout and update does so, and a walk takes as long as a step of a small network."""
+    trained = engine(one)
+    monkeypatch.setattr(nn.Module, "named_modules", lambda *_, **__: pytest.fail("walked"))
+    with trained.inference() as module:
+        assert not module.training
+        assert not any(part.training for part in trained.sharded.parts)
+    with trained.sharded.train():
+        assert all(part.training for part in trained.sharded.parts)
+
+
 def test_nothing_stays_gathered_with_reshard(one: World) -> None:
     """Its promise is that parameters of two blocks are gathered at most."""
     trained = engine(one, comm="reshard", sharding={"offload": "always"})

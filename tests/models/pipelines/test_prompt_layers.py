@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
+from fluvial.models import prompt_layers
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.unet import HandwritingUNet
 from fluvial.models.lora import LoraConfig, add_lora
@@ -135,6 +136,25 @@ def counting(layer: nn.Module) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.functional, "linear", linear)
         yield calls
+
+
+def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout of many chunks walks over the modules once."""
+    walks, matching = [], prompt_layers._matching
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        walks.append(args)
+        return matching(*args, **kwargs)
+
+    monkeypatch.setattr(prompt_layers, "_matching", counted)
+    net = Twice()
+    model: Any = Named()
+    for _ in range(3):
+        assert PromptLayers(model, net)._layers == [net.text]
+    assert len(walks) == 1
+    add_lora(net, LoraConfig(rank=2), ["text"])
+    assert PromptLayers(model, net)._layers == [net.text]
+    assert len(walks) == 2
 
 
 def test_calls_are_told_apart_and_failures_leave_nothing() -> None:
