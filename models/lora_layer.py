@@ -47,7 +47,11 @@ def _light(kind: Any, product: Product) -> type:
             factors = _factors(self, x)
             merges = factors is not None and is_merged(product, x, factors[0])
             if torch.compiler.is_compiling():
-                if factors is not None and merges and _is_narrow(*factors[0].shape, len(factors[2])):
+                if (
+                    factors is not None
+                    and merges
+                    and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
+                ):
                     return _traced(x, *factors)
                 result = super().forward(x)
                 return result
