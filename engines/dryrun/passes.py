@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
+from fluvial.engines.fsdp.items import split
 from fluvial.engines.simulate.mode import SimulatedMode
 from fluvial.engines.simulate.values import value_of
 
@@ -123,8 +124,8 @@ class ShortUpdates:
             return self._last
         held = len(optree.tree_leaves(items)[0])
         size = options.get("micro_batch") or held
-        most = size * MICRO_BATCHES
-        self.micro_batches = -(-max(held, options.get("pad_to") or 0) // size)
+        sizes = split(max(held, options.get("pad_to") or 0), [size] if isinstance(size, int) else size)
+        most, self.micro_batches = sum(sizes[:MICRO_BATCHES]), len(sizes)
         if options.get("parts") is not None:
             options["parts"] = options["parts"][:most]
         if options.get("pad_to") is not None:
