@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 # How an adapted layer multiplies its input: by the factors, by the merged weight, or by that which takes fewer operations.
 Product = Literal["auto", "factors", "merged"]
@@ -41,9 +42,17 @@ def _light(kind: Any, product: Product) -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
-            if args or kwargs or _is_transformed(x):
+            quantised = type(self._modules["base_layer"]) is not nn.Linear
+            if args or kwargs or _is_transformed(x) or (quantised and product != "merged"):
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
+            if quantised and torch.is_grad_enabled():  # the merged weight is made again rather than kept
+                again: Tensor = checkpoint(self._light, x, use_reentrant=False)
+                return again
+            return self._light(x)
+
+        def _light(self, x: Tensor) -> Tensor:
+            """Return what `forward` does, by the light pass where it applies."""
             factors = _factors(self, x)
             merges = factors is not None and is_merged(product, x, factors[0])
             if torch.compiler.is_compiling():
@@ -53,14 +62,14 @@ def _light(kind: Any, product: Product) -> type:
                     and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
                 ):
                     return _traced(x, *factors)
-                result = super().forward(x)
-                return result
+                traced: Tensor = super().forward(x)
+                return traced
             if factors is not None:
                 return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
             if _is_bare(self, x):
                 base = self._modules["base_layer"]
                 return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
-            result = super().forward(x)
+            result: Tensor = super().forward(x)
             return result
 
     return LightLinear

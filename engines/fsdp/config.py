@@ -44,6 +44,10 @@ class EngineConfig:
         compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
             a GPU). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers
             per sample (noise levels, timesteps) keep theirs.
+        base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
+            bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
+            are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every rank holds
+            them whole. Exports of merged weights dequantise them.
         reduce: Dtype that gradients are reduced in.
         checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
             each block's inputs alone; "selective" keeps attention and every second matrix product as well.
@@ -61,6 +65,7 @@ class EngineConfig:
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective"] = "none"
     offload: Literal["none", "phases", "always"] = "none"
@@ -73,6 +78,9 @@ class EngineConfig:
         if self.compile is True and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
             raise UsageError("engine.checkpointing", "selective", "none or block", hint)
+        if self.base != "auto" and self.offload == "always":
+            hint = f"`engine.base` is {self.base}, whose weights stay on the device"
+            raise UsageError("engine.offload", "always", "none or phases", hint)
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the blocks are compiled on a device."""

@@ -24,6 +24,7 @@ from fluvial.engines.fsdp.files import LORA, MODEL, sync
 from fluvial.engines.fsdp.loading import plain_name
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import adapter_names, is_adapter, lora_layers
+from fluvial.models.quantised import QuantisedLinear, quantised_layers
 
 
 def export(
@@ -100,7 +101,7 @@ def layout(
 ) -> dict[str, Tensor]:
     """Return the tensors that `weights` yields for the same arguments, on the meta device."""
     return {
-        name: torch.empty(source.weight.shape, dtype=_dtype(source.weight, dtype), device="meta")
+        name: torch.empty(source.shape, dtype=source.dtype(dtype), device="meta")
         for name, source in _sources(module, average, adapter, merge).items()
     }
 
@@ -220,24 +221,36 @@ def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[s
 class _Source(NamedTuple):
     """Source of one exported tensor: W, or W + scaling B A."""
 
-    weight: Tensor
+    weight: Tensor | QuantisedLinear  # a quantised layer is dequantised when its turn comes
     factors: tuple[Tensor, Tensor] | None = None  # A [rank, in], B [out, rank]
     scaling: float = 1.0
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
-        tensor = gathered(self.weight)
+        tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gathered(self.weight)
         if self.factors is not None:
             a, b = (gathered(factor).float() for factor in self.factors)
             tensor = tensor.float() + (b @ a) * self.scaling
-        return tensor.to(_dtype(self.weight, dtype))
+        return tensor.to(self.dtype(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        weight = self.weight
+        return (weight.out_features, weight.in_features) if isinstance(weight, QuantisedLinear) else tuple(weight.shape)
+
+    def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
+        floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
+        return dtype if dtype is not None and floats else self.weight.dtype
 
 
 def _sources(
     module: nn.Module, average: Mapping[str, Tensor] | None, adapter: str | None, merge: bool
 ) -> dict[str, _Source]:
     """Return the source of each exported tensor, by its exported name."""
-    state: dict[str, Tensor] = module.state_dict()
+    state: dict[str, Any] = module.state_dict()
+    state.update((f"{name}.weight", layer) for name, layer in quantised_layers(module).items())
     for name, tensor in (average or {}).items():
         if name not in state or state[name].shape != tensor.shape:
             here = list(state[name].shape) if name in state else "nothing"
@@ -269,13 +282,13 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
-    """Return a network's tensors without adapters (with `parameters`, also without buffers); they share its storage."""
-    tensors: Mapping[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
+    """Return a network's tensors without adapters (with `parameters`, also without buffers).
+
+    They share its storage, except the weights of quantised layers, which are dequantised.
+    """
+    tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
+    tensors.update((f"{name}.weight", layer.weight) for name, layer in quantised_layers(network).items())
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
-
-
-def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _config(module: nn.Module) -> str | None:

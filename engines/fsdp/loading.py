@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.files import weight_files
 from fluvial.engines.fsdp.world import World
 from fluvial.models.protocol import Weights
+from fluvial.models.quantised import quantised_layers
 
 
 def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
@@ -43,15 +44,20 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     # They share the module's storage.
     state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
     wanted = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    quantised = {plain_name(f"{name}.weight"): layer for name, layer in quantised_layers(module).items()}
     with world.agreed():
         held = shapes(folder)
-        if missing := sorted(set(wanted) - set(held)):
+        expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        expected.update((name, (layer.out_features, layer.in_features)) for name, layer in quantised.items())
+        if missing := sorted(set(expected) - set(held)):
             raise UsageError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
-        for name, tensor in wanted.items():
-            if held[name] != tuple(tensor.shape):
+        for name, shape in expected.items():
+            if held[name] != shape:
                 raise UsageError(
-                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(tensor.shape)} here"
+                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(shape)} here"
                 )
+        for name, tensor in stored(folder, quantised):
+            quantised[name].fill(tensor.to(world.device))
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Only(folder)
     with warnings.catch_warnings():
@@ -72,8 +78,8 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time.
+def stored(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
@@ -81,7 +87,7 @@ def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     held: dict[str, Path] = {}
     for file in weight_files(folder):
         with _opened(file) as tensors:
-            held.update(dict.fromkeys(tensors.keys(), file))
+            held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
     for name in sorted(held):
         with _opened(held[name]) as tensors:
             yield name, tensors.get_tensor(name)

@@ -15,6 +15,7 @@ from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World, current_world
 from fluvial.models.device import has_values, is_accelerator
 from fluvial.models.protocol import Weights
+from fluvial.models.quantised import quantised_layers
 
 
 class HostOffload:
@@ -150,8 +151,9 @@ class ShardedModule:
         return {name: local(parameter) for name, parameter in held if parameter.requires_grad or not trainable}
 
     def offload(self) -> None:
-        """Move this rank's shards of the parameters to the host. The module cannot compute until `onload`."""
-        self.host.offload(self.shards().values())
+        """Move this rank's shards of the parameters, and quantised weights, to the host until `onload`."""
+        quantised = (tensor for layer in quantised_layers(self.module).values() for tensor in layer.quantised)
+        self.host.offload([*self.shards().values(), *quantised])
 
     def onload(self) -> None:
         """Move the shards back, to the bit."""

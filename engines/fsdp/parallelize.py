@@ -20,6 +20,7 @@ from fluvial.engines.fsdp.whole import keep_whole
 from fluvial.engines.fsdp.world import World
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
+from fluvial.models.quantised import quantise_linear
 from fluvial.models.routing import Routed
 
 # Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
@@ -75,6 +76,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         compile_blocks(blocks)
     if config.checkpointing != "none":
         checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
+    quantise_base(module, blocks, config, dtype)
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -136,6 +138,22 @@ def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
 
     if dtype != torch.float32:
         module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def quantise_base(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, dtype: torch.dtype) -> None:
+    """Quantise the frozen linear layers of the blocks in place, where `engine.base` names a format.
+
+    What is in no block (embeddings of the input and of the timestep, the last projection) is a small part of a network, and
+    stays in the dtype of the computation.
+
+    Raises:
+        UsageError: there is no frozen linear layer.
+    """
+    if config.base == "auto":
+        return
+    if not sum(quantise_linear(block, config.base, dtype) for block in blocks or [module]):
+        hint = f"no linear layer in the blocks of {type(module).__name__} is frozen; train adapters, or set it to auto"
+        raise UsageError("engine.base", config.base, hint=hint)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_iter
 
 from fluvial.engines.fsdp.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS
-from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole, replicas
+from fluvial.engines.fsdp.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
 from fluvial.engines.fsdp.whole import largest_bucket
 from fluvial.engines.simulate.attention import attention
 from fluvial.models.lora import is_adapter
+from fluvial.models.quantised import FORMATS, frozen_linear
 
 Phase = Literal["update", "rollout"]
 Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
@@ -137,6 +138,8 @@ def account(
             in; in the backward pass the block that comes next in place of the latter
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
+    Weights that `engine.base` quantises count with their codes and scales, on every rank and never gathered.
+
     A rank that holds all parameters, see `parallelize.is_whole`, gathers none and copies only those of another dtype than
     that of the computation; several ranks sum their gradients in buckets.
 
@@ -165,8 +168,9 @@ def account(
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
     masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
-    frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name))]
-    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards)
+    codes = _quantised(module, blocks, engine)
+    frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
+    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards) + sum(codes.values())
     row = OPTIMIZERS[optimizer.name]
     moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
@@ -185,7 +189,7 @@ def account(
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
     units, whole = _units(module, blocks), is_whole(module, engine, ranks=ranks)
-    sizes = [sum(parameter.numel() for parameter in unit) for unit in units]
+    sizes = [sum(parameter.numel() for parameter in unit if parameter not in codes) for unit in units]
     trainable = [sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units]
     if whole and reduce < 4:
         accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
@@ -265,6 +269,7 @@ def activations(
     for unit in [*blocks, module]:
         unit.forward = _FusedAttention(unit.forward)
         cast_samples(unit, dtype)
+    quantise_base(module, blocks, engine, dtype)
     if engine.checkpointing != "none":
         checkpoint_blocks(blocks, selective=engine.checkpointing == "selective")
     live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
@@ -341,6 +346,14 @@ class _FusedAttention(TorchFunctionMode):
 def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:
     """Return the number of values on the first rank, which has the largest part of the first dimension."""
     return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in parameters)
+
+
+def _quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[nn.Parameter, int]:
+    """Return the bytes of each weight that `engine.base` quantises, which every rank holds whole."""
+    if engine.base == "auto":
+        return {}
+    layers = [layer for part in blocks or [module] for _, _, layer in frozen_linear(part)]
+    return {layer.weight: FORMATS[engine.base].nbytes(layer.weight.shape) for layer in layers}
 
 
 def _units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

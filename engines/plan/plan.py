@@ -164,6 +164,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
                 engine=EngineConfig(
                     checkpointing=config.engine.checkpointing if update else "none",
                     compute=config.engine.compute,
+                    base=config.engine.base,
                     context_parallel=config.engine.context_parallel,
                 ),
                 device=device,

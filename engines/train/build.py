@@ -119,6 +119,7 @@ def _built(
         base = ""
         if has_values(world.device):
             base = _digest(module) if weights is None else fingerprint(weights)
+            base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
     blocks = job.model.blocks(module)
     engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
     with world.agreed():

@@ -66,6 +66,7 @@ def _effects(config: "TrainConfig") -> Iterator[tuple[bool, str, str]]:
     added = "whose loss adds no KL (one that adds a KL has traits.takes_kl)"
     yield not (adds_kl or compares_ref), "kl.coef", f"{with_name}, {added}"
     yield config.train == "full", "lora.weights", "with `train` full, which has no adapter"
+    yield config.train == "full", "engine.base", "with `train` full, which freezes no weights"
     yield not computes, "implementation", f"{with_name} and these settings, in which no kernel takes part"
 
 
@@ -157,6 +158,9 @@ def _programs(config: "TrainConfig") -> Iterator[UsageError]:
     if config.rollout.step_cache and engine.context_parallel > 1:
         hint = "with `rollout.step_cache`, ranks that share a sample would leave out different blocks"
         yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
+    if engine.base != "auto" and config.rollout.is_served:
+        hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
+        yield UsageError("engine.base", engine.base, "auto", hint)
     if ahead and config.takes_ratios and config.correction.mode == "none":
         hint = f"with `asynchronous.ahead` {ahead}, older weights make the rollouts, and ratios need a correction"
         yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import handwriting_jobs
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 from tiny_token_job import Toy, ToyCond
 from torch import Tensor, nn
 
+from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.engine import OptimizerConfig
 from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train import train
@@ -67,5 +69,15 @@ def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) ->
     """In the second update, too, where the adapters add something."""
     lora = LoraConfig(rank=4, product="merged")
     config = handwriting_jobs.config(tmp_path, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2))
+    first, second = handwriting_jobs.updates(config, count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("base", ["nf4", *(pytest.param(base, marks=pytest.mark.long) for base in ("int8", "int4", "fp8"))])
+def test_the_first_ratio_is_one_with_a_quantised_base(tmp_path: Path, base: Any) -> None:
+    """With checkpointing in the update, and in the second update too."""
+    engine = EngineConfig(base=base, checkpointing="block")
+    config = handwriting_jobs.config(tmp_path, train="lora", engine=engine, optimizer=OptimizerConfig(lr=1e-2))
     first, second = handwriting_jobs.updates(config, count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0

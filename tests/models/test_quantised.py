@@ -1,0 +1,173 @@
+"""Quantised linear layers: bits, errors, gradients, and agreement with the libraries whose formats they are."""
+
+import warnings
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.func import jvp
+
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.quantised import (
+    FORMATS,
+    NF4,
+    Base,
+    QuantisedLinear,
+    dequantise,
+    quantise,
+    quantise_linear,
+    quantised_layers,
+)
+
+BASES: tuple[Base, ...] = get_args(Base)
+# Largest error of a value as a fraction of the largest magnitude that shares its scale: half a step of the codes.
+ERROR = {"bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 8, "nf4": 0.16, "fp8": 2**-4}
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (3, 7), (1, 1), (41, 130)])
+@pytest.mark.parametrize("base", BASES)
+def test_each_value_becomes_the_nearest_level(base: Base, shape: tuple[int, int]) -> None:
+    """The error is bounded by the format's step, the largest value of a scale is exact, and a second rounding adds none."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    held = quantise(weight, base)
+    found = dequantise(held, base, shape, torch.float32)
+    assert (found - weight).abs().max() <= ERROR[base] * weight.abs().max()
+    if base != "bfloat16":
+        place = weight.abs().argmax()
+        torch.testing.assert_close(found.flatten()[place], weight.flatten()[place], rtol=1e-6, atol=0)
+    again = dequantise(quantise(found, base), base, shape, torch.float32)
+    torch.testing.assert_close(again, found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_bytes_are_those_of_the_format(base: Base) -> None:
+    shape = (96, 256)
+    assert sum(tensor.nbytes for tensor in quantise(torch.randn(shape), base)) == FORMATS[base].nbytes(shape)
+    bits = {"bfloat16": 16, "int8": 8, "int4": 4.5, "nf4": 4.5, "fp8": 8}[base]
+    assert FORMATS[base].nbytes((3072, 12288)) * 8 / (3072 * 12288) == pytest.approx(bits, rel=0.005)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rows_of_zeros_stay_zeros(base: Base) -> None:
+    weight = torch.randn(4, 64)
+    weight[1] = 0
+    assert not dequantise(quantise(weight, base), base, weight.shape, torch.float32)[1].any()
+
+
+def test_int4_spaces_its_levels_evenly() -> None:
+    """Against plain arithmetic: w / d rounded to -8 ... 7, where d is the largest value over -8."""
+    weight = torch.randn(8, 64)
+    largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))
+    scale = largest / -8
+    expected = (weight / scale).round().clamp(-8, 7) * scale
+    found = dequantise(quantise(weight, "int4"), "int4", weight.shape, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nf4_has_the_bits_of_bitsandbytes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+        weight = torch.randn(96, 128)
+        codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    held = quantise(weight, "nf4")
+    assert torch.equal(state.code, torch.tensor(NF4))
+    assert torch.equal(held.scale.flatten(), state.absmax)
+    assert torch.equal(held.codes, codes.flatten())
+    assert torch.equal(dequantise(held, "nf4", weight.shape, torch.float32), functional.dequantize_4bit(codes, state))
+
+
+def test_int8_has_the_codes_of_bitsandbytes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+        weight = torch.randn(32, 100).half().float()
+        codes, largest, _ = functional.int8_vectorwise_quant(weight.half())
+    held = quantise(weight, "int8")
+    assert (held.codes.int() - codes.int()).abs().max() <= 1  # it multiplies by 127 / max, and ties may round apart
+    assert (held.codes != codes).float().mean() < 0.01
+    torch.testing.assert_close(held.scale.flatten() * 127, largest.float())
+
+
+def test_int8_agrees_with_torchao() -> None:
+    """Its rows are scaled by the largest value over 127.5, so values agree to a step of the codes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library: Any = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+        linear = nn.Linear(64, 32, bias=False)
+        weight = linear.weight.detach().clone()
+        library.quantize_(linear, library.Int8WeightOnlyConfig(version=2))
+        expected = linear.weight.dequantize()
+    found = dequantise(quantise(weight, "int8"), "int8", weight.shape, torch.float32)
+    assert ((found - expected).abs() <= weight.abs().amax(1, keepdim=True) / 127).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("base", BASES)
+def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtype: torch.dtype) -> None:
+    linear = nn.Linear(48, 40).requires_grad_(False)
+    layer = QuantisedLinear(linear, base, torch.float32)
+    plain = nn.Linear(48, 40).requires_grad_(False)
+    plain.load_state_dict({"weight": layer.weight, "bias": linear.bias})
+    plain, layer.bias = plain.to(dtype), nn.Parameter(linear.bias.to(dtype), requires_grad=False)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    grad = torch.randn(2, 5, 40, dtype=dtype)
+    pairs = []
+    for each in (layer, plain):
+        leaf = x.clone().requires_grad_()
+        out = each(leaf)
+        out.backward(grad)
+        pairs.append((out.detach(), leaf.grad))
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    torch.testing.assert_close(pairs[0][1], pairs[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_a_directional_derivative_passes_through() -> None:
+    layer = QuantisedLinear(nn.Linear(8, 8).requires_grad_(False), "nf4", torch.float32)
+    x, direction = torch.randn(2, 8), torch.randn(2, 8)
+    _, found = jvp(layer, (x,), (direction,))
+    torch.testing.assert_close(found, direction @ layer.weight.T)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
+    """What autograd saves of a layer is its buffers, whose storages it shares."""
+    layer = QuantisedLinear(nn.Linear(64, 64).requires_grad_(False), base, torch.float32)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.randn(2, 64, requires_grad=True))
+    own = {tensor.untyped_storage()._cdata for tensor in layer.quantised}
+    assert kept
+    assert {tensor.untyped_storage()._cdata for tensor in kept} <= own
+
+
+def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
+    """And adapters' gradients are those over a module that holds the dequantised weights."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    quantised, plain = net(), net()
+    with torch.no_grad():
+        for number in (0, 2):
+            own = plain[number].weight
+            own.copy_(dequantise(quantise(own, "nf4"), "nf4", own.shape, own.dtype))
+    for module in (quantised, plain):
+        add_lora(module, LoraConfig(rank=4), ("0", "2"), seed=1)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    assert quantise_linear(quantised, "nf4", torch.float32) == 2
+    assert len(quantised_layers(quantised)) == 2
+    x = torch.randn(3, 32)
+    for module in (quantised, plain):
+        module(x).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    found = {name: parameter.grad for name, parameter in quantised.named_parameters() if parameter.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
