@@ -95,7 +95,7 @@ class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
 
     parameters: int  # sharded: float32 for trained ones and adapters, the dtype of the computation for the rest
-    buffers: int  # on every rank
+    buffers: int  # on every rank; of quantised weights their codes and scales
     moments: int  # state of the optimizer, sharded
     average: int  # float32, sharded
     reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
@@ -138,7 +138,7 @@ def account(
             in; in the backward pass the block that comes next in place of the latter
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
 
-    Weights that `engine.base` quantises count with their codes and scales, on every rank and never gathered.
+    Weights that `engine.base` quantises count among the buffers with their codes and scales, and are never gathered.
 
     A rank that holds all parameters, see `parallelize.is_whole`, gathers none and copies only those of another dtype than
     that of the computation; several ranks sum their gradients in buckets.
@@ -170,7 +170,7 @@ def account(
     masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     codes = _quantised(module, blocks, engine)
     frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
-    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards) + sum(codes.values())
+    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards)
     row = OPTIMIZERS[optimizer.name]
     moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
@@ -227,7 +227,7 @@ def account(
     return Accounting(
         **here,
         **parts,
-        buffers=sum(buffer.nbytes for buffer in module.buffers()),
+        buffers=sum(buffer.nbytes for buffer in module.buffers()) + sum(codes.values()),
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.func import jvp
 
+from fluvial.engines.plan.memory import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.quantised import (
     FORMATS,
@@ -171,3 +172,30 @@ def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_merged_product_dequantises(disabled: bool) -> None:
+    """x (W + scale B A)^T over the dequantised W, with the gradients of a plain layer; the backward pass keeps no W."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
+    with torch.no_grad():
+        own = modules[0][0].weight
+        modules[1].load_state_dict(modules[0].state_dict())
+        modules[1][0].weight.copy_(dequantise(quantise(own, "int4"), "int4", own.shape, own.dtype))
+    found = []
+    x = torch.randn(3, 64)
+    for module in modules:
+        add_lora(module, LoraConfig(rank=4, product="merged"), ("0",), seed=1)
+        torch.nn.init.ones_(module[0].lora_B["default"].weight)
+        if module is modules[0]:
+            quantise_linear(module, "int4", torch.float32)
+        module[0]._disable_adapters = disabled
+        leaf = x.clone().requires_grad_()
+        with LiveStorages([*module.parameters(), *module.buffers()]) as live:
+            out = module(leaf)
+            kept = live.now
+        out.square().sum().backward()
+        found.append((out, leaf.grad, *(p.grad for p in module.parameters() if p.requires_grad)))
+        assert kept < 64 * 64 * 4
+    torch.testing.assert_close(found[0], found[1])

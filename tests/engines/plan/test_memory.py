@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.check import measure
 from fluvial.engines.plan.memory import Accounting, LiveStorages, Stretch, account, activations
 from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.quantised import FORMATS
 
 CPU = torch.device("cpu")
 
@@ -107,8 +109,11 @@ LIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("lies", LIES, ids=str)
-@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("train", "lies"),
+    [*product(["full", "lora"], LIES), *(("lora", {"base": base, "comm": "reshard"}) for base in FORMATS)],
+    ids=str,
+)
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dict[str, Any], ema_decay: float) -> None:
     """To the byte: weights, moments, average and gradients."""
