@@ -348,7 +348,7 @@ def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:
     return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in parameters)
 
 
-def _quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[nn.Parameter, int]:
+def _quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[Tensor, int]:
     """Return the bytes of each weight that `engine.base` quantises, which every rank holds whole."""
     if engine.base == "auto":
         return {}
