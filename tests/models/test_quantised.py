@@ -114,7 +114,7 @@ def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtyp
     plain, layer.bias = plain.to(dtype), nn.Parameter(linear.bias.to(dtype), requires_grad=False)
     x = torch.randn(2, 5, 48, dtype=dtype)
     grad = torch.randn(2, 5, 40, dtype=dtype)
-    pairs = []
+    pairs: list[Any] = []
     for each in (layer, plain):
         leaf = x.clone().requires_grad_()
         out = each(leaf)
@@ -128,7 +128,7 @@ def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtyp
 def test_a_directional_derivative_passes_through() -> None:
     layer = QuantisedLinear(nn.Linear(8, 8).requires_grad_(False), "nf4", torch.float32)
     x, direction = torch.randn(2, 8), torch.randn(2, 8)
-    _, found = jvp(layer, (x,), (direction,))
+    found = jvp(layer, (x,), (direction,))[1]
     torch.testing.assert_close(found, direction @ layer.weight.T)
 
 
@@ -136,8 +136,13 @@ def test_a_directional_derivative_passes_through() -> None:
 def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
     """What autograd saves of a layer is its buffers, whose storages it shares."""
     layer = QuantisedLinear(nn.Linear(64, 64).requires_grad_(False), base, torch.float32)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    kept = list[torch.Tensor]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(2, 64, requires_grad=True))
     own = {tensor.untyped_storage()._cdata for tensor in layer.quantised}
     assert kept
@@ -147,7 +152,7 @@ def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
 def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
     """And adapters' gradients are those over a module that holds the dequantised weights."""
 
-    def net() -> nn.Sequential:
+    def net() -> Any:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
@@ -178,7 +183,7 @@ def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
 def test_a_merged_product_dequantises(disabled: bool) -> None:
     """x (W + scale B A)^T over the dequantised W, with the gradients of a plain layer; the backward pass keeps no W."""
     torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
+    modules: list[Any] = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
     with torch.no_grad():
         own = modules[0][0].weight
         modules[1].load_state_dict(modules[0].state_dict())
