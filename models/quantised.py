@@ -120,7 +120,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantised weight `[out, in]`, made anew by each access."""
+        """The dequantised weight `[out, in]`; each access makes another tensor."""
         return self.dequantised(self.dtype)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
