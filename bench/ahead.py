@@ -47,6 +47,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         out=folder,
         updates=ROLLOUTS,
         micro_batch=4,
+        update_micro_batch="rollout",
         asynchronous=AsyncConfig(ahead),
         correction=CorrectionConfig("truncate"),
         rollout=RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),

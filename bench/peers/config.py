@@ -51,8 +51,8 @@ class PeersConfig:
             (which computes them again); and transformer, the forward and backward passes alone, fluvial's LoRA beside
             peft's.
         sizes: model sizes: tiny, small, medium.
-        pairs: numbers of (sample, step) pairs per pass of fluvial's update. The projects' loops put the samples of one step
-            through a pass.
+        pairs: further numbers of (sample, step) pairs per pass of fluvial's update, beside the one that it chooses. The
+            projects' loops put the samples of one step through a pass.
         samples: samples per rollout and process.
         steps: steps of the schedule.
         windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
@@ -67,7 +67,7 @@ class PeersConfig:
     clones: Path = Path("clones")
     peers: tuple[str, ...] = KNOWN
     sizes: tuple[str, ...] = ("small", "medium")
-    pairs: tuple[int, ...] = (8, 40)
+    pairs: tuple[int, ...] = ()
     samples: int = 8
     steps: int = 10
     windows: tuple[int, ...] = (0,)
@@ -82,7 +82,7 @@ class PeersConfig:
         for name in ("samples", "steps", "runs", "threads"):
             check_number("peers", name, getattr(self, name), low=1)
         for name in ("pairs", "ranks"):
-            if not getattr(self, name) or min(getattr(self, name)) < 1:
+            if min(getattr(self, name), default=1) < 1 or not self.ranks:
                 raise ValueError(f"peers: {name} is {getattr(self, name)}, expected numbers of at least 1")
         most = self.steps - WINDOW_START
         if not self.windows or not all(0 <= size <= most for size in self.windows):
@@ -123,7 +123,8 @@ class Case(NamedTuple):
 class PeerRow:
     """The ratio of fluvial's CPU time to a project's in the same round: below 1 fluvial is faster.
 
-    CPU time is that of all processes, bytes are those of the process with the most.
+    The whole is a rollout, its rewards and its update by `Trainer.update`, beside the project's rollout and update. CPU time
+    is that of all processes, bytes are those of the process with the most.
     """
 
     peer: str
@@ -159,3 +160,6 @@ class PeerRow:
     accelerate: str
     python: str
     date: str
+    wall_p50: float = 0.0  # ratio of wall times, of the slowest process; 0 if not measured
+    wall_seconds: float = 0.0
+    peer_wall_seconds: float = 0.0

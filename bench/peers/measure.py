@@ -1,7 +1,6 @@
 """Checks that fluvial and another project's code agree, and times them in turn in the same processes."""
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.ours import Ours
+from fluvial.bench.peers.ours import Ours, Spent
 from fluvial.bench.peers.pipeline import Passes, Peer
 from fluvial.bench.peers.work import Stored, Work
 from fluvial.engines.errors import RunError
@@ -26,8 +25,8 @@ from fluvial.engines.plan.memory import LiveStorages
 REST_ROUNDS = 9  # of rollouts and updates without the network's passes, which take milliseconds
 TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
 ROOT = Path(__file__).resolve().parents[2]
-# fluvial's ways by (what, pairs per pass), and the project's.
-Phase = tuple[Mapping[tuple[str, int], Callable[[], object]], Callable[[], object]]
+# What is timed in turn: a call that returns the time of its phases.
+Side = Callable[[], Mapping[str, Spent]]
 
 
 class Agreement(NamedTuple):
@@ -87,28 +86,44 @@ def check_agreement(name: str, agreement: Agreement) -> None:
             raise RunError(f"{name}: the {what} is {value:.2g} apart, expected at most {TOLERANCE:g}, so nothing was timed")
 
 
-def time_in_turn(runs: int, sides: Sequence[Callable[[], object]], world: World | None = None) -> list[list[float]]:
-    """Return the CPU seconds of each side, `[sides][runs]`, run in turn; who is first changes from round to round.
+def timed(**calls: Callable[[], object]) -> Side:
+    """Return a side that makes calls in turn, with the time of each by its name, and of the `whole` if there are several."""
 
-    CPU time, because machines are shared: a process that has to wait for a core is not slower for it.
+    def side() -> Mapping[str, Spent]:
+        found = dict[str, Spent]()
+        for what, call in calls.items():
+            start = Spent.now()
+            call()
+            found[what] = Spent.now().since(start)
+        total = Spent(*map(sum, zip(*found.values(), strict=True)))
+        return {**found, "whole": total} if len(calls) > 1 else found
+
+    return side
+
+
+def time_in_turn(runs: int, sides: Sequence[Side], world: World | None = None) -> list[dict[str, list[Spent]]]:
+    """Return the times of each side by phase, one per round; who is first changes from round to round.
+
+    CPU time counts, because machines are shared: a process that has to wait for a core is not slower for it. The wall time
+    stands beside it.
 
     Args:
         runs: number of rounds, after one that is not counted.
         sides: what is timed.
-        world: processes whose times are added; None is this one.
+        world: processes whose CPU times are added, and of whose wall times the longest counts; None is this one.
     """
-    seconds: list[list[float]] = [[] for _ in sides]
+    times: list[dict[str, list[Spent]]] = [{} for _ in sides]
     for run in range(-1, runs):
         for place in range(len(sides)):
             side = (run + place) % len(sides)
             if world is not None and world.size > 1:
                 dist.barrier()
-            start = time.process_time()
-            sides[side]()
-            spent = torch.tensor([time.process_time() - start], dtype=torch.float64)
-            if run >= 0:
-                seconds[side].append(float((spent if world is None else world.gather(spent)).sum()))
-    return seconds
+            for what, spent in sides[side]().items():
+                row = torch.tensor([spent], dtype=torch.float64)
+                table = row if world is None else world.gather(row)
+                if run >= 0:
+                    times[side].setdefault(what, []).append(Spent(float(table[:, 0].sum()), float(table[:, 1].max())))
+    return times
 
 
 def _tensors() -> Iterator[Tensor]:
@@ -131,12 +146,15 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 @contextmanager
 def without_passes(*modules: Any) -> Iterator[None]:
-    """Replace the forward pass of networks by a product with one of their trained parameters, which costs little."""
+    """Replace the forward pass of networks by a product with all of their trained parameters, which costs little.
+
+    So that every one of them has a gradient, which is clipped and taken in by AdamW.
+    """
 
     def emptied(module: nn.Module) -> Callable[..., tuple[Tensor]]:
         def forward(hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor]:
-            parameter = next(p for p in module.parameters() if p.requires_grad)
-            return (hidden_states * (1 + 0 * parameter.reshape(-1)[0]),)
+            first = torch.stack([p.reshape(-1)[0] for p in module.parameters() if p.requires_grad])
+            return (hidden_states * (1 + 0 * first.sum()),)
 
         return forward
 
@@ -163,15 +181,24 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     check_agreement(name, agreement)
     held = held[0] + compared.held[0], held[1] + compared.held[1]
     items = ours.items(stored)
-    updates = {("update", pairs): partial(ours.update, items, pairs=pairs) for pairs in case.pairs(config)}
-    phases = list[Phase]()
-    if project.samples:
-        phases.append(({("rollout", config.samples): ours.rollout}, peer.rollout))
-    phases.append((updates, partial(peer.update, stored)))
+    theirs = partial(peer.update, stored)
+    other = timed(rollout=peer.rollout, update=theirs) if project.samples else timed(update=theirs)
+    sides: dict[int | None, Side] = {None: ours.step}
+    sides |= {pairs: timed(update=partial(ours.update, items, pairs=pairs)) for pairs in case.pairs(config)}
+    calls: dict[str, Callable[[], object]] = {
+        "rollout": ours.rollout,
+        "update": partial(ours.update, items),
+        "whole": ours.step,
+    }
+    peaks: dict[tuple[str, int | None], int] = {(what, None): peak_bytes(call) for what, call in calls.items()}
+    peaks |= {("update", pairs): peak_bytes(partial(ours.update, items, pairs=pairs)) for pairs in case.pairs(config)}
+    other_peaks = {"update": peak_bytes(theirs), "rollout": peak_bytes(peer.rollout) if project.samples else 0}
+    other_peaks["whole"] = max(other_peaks.values())
     common = common_columns(case, clone.commit(folder), agreement, held, config)
-    # DDP wants a gradient of every parameter, which a network without passes does not give.
+    # A project that wraps its network for several processes does not call the one that is emptied.
     modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
-    yield from _rows(phases, common, config, world, modules)
+    found = _Found(sides, other, peaks, other_peaks, ours.pairs)
+    yield from _rows(found, common, config, world, modules)
 
 
 def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
@@ -180,13 +207,16 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
     own, other = Passes(work, peft=False), Passes(work, peft=True)
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
-    updates = {("update", pairs): partial(own.passes, pairs) for pairs in case.pairs(config)}
-    phases: list[Phase] = [
-        ({("rollout", config.samples): own.rollout}, other.rollout),
-        (updates, partial(other.passes, work.samples)),
-    ]
+    pairs = case.pairs(config) or (work.samples,)
+    sides: dict[int | None, Side] = {None: timed(rollout=own.rollout)}
+    sides |= {number: timed(update=partial(own.passes, number)) for number in pairs}
+    peaks: dict[tuple[str, int | None], int] = {("rollout", None): peak_bytes(own.rollout)}
+    peaks |= {("update", number): peak_bytes(partial(own.passes, number)) for number in pairs}
+    theirs = partial(other.passes, work.samples)
+    other_peaks = {"rollout": peak_bytes(other.rollout), "update": peak_bytes(theirs)}
     common = common_columns(case, "peft", Agreement(log_prob, 0.0, 0.0), (0, 0), config)
-    yield from _rows(phases, common, config, world)
+    found = _Found(sides, timed(rollout=other.rollout, update=theirs), peaks, other_peaks, work.samples)
+    yield from _rows(found, common, config, world)
 
 
 def common_columns(
@@ -216,37 +246,46 @@ def common_columns(
     }
 
 
+class _Found(NamedTuple):
+    """What is timed of a case, and the bytes of both sides."""
+
+    sides: Mapping[int | None, Side]  # fluvial's, by pairs per pass; None is what was chosen
+    other: Side
+    peaks: Mapping[tuple[str, int | None], int]  # by phase and pairs per pass
+    other_peaks: Mapping[str, int]
+    chosen: int  # pairs per pass
+
+
 def _rows(
-    phases: Sequence[Phase],
-    common: Mapping[str, Any],
-    config: PeersConfig,
-    world: World,
-    modules: Sequence[Any] = (),
+    found: _Found, common: Mapping[str, Any], config: PeersConfig, world: World, modules: Sequence[Any] = ()
 ) -> Iterator[PeerRow]:
-    for mine, theirs in phases:
-        sides = [*mine.values(), theirs]
-        *seconds, other = time_in_turn(config.runs, sides, world)
-        peaks = [max(world.gather_items(peak_bytes(call))) for call in sides]
-        rests = [[0.0] for _ in sides]
-        if modules:
-            with without_passes(*modules):
-                rests = time_in_turn(REST_ROUNDS, sides)
-        for (what, pairs), own, peak, rest in zip(mine, seconds, peaks, rests, strict=False):
-            yield row(common, what, pairs, (own, other), (peak, peaks[-1]), (rest, rests[-1]))
+    sides = [*found.sides.values(), found.other]
+    *mine, other = time_in_turn(config.runs, sides, world)
+    rests = [dict[str, list[Spent]]() for _ in sides]
+    if modules:
+        with without_passes(*modules):
+            rests = time_in_turn(REST_ROUNDS, sides)
+    for pairs, own, rest in zip(found.sides, mine, rests, strict=False):
+        for what in (what for what in own if what in other):
+            per_pass = config.samples if what == "rollout" else found.chosen if pairs is None else pairs
+            peaks = found.peaks[what, pairs], found.other_peaks[what]
+            peaks = max(world.gather_items(peaks[0])), max(world.gather_items(peaks[1]))
+            yield row(common, what, per_pass, (own[what], other[what]), peaks, (rest.get(what), rests[-1].get(what)))
 
 
 def row(
     common: Mapping[str, Any],
     what: str,
     pairs: int,
-    seconds: tuple[list[float], list[float]],
+    times: tuple[Sequence[Spent], Sequence[Spent]],
     peaks: tuple[int, int],
-    rests: tuple[list[float], list[float]],
+    rests: tuple[Sequence[Spent] | None, Sequence[Spent] | None] = (None, None),
 ) -> PeerRow:
     """Return the row of one comparison."""
-    own, other = (torch.tensor(times, dtype=torch.float64) for times in seconds)
-    p20, p50, p80 = harness.spread(own / other)
-    rest, other_rest = (min(times) for times in rests)  # short, so that the least is the undisturbed one
+    own, other = (torch.tensor([*spent], dtype=torch.float64) for spent in times)
+    p20, p50, p80 = harness.spread(own[:, 0] / other[:, 0])
+    # Short, so that the least is the undisturbed one.
+    rest, other_rest = (min((spent.cpu for spent in found or ()), default=0.0) for found in rests)
     return PeerRow(
         what=what,
         pairs=pairs,
@@ -254,12 +293,15 @@ def row(
         p20=p20,
         p50=p50,
         p80=p80,
-        seconds=float(own.median()),
-        peer_seconds=float(other.median()),
+        seconds=float(own[:, 0].median()),
+        peer_seconds=float(other[:, 0].median()),
         rest_seconds=rest,
         peer_rest_seconds=other_rest,
         peak_bytes=peaks[0],
         peer_peak_bytes=peaks[1],
+        wall_p50=float((own[:, 1] / other[:, 1]).median()),
+        wall_seconds=float(own[:, 1].median()),
+        peer_wall_seconds=float(other[:, 1].median()),
         **common,
     )
 

@@ -1,8 +1,12 @@
-"""fluvial's side: the parts of a run as `fluvial train` builds them, timed at `generate` and `Learner.update`."""
+"""fluvial's side: a `Trainer` with default settings, timed in `Trainer.update`, and its parts alone."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,17 +24,38 @@ from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.rollout.items import Share, recorded_steps
 from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.train import learner
-from fluvial.engines.train.build import build_parts
+from fluvial.engines.rollout.window import AllSteps
+from fluvial.engines.train import learner, metrics
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.trainer import Trainer
 from fluvial.kernels import step_log_prob
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import adapter_names, adapter_parameters
 
 
+class Spent(NamedTuple):
+    """Time of a phase."""
+
+    cpu: float  # seconds of this process, on all of its threads
+    wall: float  # seconds
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the clocks."""
+        return cls(time.process_time(), time.perf_counter())
+
+    def since(self, start: "Spent") -> "Spent":
+        """Return the time since other clocks."""
+        return Spent(self.cpu - start.cpu, self.wall - start.wall)
+
+    def plus(self, other: "Spent") -> "Spent":
+        """Return the sum."""
+        return Spent(self.cpu + other.cpu, self.wall + other.wall)
+
+
 class Ours:
-    """A run of fluvial on the work.
+    """A run of fluvial on the work, whose settings are the defaults where the work does not decide them.
 
     Args:
         work: what is done.
@@ -41,7 +66,7 @@ class Ours:
         self.work = work
         self.guidance = Guidance(scale=work.scale, gradient=work.gradient)
         config = TrainConfig(
-            out=Path("unused"),  # nothing is written: only a Trainer opens it
+            out=Path("unused"),  # nothing is written
             train="lora",
             lora=work.lora,
             micro_batch=work.samples,
@@ -52,16 +77,38 @@ class Ours:
                 group=work.ranks * work.samples,
                 steps=work.steps,
                 sampler=Stochastic(eta=work.eta),
+                window=AllSteps() if work.window is None else AllSteps(low=work.window.start, high=work.window.stop),
                 guidance=self.guidance,
             ),
         )
-        job = Job(work.model, work.prompts, _no_reward, heldout=work.prompts, shape=work.size.event)
-        self.parts = build_parts(config, job, world)
+        job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
+        self.parts = Trainer(config, job, world)
         work.fill(dict(adapter_parameters(self.parts.engine.module, "default")))
         self.sampler, self.schedule = self.parts.rollouts.schedules.of(job.shape)[1], self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
         self.rollouts, self.learners = 0, dict[int, learner.Learner]()
+
+    def step(self) -> Mapping[str, Spent]:
+        """Make a rollout and its update, as `fluvial train` does, and return the time of its phases and of the whole."""
+        spent: dict[str, Spent] = {}
+
+        @contextmanager
+        def counted(seconds: dict[str, float], phase: str) -> Iterator[None]:
+            start = Spent.now()
+            yield
+            spent[phase] = Spent.now().since(start).plus(spent.get(phase, Spent(0.0, 0.0)))
+            seconds[phase] = spent[phase].wall
+
+        with patch.object(metrics, "timed", counted):
+            start = Spent.now()
+            self.parts.update()
+            return {"rollout": spent["rollout"], "update": spent["update"], "whole": Spent.now().since(start)}
+
+    @property
+    def pairs(self) -> int:
+        """Pairs per pass of an update, as they were chosen."""
+        return max(self.parts.pairs, default=self.work.samples)
 
     def rollout(self) -> Sampled:
         """Return the next rollout."""
@@ -98,14 +145,16 @@ class Ours:
         share = Share(self.work.ids.start, self.work.samples, batch)
         return learner.Work(flat, cond, computed, computed.numel(), share, as_prompts(self.work.prompts), self.schedule)
 
-    def update(self, items: learner.Work, *, pairs: int) -> UpdateInfo:
+    def update(self, items: learner.Work, *, pairs: int | None = None) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.
 
         Args:
             items: the rollout.
-            pairs: (sample, step) pairs per forward and backward pass.
+            pairs: (sample, step) pairs per forward and backward pass; None is the number that was chosen.
         """
         parts = self.parts
+        if pairs is None:
+            return parts.learner.update(items, key(0)).updates[0]
         if pairs not in self.learners:
             config = replace(parts.config, update_micro_batch=pairs)
             self.learners[pairs] = learner.Learner(
@@ -120,6 +169,6 @@ class Ours:
         return {name: moment.full_tensor() if isinstance(moment, DTensor) else moment for name, moment in moments.items()}
 
 
-def _no_reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return zeros; the advantages of the work are given."""
-    return torch.zeros(len(prompts))
+def _mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the mean of each image, so that advantages differ."""
+    return images.flatten(1).mean(1)

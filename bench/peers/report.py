@@ -90,10 +90,12 @@ def is_done(case: Case, config: PeersConfig, projects: Mapping[str, Project], ro
         and (row.commit, row.fluvial, row.samples, row.steps) == (commit, clone.commit(ROOT), config.samples, config.steps)
         and row.runs >= config.runs
     ]
-    expected = {("update", pairs) for pairs in case.pairs(config)}
+    pairs = case.pairs(config) or ((config.samples,) if alone else ())
+    expected = {("update", number) for number in pairs}
     if alone or projects[case.peer].samples:
         expected.add(("rollout", config.samples))
-    return expected <= {(row.what, row.pairs) for row in same}
+    phases = () if alone else ("update", "whole") if projects[case.peer].samples else ("update",)
+    return expected <= {(row.what, row.pairs) for row in same} and {*phases} <= {row.what for row in same}
 
 
 def show(rows: Sequence[PeerRow]) -> None:
@@ -108,6 +110,7 @@ def show(rows: Sequence[PeerRow]) -> None:
             "pairs per pass": str(row.pairs),
             "theirs": str(row.peer_pairs),
             **{name: f"{getattr(row, name):.2f}" for name in ("p20", "p50", "p80")},
+            "wall": f"{row.wall_p50:.2f}",
             "MB": f"{(row.held_bytes + row.peak_bytes) / 1e6:.1f}",
             "theirs, MB": f"{(row.peer_held_bytes + row.peer_peak_bytes) / 1e6:.1f}",
             "log-probs apart": f"{row.log_prob_distance:.1g}",
@@ -172,10 +175,13 @@ def _phases(found: Rows) -> tuple[PeerRow | None, PeerRow | None, PeerRow | None
 
 def _ratios(found: Rows) -> dict[str, str]:
     rollout, equal, larger = _phases(found)
+    whole = next((row for (what, _), row in found.items() if what == "whole"), None)
     return {
         "rollout": _ratio(rollout),
         "update, as many pairs per pass": _ratio(equal),
         "update, larger passes": "-" if larger is None else f"{larger.pairs}: {_ratio(larger)}",
+        "whole": _ratio(whole),
+        "whole, wall time": "-" if whole is None else f"{whole.wall_p50:.2f}",
     }
 
 

@@ -96,6 +96,11 @@ def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
     )
 
 
+def chunk_size(samples: int, micro_batch: int) -> int:
+    """Return the number of samples of each chunk: of the sizes that need no more chunks than `micro_batch`, the smallest."""
+    return -(-samples // -(-samples // micro_batch))
+
+
 def evaluate(
     task: Task,
     module: nn.Module,
@@ -113,14 +118,15 @@ def evaluate(
 ) -> Evaluation:
     """Sample prompts with the ODE and score them with every evaluator; every rank must take part.
 
-    Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks of `micro_batch`
-    samples. A sample that an evaluator has no number for is left out, whatever the others say of it.
+    Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks. They have one
+    size, so few samples as `micro_batch` allows without another chunk. A sample that an evaluator has no number for is left
+    out, whatever the others say of it.
 
     Args:
         task: model, prompts and evaluators; a job is one.
         schedule: schedule with its timesteps on the device.
         samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
-        micro_batch: samples per chunk.
+        micro_batch: largest number of samples per chunk.
         seeds: number of samples per prompt, see `every`; None draws `samples` prompts at random.
         guidance: guidance of every step.
         solver: solver of the ODE.
@@ -137,6 +143,7 @@ def evaluate(
     else:
         plan = every(len(task.heldout), seeds, samples)
     total, asked = len(plan.ids), [task.heldout[place] for place in plan.places]
+    micro_batch = chunk_size(total, micro_batch)
     mine, real = slots(total, micro_batch=micro_batch, world=world)
     requests = Requests(
         [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)

@@ -240,7 +240,12 @@ class TrainConfig:
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of samples per forward pass; ValueError as long as `micro_batch` is auto."""
+        """Number of samples per forward pass of a rollout, no more than it has; ValueError while `micro_batch` is auto."""
+        return min(self.largest_pass, self.rollout.batch)
+
+    @property
+    def largest_pass(self) -> int:
+        """Number of samples per forward pass that the memory holds; ValueError while `micro_batch` is auto."""
         if isinstance(self.micro_batch, str):
             raise UsageError("`micro_batch` is auto, expected a number: Trainer.settle chooses one")
         return self.micro_batch

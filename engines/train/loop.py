@@ -191,7 +191,7 @@ class Loop:
         if known is not None:
             return known
         with trainer.engine.inference(average=True) as module:
-            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.samples_per_pass)
+            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)
         if trainer.world.is_main:
             probe.save(path)
         return probe

@@ -162,7 +162,7 @@ class Trainer:
                 schedule=self.evaluation_schedule,
                 samples=samples or config.eval_samples,
                 seeds=config.evaluation.seeds,
-                micro_batch=config.samples_per_pass,
+                micro_batch=config.largest_pass,
                 world=self.world,
                 guidance=config.evaluation_guidance,
                 keep=keep,
@@ -170,7 +170,7 @@ class Trainer:
                 max_invalid=config.max_invalid,
             )
             if probe is not None:
-                drift = probe.velocity_drift(self.job, module, micro_batch=config.samples_per_pass)
+                drift = probe.velocity_drift(self.job, module, micro_batch=config.largest_pass)
                 result = result._replace(velocity_drift=drift)
         return result
 

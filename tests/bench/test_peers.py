@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fluvial.bench import harness
 from fluvial.bench.__main__ import main
-from fluvial.bench.peers import clone, measure, report, verl_omni
+from fluvial.bench.peers import clone, measure, ours, report, verl_omni
 from fluvial.bench.peers.config import Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn
+from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn, timed
+from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
 from fluvial.bench.peers.report import cases, is_done, run
 from fluvial.bench.peers.work import Sampled, Stored, Work
@@ -113,7 +114,7 @@ def config(tmp_path: Path, **changes: Any) -> PeersConfig:
         tmp_path / "clones",
         ("flow_grpo", "flow_factory"),
         ("tiny",),
-        pairs=(2, 6),
+        pairs=(2,),
         samples=2,
         steps=3,
         runs=3,
@@ -129,9 +130,9 @@ def a_row(**changes: Any) -> PeerRow:
         measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
         "update",
         8,
-        ([1.0, 2.0, 6.0], [2.0, 1.0, 2.0]),
+        ([Spent(cpu, 3 * cpu) for cpu in (1.0, 2.0, 6.0)], [Spent(cpu, cpu) for cpu in (2.0, 1.0, 2.0)]),
         (5_000_000, 6_000_000),
-        ([0.04, 0.03], [0.02, 0.05]),
+        ([Spent(0.04, 1.0), Spent(0.03, 1.0)], [Spent(0.02, 1.0), Spent(0.05, 1.0)]),
     )
     return replace(row, **changes)
 
@@ -158,22 +159,25 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     rows = run(asked, projects(tmp_path))
     told = capsys.readouterr().out
     assert f"flow_factory: skipped, {tmp_path / 'clones' / 'absent'} is not a folder" in " ".join(told.split("\n"))
-    assert [(row.peer, row.window, row.what, row.pairs, row.peer_pairs) for row in rows] == [
-        ("flow_grpo", 0, "rollout", 2, 2),
-        ("flow_grpo", 0, "update", 2, 2),
-        ("flow_grpo", 0, "update", 4, 2),
-        ("flow_grpo", 1, "rollout", 2, 2),
-        ("flow_grpo", 1, "update", 2, 2),
+    phases = "rollout", "update", "whole", "update"  # the last one with the number of pairs that was asked for
+    assert [(row.peer, row.window, row.what) for row in rows] == [
+        ("flow_grpo", window, what) for window in (0, 1) for what in phases
     ]
+    assert {row.peer_pairs for row in rows} == {2}
+    assert [row.pairs for row in rows[0::4] + rows[3::4]] == [2] * 4
+    assert {row.pairs for row in rows[1:3]} in ({2}, {4})  # chosen
     path = tmp_path / "out" / "peers.csv"
     written = list(csv.DictReader(path.read_text().splitlines()))
-    assert len(written) == 5
+    assert len(written) == 8
     assert list(written[0]) == [field.name for field in fields(PeerRow)]
     for row, text in zip(rows, written, strict=True):
         assert row.runs == 1
         assert 0 < row.p20 <= row.p50 <= row.p80
         assert row.seconds > 0
         assert row.peer_seconds > 0
+        assert row.wall_p50 > 0
+        assert row.wall_seconds > 0
+        assert row.peer_wall_seconds > 0
         assert row.rest_seconds > 0
         assert row.peer_rest_seconds > 0
         assert row.peak_bytes > 0
@@ -187,7 +191,7 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     assert rows == harness.read(path, PeerRow)
     assert run(replace(asked, skip_done=True), projects(tmp_path)) == []
     offline = run(replace(asked, peers=("unirl",), windows=(1,), skip_done=True), projects(tmp_path))
-    assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2)]
+    assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2)] * 2
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -216,7 +220,7 @@ def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
 def test_the_transformer_alone_needs_no_clone(tmp_path: Path) -> None:
     """Its passes with fluvial's and with peft's LoRA give the same prediction."""
     rows = run(config(tmp_path, peers=("transformer",), runs=1), {})
-    assert [(row.what, row.pairs) for row in rows] == [("rollout", 2), ("update", 2), ("update", 6)]
+    assert [(row.what, row.pairs) for row in rows] == [("rollout", 2), ("update", 2)]
     assert all(row.log_prob_distance < 1e-6 for row in rows)
 
 
@@ -240,10 +244,23 @@ def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up is not counted, the first side changes, and CPU time is what counts."""
     calls: list[str] = []
     clock = iter(range(100))
-    monkeypatch.setattr(measure.time, "process_time", lambda: float(next(clock)))
-    seconds = time_in_turn(3, [partial(calls.append, name) for name in "abc"])
+    monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
+    found = time_in_turn(3, [timed(update=partial(calls.append, name)) for name in "abc"])
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
-    assert seconds == [[1.0] * 3] * 3
+    assert found == [{"update": [Spent(1.0, 0.0)] * 3}] * 3
+
+
+def test_the_whole_is_the_sum_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each clock is read at both ends of each phase."""
+    clock, walls = iter(range(100)), iter(range(0, 1000, 10))
+    monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: float(next(walls)))
+    assert timed(rollout=list, update=list)() == {
+        "rollout": Spent(1.0, 10.0),
+        "update": Spent(1.0, 10.0),
+        "whole": Spent(2.0, 20.0),
+    }
 
 
 def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
@@ -256,16 +273,16 @@ def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
 
 
 def test_passes_are_left_out_and_come_back() -> None:
-    """A network without passes still has a gradient for one parameter."""
-    module = torch.nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
+    """A network without passes still has a gradient for each parameter that is trained."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].bias.requires_grad_(False)
     x = torch.ones(1, 2)
     before = module(x)
     with measure.without_passes(module):
         made = module(hidden_states=x, timestep=None)[0]
         made.sum().backward()
         assert torch.equal(made, x)
-    assert module.weight.grad is not None
+    assert [p.grad is not None for p in module.parameters()] == [True, True, True, False]
     assert torch.equal(module(x), before)
 
 
@@ -303,7 +320,8 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
 def test_cases_are_those_that_run() -> None:
     """Several processes only for projects that run on several; no more pairs per pass than there are."""
     some = PeersConfig(Path("none"), ("flow_grpo", "unirl", "transformer"), ("small",), windows=(0, 3), ranks=(1, 2))
-    assert some.pairs == (8, 40)
+    assert some.pairs == ()
+    some = replace(some, pairs=(8, 40))
     table = {"flow_grpo": Project(".", StandIn, ranks=True), "unirl": Project(".", StandIn)}
     found = cases(replace(some, clones=Path()), table)
     assert [case for case in found if case.ranks == 2] == [("flow_grpo", "small", 2, 0), ("flow_grpo", "small", 2, 3)]
@@ -320,15 +338,17 @@ def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None
     """Every expected row has to be there."""
     asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), Case("flow_grpo", "small", 1, 0)
     rows = [
-        a_row(what=what, pairs=pairs, commit="unknown") for what, pairs in (("rollout", 8), ("update", 8), ("update", 40))
+        a_row(what=what, pairs=pairs, commit="unknown")
+        for what, pairs in (("rollout", 8), ("update", 8), ("update", 40), ("whole", 8))
     ]
     known = projects(tmp_path)
     assert is_done(case, asked, known, rows)
     assert not is_done(case, asked, known, rows[1:])
+    assert not is_done(case, asked, known, rows[:3])
     assert is_done(case, asked, {"flow_grpo": known["flow_grpo"]._replace(samples=False)}, rows[1:])
     others: dict[str, Any] = {"commit": "other", "fluvial": "other", "runs": 2, "window": 3, "ranks": 2, "steps": 9}
     for name, value in others.items():
-        assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value})])
+        assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value}), rows[3]])
 
 
 def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +361,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
         a_row(pairs=40, p20=0.4, p50=0.5, p80=0.6),
         a_row(pairs=16, p20=0.6, p50=0.7, p80=0.8),
         a_row(what="rollout", seconds=1.0, peer_seconds=1.0, **ratio),
+        a_row(what="whole", pairs=40, **ratio),
         a_row(peer="transformer", p50=0.5),
         a_row(peer="transformer", what="rollout", p50=1.5),
         a_row(ranks=2, window=3, **ratio),
@@ -350,8 +371,8 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().out
     assert told.strip() == report.markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) |" in told
-    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - |" in told
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) | {cell} | 6.00 |" in told
+    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - | - | - |" in told
     rest = "30, 20 of"
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
@@ -371,8 +392,8 @@ def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     "wrong",
     [
         {"runs": 0},
-        {"pairs": ()},
         {"pairs": (0,)},
+        {"ranks": ()},
         {"ranks": (0,)},
         {"windows": (10,)},
         {"peers": ("other",)},

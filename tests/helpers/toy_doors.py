@@ -65,6 +65,7 @@ def recipe(model: str = "handwriting") -> TrainConfig:
         rewards=("toy_doors:bold",),
         updates=2,
         micro_batch=8,
+        update_micro_batch="rollout",
         rollout=RolloutConfig(
             prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
         ),

@@ -55,7 +55,9 @@ def bad_reward(folder: str, kind: str) -> None:
 
     def command(args: list[str]) -> int:
         rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
-        config = TrainConfig(out=Path(folder), updates=1, micro_batch=4, final_samples=8, rollout=rollout)
+        config = TrainConfig(
+            out=Path(folder), updates=1, micro_batch=4, update_micro_batch="rollout", final_samples=8, rollout=rollout
+        )
         train(config, replace(jobs.handwriting(), rewards={"it": reward}))
         return 0
 

@@ -117,6 +117,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
         eval_samples=2,
         final_samples=2,
         micro_batch=4,
+        update_micro_batch="rollout",
     )
     summary = train(config)
     assert summary["updates"] == 1

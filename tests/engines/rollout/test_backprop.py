@@ -84,6 +84,7 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
             train="lora",
             updates=10,
             micro_batch=4,
+            update_micro_batch="rollout",
             rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
             optimizer=OptimizerConfig(lr=0.01),
         )

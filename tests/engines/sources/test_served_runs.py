@@ -82,6 +82,7 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
         tmp_path / "inside",
         rollout=small,
         micro_batch=2,
+        update_micro_batch="rollout",
         updates=3,
         final_samples=2,
         eval_every=0,

@@ -270,7 +270,15 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of four updates of eight samples, with two checkpoints."""
     rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     run = TrainConfig(
-        out=out, updates=4, micro_batch=4, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+        out=out,
+        updates=4,
+        micro_batch=4,
+        update_micro_batch="rollout",
+        eval_every=0,
+        final_samples=8,
+        eval_samples=8,
+        checkpoint_every=2,
+        rollout=rollout,
     )
     return replace(run, **changes)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import RunError
+from fluvial.engines.evaluation.evaluate import chunk_size
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.objectives.losses import KLConfig
 from fluvial.engines.objectives.table import AlignProp, Dpo
@@ -131,6 +132,31 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     assert loss == pytest.approx(found["rollout"][1], rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, found["rollout"][2][name], rtol=1e-4, atol=1e-5)
+
+
+@given(samples=st.integers(1, 5000), most=st.integers(1, 600))
+def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(samples: int, most: int) -> None:
+    size = chunk_size(samples, most)
+    chunks = -(-samples // most)
+    assert size <= most
+    assert -(-samples // size) <= chunks
+    assert size * chunks - samples < chunks
+
+
+def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
+    """Of a rollout, an update or an evaluation, whose passes may be larger than those of the rollout."""
+    config = tiny.config(tmp_path, micro_batch=64, rollout=replace(ROLLOUT, window=RandomWindow(2, high=3)))
+    with Trainer(config, tiny.job()) as run:
+        rows = list[int]()
+        run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        run.update()
+        assert rows == [8] * (tiny.STEPS + 2)
+        rows.clear()
+        run.evaluate(50)
+        assert rows == [50] * tiny.STEPS
+        rows.clear()
+        run.evaluate(66)
+        assert rows == [33] * (2 * tiny.STEPS)
 
 
 def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
         epochs=epochs,
         minibatches=1,
         micro_batch=8,
+        update_micro_batch="rollout",
         rewards=(),
         rollout=replace(rollout, prompts=GROUPS, group=SIZE),
         optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
