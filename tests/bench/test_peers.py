@@ -164,7 +164,7 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
         ("flow_grpo", window, what) for window in (0, 1) for what in phases
     ]
     assert {row.peer_pairs for row in rows} == {2}
-    assert [row.pairs for row in rows[0::4] + rows[3::4]] == [2] * 4
+    assert [row.pairs for row in [*rows[0::4], *rows[3::4]]] == [2] * 4
     assert {row.pairs for row in rows[1:3]} in ({2}, {4})  # chosen
     path = tmp_path / "out" / "peers.csv"
     written = list(csv.DictReader(path.read_text().splitlines()))

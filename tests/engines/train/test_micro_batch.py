@@ -70,9 +70,11 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout": ROLLOUT},
+        pytest.param({"rollout": ROLLOUT}, marks=pytest.mark.long),
         {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
-        {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"},
+        pytest.param(
+            {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"}, marks=pytest.mark.long
+        ),
     ],
     ids=["steps", "guided", "preferences"],
 )
