@@ -11,6 +11,7 @@ drawn from one stream never depends on another. A stream has a parent, the key t
     order         order.order_key(data_seed or seed)      EPOCHS; the source is folded in before, the epoch after
     preferences   key(seed) of `fluvial preferences`      PREFERENCE_*
     pretraining   fold_in(key(seed), update)              PRETRAIN_*
+    rounding      key(rounding.SEED)                      ROUNDING; the update, the parameter and the row are folded in
 
 `evaluation`, `probe` and `preferences` draw their samples from a key of `generate` too, which splits it as `sample` above.
 The numbers are part of the results: another number is another run.
@@ -19,7 +20,7 @@ The numbers are part of the results: another number is another run.
 from enum import IntEnum, unique
 from typing import Literal
 
-Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "preferences", "pretraining", "order"]
+Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "preferences", "pretraining", "order", "rounding"]
 
 
 @unique
@@ -65,3 +66,4 @@ class Stream(IntEnum):
     PRETRAIN_NOISE = "pretraining", 2
     PRETRAIN_LEVELS = "pretraining", 3
     PRETRAIN_ERRORS = "pretraining", 4
+    ROUNDING = "rounding", 0  # of trained weights to bfloat16

@@ -16,11 +16,12 @@ from fluvial.engines.errors import UsageError
 from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd"]
 # Settings that an optimizer does not have.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (),
     "adamw8bit": (),
+    "adamw4bit": (),
     "adafactor": ("betas", "eps"),
     "sgd": ("eps",),
 }
@@ -42,12 +43,14 @@ class EngineConfig:
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
         compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            a GPU). Trained weights and all adapters have float32 masters; frozen weights are held in this dtype. Numbers
+            a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen weights in this dtype. Numbers
             per sample (noise levels, timesteps) keep theirs.
         base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
             bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
             are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every rank holds
             them whole. Exports of merged weights dequantise them.
+        masters: Dtype that trained weights are held in between updates, except adapters. bfloat16 halves their memory and
+            that of gradients; each step is computed in float32 and rounded stochastically, so that small ones add up.
         reduce: Dtype that gradients are reduced in.
         checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
             each block's inputs alone; "selective" keeps attention and every second matrix product as well.
@@ -66,6 +69,7 @@ class EngineConfig:
     context_parallel: int = 1
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
+    masters: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective"] = "none"
     offload: Literal["none", "phases", "always"] = "none"
@@ -100,8 +104,8 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule, gradient clipping and moving average of the weights.
 
     Args:
-        name: Optimizer: adamw; adamw8bit (AdamW with moments of 8 bits, which needs torchao); adafactor (a factored second
-            moment and no first, arXiv 1804.04235); or sgd.
+        name: Optimizer: adamw; adamw8bit or adamw4bit (AdamW with moments of 8 or 4 bits, which need torchao); adafactor (a
+            factored second moment and no first, arXiv 1804.04235); or sgd.
         lr: Peak learning rate.
         betas: Decay per update of Adam's first and second moment; the first one is sgd's momentum.
         eps: Term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
 from fluvial.core.checks import trusted_values
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.fsdp.flops import FlopCounter
@@ -107,11 +107,15 @@ class Engine:
         # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
         self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
         self._row = OPTIMIZERS[self.config.name]
+        if self.sharding.masters != "float32" and not self._row.elementwise:
+            names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+            hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
+            raise UsageError("optimizer.name", self.config.name, names, hint)
         self.optimizer = self._row.build(self.trainable.values(), self.config)
         for parameter in self.trainable.values():
             self.optimizer.state[parameter] = self._row.start(parameter, self.config)
         self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
-        self.average = ema.init(self._local()) if self.config.ema_decay else {}
+        self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[Hashable, int] = {}  # of the model, by the shapes of a micro-batch
@@ -245,13 +249,13 @@ class Engine:
                 warnings.warn(problem, stacklevel=3)
             self._warned = self._warned or problem is not None
             set_lr(self.optimizer, lr)
-            self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm)
+            self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
             self.skipped_in_a_row = 0
             if self.average and (self.updates + 1) % self.config.ema_interval == 0:
                 decay = self.config.ema_decay
                 decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
                 with torch.no_grad():
-                    self.average = ema.update(self.average, self._local(), decay**self.config.ema_repeats)
+                    self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
         self.optimizer.zero_grad()
         self.updates += 1
         if self.skipped_in_a_row >= self.config.max_skipped:
@@ -397,9 +401,10 @@ class Engine:
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
 
-    def _local(self) -> dict[str, Tensor]:
-        """Return this rank's shards of the trained parameters."""
-        return self.sharded.shards(trainable=True)
+    def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""
+        shards = self.sharded.shards(trainable=True)
+        return shards if dtype is None else {name: shard.to(dtype) for name, shard in shards.items()}
 
     def _write_local(self, shards: dict[str, Tensor]) -> None:
         for name, shard in self._local().items():

@@ -1,7 +1,7 @@
 """The table of optimizers: how each is built, and how its state is laid out. A new optimizer is one row.
 
-A tensor of the state is sharded as its parameter (by rows) or held on every rank. One in 8 bits is a torchao tensor of codes
-and of one scale per block of 256 values. Blocks never cross rows, so codes and scales are sharded by rows too and can be
+A tensor of the state is sharded as its parameter (by rows) or held on every rank. One in 8 or 4 bits is a torchao tensor of
+codes and of one scale per block of values. Blocks never cross rows, so codes and scales are sharded by rows too and can be
 loaded on another number of ranks.
 """
 
@@ -20,11 +20,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import OptimizerConfig, OptimizerName
+from fluvial.engines.fsdp.rounding import first_row, rounding_key, step_rounded
 
 Shape = tuple[int, ...]
-BLOCK = 256  # values that share a scale
+Bits = Literal["float32", "signed8", "unsigned8", "signed4", "unsigned4"]
+BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits; torchao's
 SMALLEST = 4096  # smaller tensors are not quantised, as in bitsandbytes (arXiv 2110.02861)
-TABLE = 256 * 4  # bytes of the table that maps codes to values
 TINY = 1e-30  # added to squared gradients by Adafactor, so that a gradient of 0 has a root (arXiv 1804.04235)
 
 
@@ -33,19 +34,26 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, ...]  # over all ranks
     sharded: bool = True  # by rows as the parameter, else on every rank
-    bits: Literal["float32", "signed8", "unsigned8"] = "float32"
+    bits: Bits = "float32"
+
+    @property
+    def width(self) -> int:
+        """Bits of a code, where it is quantised."""
+        return int(self.bits[-1])
 
     @property
     def quantised(self) -> bool:
-        """Whether it is held in 8 bits: a large enough tensor whose rows are whole blocks."""
+        """Whether it is held in codes: a large enough tensor whose rows are whole blocks."""
         row = math.prod(self.shape[1:])
-        return self.bits != "float32" and self.shape[0] * row >= SMALLEST and row % BLOCK == 0
+        return self.bits != "float32" and self.shape[0] * row >= SMALLEST and row % BLOCKS[self.width] == 0
 
     def nbytes(self, ranks: int) -> int:
         """Return the bytes on the first of `ranks` ranks, which has the largest shard."""
         rows = math.ceil(self.shape[0] / ranks) if self.sharded else self.shape[0]
         values = rows * math.prod(self.shape[1:])
-        return values + 4 * values // BLOCK + TABLE if self.quantised else 4 * values
+        if not self.quantised:
+            return 4 * values
+        return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of the levels
 
 
 def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
@@ -53,9 +61,12 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
     shard = local(parameter)
     shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
     if buffer.quantised and 0 not in shape:
-        from torchao.optim.subclass_8bit import OptimState8bit
-
-        part = OptimState8bit.zeros(shape, buffer.bits == "signed8", BLOCK, shard.device, dtype=torch.float32)
+        signed, block = buffer.bits.startswith("signed"), BLOCKS[buffer.width]
+        if buffer.width == 8:
+            from torchao.optim.subclass_8bit import OptimState8bit as Quantised
+        else:
+            from torchao.optim.subclass_4bit import OptimState4bit as Quantised
+        part = Quantised.zeros(shape, signed, block, shard.device, dtype=torch.float32)
     else:
         part = torch.zeros(shape, device=shard.device)
     return sharded_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
@@ -103,9 +114,10 @@ def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, 
             codes, scale = part.codes, part.scale
         else:  # a rank without rows holds an empty tensor, which has no blocks
             codes, scale = part.to(torch.uint8), part
-        tensors[f"{key}.codes"] = sharded_like(tensor, codes)
-        shape = (buffer.shape[0], row // BLOCK)
-        tensors[f"{key}.scale"] = sharded_like(tensor, scale.view(len(codes), row // BLOCK), shape)
+        rows, width = len(part), buffer.width
+        for name, values, columns in (("codes", codes, row * width // 8), ("scale", scale, row // BLOCKS[width])):
+            flat = values.view(rows, columns) if rows else values.new_empty(0, columns)
+            tensors[f"{key}.{name}"] = sharded_like(tensor, flat, (buffer.shape[0], columns))
     return tensors
 
 
@@ -123,14 +135,20 @@ class Row(NamedTuple):
         count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
         return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
 
-    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float) -> None:
+    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int) -> None:
         """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
 
-        An elementwise optimizer takes it with this rank's plain tensors.
+        An elementwise optimizer takes it with this rank's plain tensors. Parameters in bfloat16 are rounded stochastically,
+        with draws of the number of the update.
         """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rows = [first_row(p) for p in parameters] if any(p.dtype != torch.float32 for p in parameters) else []
         with plain(optimizer) if self.elementwise else nullcontext():
             clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm, norm)
-            optimizer.step()
+            if rows:
+                step_rounded(optimizer, rows, rounding_key(update))
+            else:
+                optimizer.step()
 
     def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
         """Return the bytes of a parameter's state on the first of `ranks` ranks."""
@@ -198,14 +216,15 @@ def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optim
     return AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
 
-def _adamw8bit(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def _quantised_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     try:
-        from torchao.optim import AdamW8bit
+        from torchao.optim import AdamW4bit, AdamW8bit
     except ImportError as error:
         raise UsageError(
-            f"`optimizer.name` is adamw8bit, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
+            f"`optimizer.name` is {config.name}, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
         ) from error
-    return AdamW8bit(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    made = AdamW8bit if config.name == "adamw8bit" else AdamW4bit
+    return made(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 def _adafactor(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -216,6 +235,11 @@ def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimiz
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
 
 
+def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
+    bits: tuple[Bits, Bits] = ("signed8", "unsigned8") if width == 8 else ("signed4", "unsigned4")
+    return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
+
+
 def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     if len(shape) == 1:
         return {"variance": Buffer(shape)}
@@ -224,11 +248,8 @@ def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
 
 OPTIMIZERS: dict[OptimizerName, Row] = {
     "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
-    "adamw8bit": Row(
-        _adamw8bit,
-        lambda shape, _: {"exp_avg": Buffer(shape, bits="signed8"), "exp_avg_sq": Buffer(shape, bits="unsigned8")},
-        "host",
-    ),
+    "adamw8bit": Row(_quantised_adamw, _moments(8), "host"),
+    "adamw4bit": Row(_quantised_adamw, _moments(4), "host"),
     "adafactor": Row(_adafactor, _factored, "host"),
     "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True),
 }

@@ -293,11 +293,12 @@ def _selective() -> tuple[Any, Any]:
 def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
     """Move parameters and buffers that have values to the device, unless parameters stay on the CPU.
 
-    Frozen parameters are cast to the dtype `frozen`. Adapters keep float32: in bfloat16 a slow average would never move.
+    Frozen parameters are cast to the dtype `frozen`, trained ones to that of the masters. Adapters keep float32: in bfloat16
+    a slow average would never move.
     """
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad and parameter.is_floating_point() and not is_adapter(name):
-            parameter.data = parameter.data.to(frozen)
+        if parameter.is_floating_point() and not is_adapter(name):
+            parameter.data = parameter.data.to(DTYPES[config.masters] if parameter.requires_grad else frozen)
     stays = config.offload == "always"
 
     def moved(tensor: Tensor) -> Tensor:

@@ -94,12 +94,14 @@ class Stretch(NamedTuple):
 class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
 
-    parameters: int  # sharded: float32 for trained ones and adapters, the dtype of the computation for the rest
+    parameters: (
+        int  # sharded: `engine.masters` for trained ones, float32 for adapters, the dtype of the computation for the rest
+    )
     buffers: int  # on every rank; of quantised weights their codes and scales
     moments: int  # state of the optimizer, sharded
     average: int  # float32, sharded
     reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
-    gradients: int  # float32, sharded
+    gradients: int  # in the dtype of the masters, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
     communication: int  # of a unit, as far as it adds to the activations' peak: its gradients, or its parameters as gathered
@@ -131,9 +133,9 @@ def account(
 
     The peak of an update is in the last micro-batch's backward pass: either within a unit, or where its gradients are
     reduced and its activations are freed. With P parameters, T of them trained, c bytes per value for the computation, g for
-    the reduction, and R ranks per replica:
+    the reduction, m for masters, and R ranks per replica:
 
-        parameters (4 T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients 4 T / R
+        parameters (m T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients m T / R
         gathered c P with comm="keep", else those of what is in no block, of the block that computes, and what they arrived
             in; in the backward pass the block that comes next in place of the latter
         unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
@@ -167,14 +169,15 @@ def account(
     shards = ranks // copies
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
-    masters = [p for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
+    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     codes = _quantised(module, blocks, engine)
     frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
-    parameters = 4 * _sharded(masters, shards) + compute * _sharded(frozen, shards)
+    sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
+    parameters = sum(size * _sharded([p], shards) for p, size in sizes_of.items()) + compute * _sharded(frozen, shards)
     row = OPTIMIZERS[optimizer.name]
     moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
-    gradients = 4 * _sharded(trained, shards) if update else 0
+    gradients = sum(sizes_of[p] * _sharded([p], shards) for p in trained) if update else 0
     held = {
         "parameters": parameters,
         "moments": moments,
@@ -191,7 +194,7 @@ def account(
     units, whole = _units(module, blocks), is_whole(module, engine, ranks=ranks)
     sizes = [sum(parameter.numel() for parameter in unit if parameter not in codes) for unit in units]
     trainable = [sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units]
-    if whole and reduce < 4:
+    if whole and any(sizes_of[p] != reduce for p in trained):
         accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
     elif whole:
         accumulated = 0
@@ -199,7 +202,7 @@ def account(
 
     def gathered(stretch: Stretch) -> int:
         if whole:
-            return compute * sum(p.numel() for p in masters) if compute < 4 else 0
+            return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute)
         if engine.comm == "keep":
             return compute * sum(sizes)
         *inside, rest = sizes

@@ -66,6 +66,7 @@ def _effects(config: "TrainConfig") -> Iterator[tuple[bool, str, str]]:
     added = "whose loss adds no KL (one that adds a KL has traits.takes_kl)"
     yield not (adds_kl or compares_ref), "kl.coef", f"{with_name}, {added}"
     yield config.train == "full", "lora.weights", "with `train` full, which has no adapter"
+    yield config.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
     yield config.train == "full", "engine.base", "with `train` full, which freezes no weights"
     yield not computes, "implementation", f"{with_name} and these settings, in which no kernel takes part"
 

@@ -6,7 +6,7 @@ import torch
 from tiny_models import Wide, data, squared
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 
@@ -14,7 +14,16 @@ from fluvial.engines.fsdp.world import World
 def updates(world: World, name: Any) -> dict[str, Any]:
     """Return the state after three updates of items that are shared out unevenly."""
     config = OptimizerConfig(name=name, lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2)
-    engine = Engine(Wide(), config=config, world=world, updates=8)
+    return _updated(Engine(Wide(), config=config, world=world, updates=8), world)
+
+
+def updates_in_bfloat16(world: World) -> dict[str, Any]:
+    """Return the state after three updates of weights that are held in bfloat16."""
+    config, sharding = OptimizerConfig(lr=0.01, ema_decay=0.9), EngineConfig(masters="bfloat16")
+    return _updated(Engine(Wide(), config=config, world=world, updates=20, sharding=sharding), world)
+
+
+def _updated(engine: Engine, world: World) -> dict[str, Any]:
     items, weight = data(12)
     mine = slice(0, 12 - world.size + 1) if world.rank == 0 else slice(12 - world.rank, 13 - world.rank)
     share = {key: tensor[mine] for key, tensor in items.items()}

@@ -36,8 +36,8 @@ def one() -> Iterator[World]:
 
 @contextmanager
 def available(name: str) -> Iterator[None]:
-    """Skip the 8-bit optimizer where torchao is not installed; elsewhere run its step without compiling it."""
-    if name != "adamw8bit":
+    """Skip the quantised optimizers where torchao is not installed; elsewhere run its step without compiling it."""
+    if name not in ("adamw8bit", "adamw4bit"):
         yield
         return
     with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def test_each_optimizer_steps_as_its_library_does(one: World, name: str) -> None
         torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "sgd"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "adamw4bit", "sgd"])
 def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
     """Two and three ranks, with rows that do not divide, and a rank without rows."""
     with available(name):
@@ -189,7 +189,7 @@ def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
         found = launch.on_ranks(ranks, "optimizers:updates", name)[0]
         assert set(found) == set(expected)
         for key, tensor in expected.items():
-            atol = 1 if ".codes." in key else 1e-3 if name == "adamw8bit" else 1e-6  # a code may round to its neighbour
+            atol = 1 if ".codes." in key else 1e-3 if name.startswith("adamw") else 1e-6  # a code may round to its neighbour
             torch.testing.assert_close(torch.tensor(found[key], dtype=tensor.dtype), tensor, rtol=1e-3, atol=atol)
 
 
@@ -205,7 +205,7 @@ def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
     held = sum(part.untyped_storage().nbytes() for tensor in states for part in _parts(tensor))
     shapes = [tuple(p.shape) for p in trained.trainable.values()]
     assert sum(OPTIMIZERS[trained.config.name].nbytes(shape, trained.config, ranks=1) for shape in shapes) == held
-    assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit"))
+    assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit", "adamw4bit"))
 
 
 def test_a_buffer_in_8_bits_takes_a_quarter() -> None:
@@ -215,11 +215,19 @@ def test_a_buffer_in_8_bits_takes_a_quarter() -> None:
     assert Buffer((2, 512), bits="signed8").nbytes(1) == 4 * 1024  # too small
 
 
-def test_a_missing_package_is_named(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_in_4_bits_takes_an_eighth() -> None:
+    """Two codes per byte, a scale per 128 values, and the table."""
+    assert Buffer((64, 512), bits="unsigned4").nbytes(2) == 32 * 256 + 4 * 32 * 4 + 64
+    assert Buffer((64, 384), bits="unsigned4").quantised
+    assert not Buffer((64, 384), bits="unsigned8").quantised
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
+def test_a_missing_package_is_named(one: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """In one line, with the command that installs it."""
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UsageError, match=r"needs the package torchao .*pip install 'fluvial\[lowbit\]'") as error:
-        engine(one, "adamw8bit")
+        engine(one, name)
     assert "\n" not in str(error.value)
 
 
