@@ -21,6 +21,7 @@ from fluvial.bench.peers.work import Stored, Work
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.memory import LiveStorages
+from fluvial.engines.run.heap import keep_freed_memory
 
 REST_ROUNDS = 9  # of rollouts and updates without the network's passes, which take milliseconds
 TOLERANCE = 1e-5  # of log-probabilities, the loss and gradients, relative to their scale
@@ -317,7 +318,11 @@ def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], wo
 
 
 def measure_cases(cases: Sequence[Case], config: PeersConfig, projects: Mapping[str, Project]) -> None:
-    """Append the rows of cases to peers.csv as they are known; every rank must take part."""
+    """Append the rows of cases to peers.csv as they are known; every rank must take part.
+
+    Both sides run in one process, which keeps freed memory as `fluvial train` does.
+    """
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     with init_world() as world:
         for case in cases:

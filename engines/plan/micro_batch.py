@@ -21,6 +21,8 @@ GIB = 2**30
 FASTER = 0.95  # a larger size is taken if its time per sample is below this fraction of the best so far
 USABLE = 0.8  # fraction of the free memory that passes may take: allocators leave gaps, and rewards need some too
 REPEATS = 2  # timed passes per size, of which the faster one counts
+AS_FAST = 0.98  # of pairs per pass, the smallest number counts whose speed is this fraction of the best
+SLOWER = 1.1  # no larger number of pairs is tried after one whose time per pair is this multiple of the best so far
 
 Pass = Callable[[nn.Module, int], Tensor]  # a forward pass of as many samples, to a tensor that a loss can be made of
 
@@ -100,17 +102,15 @@ def sizes(samples: int) -> list[int]:
     return found
 
 
-def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int, name: str = "micro_batch") -> Choice:
+def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int) -> Choice:
     """Return the smallest size whose time per sample the next one does not improve by more than 5 %.
 
-    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget, and until
-    one has other bits than a rollout.
+    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget.
 
     Args:
         sizes: sizes to try, rising.
         measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take; the first size is tried whatever it takes, and is a rollout's own.
-        name: the setting.
+        budget: bytes that a pass may take; the first size is tried whatever it takes.
 
     Raises:
         UsageError: not even the first size fits.
@@ -120,7 +120,7 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
         if best and _expected(trials, size) > budget:
             break
         trials[size] = measure(size)
-        if not trials[size].fits or (best and (trials[size].peak > budget or not trials[size].same)):
+        if not trials[size].fits or (best and trials[size].peak > budget):
             break
         if best and trials[size].seconds / size > FASTER * trials[best].seconds / best:
             break
@@ -130,6 +130,36 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
             f"the passes of {sizes[0]} sample(s) do not fit into the memory: set `engine.checkpointing` to "
             "block, `engine.offload`, or a smaller resolution (fluvial plan adds up the bytes)"
         )
+    return Choice(best, trials, budget, time.perf_counter() - start)
+
+
+def fastest(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int, name: str) -> Choice:
+    """Return the smallest size whose speed is at least 98 % of the best, among those with the bits of a rollout.
+
+    Sizes are tried in turn, as long as the memory of the next is within the budget, until one has other bits or takes a
+    tenth longer per sample. Those that remain are tried once more, because times are noisy and differ little.
+
+    Args:
+        sizes: sizes to try, rising; the first one is a rollout's own, which is taken whatever it takes.
+        measure: function that tries a size; it must return the same on every rank.
+        budget: bytes that a pass may take.
+        name: the setting.
+    """
+    start, trials, good = time.perf_counter(), dict[int, Trial](), list[int]()
+    for size in sizes:
+        if trials and _expected(trials, size) > budget:
+            break
+        trials[size] = measure(size)
+        if good and not (trials[size].fits and trials[size].peak <= budget and trials[size].same):
+            break
+        good.append(size)
+        if trials[size].seconds / size > SLOWER * min(trials[other].seconds / other for other in good):
+            break
+    for size in good if len(good) > 1 else ():
+        again = measure(size)
+        trials[size] = trials[size]._replace(seconds=min(trials[size].seconds, again.seconds))
+    least = min(trials[size].seconds / size for size in good)
+    best = next(size for size in good if AS_FAST * trials[size].seconds / size <= least)
     return Choice(best, trials, budget, time.perf_counter() - start, name)
 
 

@@ -117,12 +117,11 @@ class TrainConfig:
             only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
             sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
         update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
-            of `micro_batch` before training, as far as the memory goes and until the time per pair falls by less than 5 %,
-            and takes one only if each row of a pass then has the bits of the rollout's, so that first ratios are exactly 1.
-            Pairs that do not fill such a pass go in smaller ones that were proven too. A checkpoint holds the number; a
-            resumption on another processor, or with another number of ranks or threads, finds its own. rollout takes
-            `micro_batch`, as auto does where blocks are compiled. A number of your own changes results by rounding, first
-            ratios too.
+            of `micro_batch` before training, as far as the memory goes, and takes the fastest of those that give each row
+            the bits of the rollout's, so that first ratios are exactly 1. Pairs that do not fill such a pass go in smaller
+            ones that were proven too. A checkpoint holds the number; a resumption on another processor, or with another
+            number of ranks or threads, finds its own. rollout takes `micro_batch`, as auto does where blocks are compiled. A
+            number of your own changes results by rounding, first ratios too.
         init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
             whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),

@@ -161,7 +161,7 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
             [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))],
             _budget(config, passes, samples),
         )
-        return micro_batch.choose(sizes, measure, budget=budget, name="update_micro_batch")
+        return micro_batch.fastest(sizes, measure, budget=budget, name="update_micro_batch")
 
 
 def fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:

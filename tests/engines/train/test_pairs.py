@@ -1,5 +1,6 @@
 """Pairs per pass of an update, chosen by proof: more of them only where each row keeps the bits of the rollout."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -31,7 +32,7 @@ from fluvial.engines.train.probe_passes import fixed_pairs
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models import LoraConfig
 
-CHOOSE = micro_batch.choose
+FASTEST = micro_batch.fastest
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
 ROLLOUT = RolloutConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
 RUN: dict[str, Any] = {"micro_batch": 12, "update_micro_batch": "auto", "minibatches": 1, "updates": 2}
@@ -42,9 +43,9 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every size the same seconds, after real trials, so that the bits alone decide."""
 
     def choose(sizes: Any, measure: Any, **options: Any) -> micro_batch.Choice:
-        return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
+        return FASTEST(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
 
-    monkeypatch.setattr(micro_batch, "choose", choose)
+    monkeypatch.setattr(micro_batch, "fastest", choose)
 
 
 @pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -77,6 +78,31 @@ def test_items_are_split_into_the_largest_passes_that_they_fill(count: int, size
     assert set(found) <= set(sizes)
     assert 0 <= sum(found) - count < sizes[-1]
     assert all(sum(each for each in found if each < size) < size + sizes[-1] for size in sizes[:-1])
+
+
+def chosen(seconds: dict[int, float], *, budget: int = 10**9, other: int = 0) -> micro_batch.Choice:
+    """Return the choice among sizes with known seconds per pair; one size has other bits."""
+
+    def measure(size: int) -> micro_batch.Trial:
+        return micro_batch.Trial(size * seconds.get(size, math.inf), size, same=size != other)
+
+    return FASTEST([8, 16, 32, 64], measure, budget=budget, name="update_micro_batch")
+
+
+def test_the_fastest_number_with_the_bits_of_the_rollout() -> None:
+    """The smallest within 2 % of the best; larger ones are tried after one that is hardly faster."""
+    faster = {8: 1.0, 16: 0.99, 32: 0.8, 64: 0.79}
+    assert chosen(faster).micro_batch == 32
+    assert chosen(faster).sizes == (32, 16, 8)
+    assert list(chosen(faster).trials) == [8, 16, 32, 64]
+    assert chosen({**faster, 64: 0.7}).micro_batch == 64
+    assert chosen(faster, other=32).micro_batch == 8
+    assert chosen(faster, other=64).micro_batch == 32
+    assert "64: other bits" in str(chosen(faster, other=64))
+    assert list(chosen(faster, budget=40).trials) == [8, 16, 32]
+    assert list(chosen({**faster, 16: 1.2}).trials) == [8, 16]
+    assert chosen({8: 1.0, 16: 0.9}).micro_batch == 16  # 32 is out of memory
+    assert chosen({8: 1.0}).micro_batch == 8
 
 
 @pytest.mark.bits
