@@ -180,3 +180,31 @@ def test_passes_of_one_sample_that_do_not_fit_end_the_run(one: World) -> None:
     broken = Broken(engine.module, where="forward", size=1)
     with pytest.raises(UsageError, match="the passes of one sample do not fit"), trials(engine, Passes(broken.update)):
         pass
+
+
+@pytest.mark.parametrize("sharding", ROWS)
+def test_parameters_that_are_zero_are_filled_for_a_comparison_of_bits_alone(one: World, sharding: str) -> None:
+    """Whatever holds the shards; afterwards they, the other parameters and the next update are as before."""
+    items, weight = data(6)
+    states = {}
+    for tried in (False, True):
+        net = Net()
+        torch.nn.init.zeros_(net.head.weight)
+        engine = Engine(net, config=OptimizerConfig(lr=0.1), world=one, sharding=EngineConfig(**SHARDINGS[sharding]))
+        seen = list[bool]()
+
+        def same(size: int, engine: Engine = engine, seen: list[bool] = seen) -> bool:
+            with engine.inference() as module:
+                seen.append(bool(module.get_submodule("head").weight.any()))
+            return True
+
+        if tried:
+            passes = Passes(lambda module, size: module(torch.ones(size, 3)), same=same)
+            with trials(engine, passes) as measure:
+                assert [measure(size).same for size in (1, 2)] == [True, True]
+            assert seen == [True, True]
+            engine.sharded.reshard()
+            assert not engine.sharded.shards()["head.weight"].any()
+        engine.update(items, squared(engine.module), weight, micro_batch=2)
+        states[tried] = dict(engine.state())
+    assert all(torch.equal(tensor, states[True][name]) for name, tensor in states[False].items())
