@@ -218,13 +218,17 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     held = [*engine.module.parameters(), *engine.module.buffers(), *engine.state().values(), *gradients]
 
+    known: dict[int, tuple[int, bool]] = {}  # bytes and bits by size, which do not change from trial to trial
+
     def measure(size: int) -> Trial:
         nonlocal failed
         trial, same = Trial(math.inf, 0), True
         try:
-            peak = _peak(lambda: _seconds(engine, passes, size, decode=True), held, device, before=before)
+            if size not in known:
+                peak = _peak(lambda: _seconds(engine, passes, size, decode=True), held, device, before=before)
+                known[size] = peak, passes.same is None or passes.same(size)
+            peak, same = known[size]
             trial = Trial(min(_seconds(engine, passes, size) for _ in range(REPEATS)), peak)
-            same = passes.same is None or passes.same(size)
         except torch.OutOfMemoryError:
             pass  # outside of this block nothing refers to the tensors of the pass any more
         # All ranks take the same numbers, and so the same decision.
