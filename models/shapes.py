@@ -4,13 +4,15 @@ They are apart from `models.catalogue`, which must import without torch.
 """
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
+from fluvial.models.pipelines.folder import CONFIGURATIONS, local_folder, read_index, read_settings
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.pipelines.sd3 import SD3
 
@@ -40,7 +42,11 @@ def _handwriting() -> nn.Module:
 
 def _published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
     """Return a model of the Hub by its name without the owner: its settings come with fluvial, the rest with its adapter."""
-    folder = CONFIGURATIONS / name
+    return _of_folder(CONFIGURATIONS / name, inputs, resolution)
+
+
+def _of_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resolution: int) -> ModelShape:
+    """Return the model of a pipeline's folder."""
     adapter: type[Pipeline] = built_in()[read_settings(folder / "model_index.json")["_class_name"]]
 
     def build() -> nn.Module:
@@ -112,6 +118,51 @@ MODELS: dict[str, ModelShape] = {
     "qwen-image": _published("Qwen-Image", _qwen_inputs),
     "wan2.1-14b": _published("Wan2.1-T2V-14B-Diffusers", _wan_inputs, resolution=640),
 }
+
+
+# Inputs by the class of the network, which those of a folder differ from in their widths.
+NETWORKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "SD3Transformer2DModel": _sd3_inputs,
+    "FluxTransformer2DModel": _flux_inputs,
+    "QwenImageTransformer2DModel": _qwen_inputs,
+    "WanTransformer3DModel": _wan_inputs,
+}
+
+
+@cache
+def model_shape(name: str) -> ModelShape | None:
+    """Return a model of the catalogue by its name there, or that of a pipeline's folder or id; None if there is none.
+
+    Raises:
+        ValueError: the folder holds no pipeline, or one whose network has inputs that are not known.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if "/" not in name:
+        return None
+    folder = local_folder(name)
+    adapter = built_in().get(str(read_index(folder).get("_class_name")))
+    if adapter is None or adapter.network not in NETWORKS:
+        network = "its network" if adapter is None else adapter.network
+        raise ValueError(f"the inputs of {network} are not known, expected one of {', '.join(NETWORKS)}")
+    settings, known = read_settings(folder / adapter.part / "config.json"), NETWORKS[adapter.network]
+    widths = {
+        "hidden_states": settings["in_channels"],
+        "encoder_hidden_states": settings.get("joint_attention_dim", settings.get("text_dim")),
+        "pooled_projections": settings.get("pooled_projection_dim"),
+    }
+
+    def inputs(samples: int, resolution: int) -> dict[str, Any]:
+        """Return the inputs with the widths of the folder's network; latents have their channels first, tokens last."""
+        found = known(samples, resolution)
+        for key, width in widths.items():
+            if key in found:
+                shape = list(found[key].shape)
+                shape[1 if key == "hidden_states" and len(shape) > 3 else -1] = width
+                found[key] = _empty(*shape)
+        return found
+
+    return _of_folder(folder, inputs, 1024)
 
 
 def blocks(model: ModelShape, module: nn.Module) -> list[nn.Module]:

@@ -27,6 +27,10 @@ def run(args: list[str]) -> None:
             from fluvial.engines.plan.check import check
 
             check(name, config, console=console())
+        elif config.fit is not None:
+            from fluvial.engines.plan.fit import show_fit
+
+            show_fit(name, config, console=console())
         elif config.trace:
             from fluvial.engines.plan.trace import show as show_trace
 

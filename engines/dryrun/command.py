@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from fluvial.core.checks import check_fields
@@ -12,6 +13,7 @@ from fluvial.engines.dryrun.run import dry_run
 from fluvial.engines.errors import RunError
 from fluvial.engines.simulate.device import GIB, Accelerator
 from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.fit import fitted
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
     Raises:
         RunError: the run does not fit, or an error ended it.
     """
+    config, saved = fitted(config, ranks=asked.as_gpus, device=torch.device("cuda"))
+    if saved is not None:
+        console.print(saved, highlight=False)
     gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))
     report = dry_run(config, ranks=asked.as_gpus, accelerator=gpu, reserve=int(asked.reserve_gib * GIB))
     report.show(console)

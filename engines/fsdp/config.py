@@ -4,6 +4,7 @@ Nothing here imports FSDP2, which takes longer than all else that the help of a 
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -56,6 +57,8 @@ class EngineConfig:
             each block's inputs alone; "selective" keeps attention and every second matrix product as well.
         offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
+        fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
+            `fluvial plan`, and prints what each saves; see there.
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
             checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
             kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
@@ -73,6 +76,7 @@ class EngineConfig:
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective"] = "none"
     offload: Literal["none", "phases", "always"] = "none"
+    fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
@@ -82,6 +86,8 @@ class EngineConfig:
         if self.compile is True and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
             raise UsageError("engine.checkpointing", "selective", "none or block", hint)
+        if self.fit is not None:
+            parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":
             hint = f"`engine.base` is {self.base}, whose weights stay on the device"
             raise UsageError("engine.offload", "always", "none or phases", hint)
@@ -184,6 +190,17 @@ class OptimizerConfig:
     def adam_eps(self) -> float | None:
         """`eps` of an Adam, None for an optimizer without it."""
         return None if "eps" in UNUSED[self.name] else self.eps
+
+
+UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str, field: str) -> int:
+    """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
+    if found is None or float(found[1]) == 0:
+        raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:

@@ -66,6 +66,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
     """
+    if config.fit is not None:
+        raise UsageError("engine.fit", config.fit, "None", "an engine takes settings, which training runs choose")
     if config.attention is not None:
         set_attention(module, config.attention)
     if config.context_parallel > 1:

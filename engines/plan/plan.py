@@ -4,21 +4,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
-from typing import Literal, NamedTuple
+from itertools import pairwise, product
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, parse_bytes
+from fluvial.engines.fsdp.optimizers import OPTIMIZERS
 from fluvial.engines.plan import memory
 from fluvial.engines.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.report.progress import table
 from fluvial.models import LoraConfig, add_lora
-from fluvial.models.shapes import CONDITIONING, MODELS, blocks
+from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
 
 GIB = 2**30
 GPU = torch.device("cuda")
@@ -40,6 +41,7 @@ class PlanConfig:
         guidance: Put both halves of classifier-free guidance through each forward pass.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
+        fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
         reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, decoder, text
             encoders, reward.
@@ -60,6 +62,7 @@ class PlanConfig:
     guidance: bool = False
     samples: int = 16
     steps: int = 3
+    fit: str | None = None
     memory_gib: float = 80.0
     reserve_gib: float = 6.0
     table: bool = False
@@ -87,9 +90,26 @@ class PlanConfig:
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
                 raise UsageError(f"engine.{name}", degree, f"a divisor of the {self.gpus} GPUs")
-        if self.table + self.check + self.trace > 1:
-            asked = [f"`{name}`" for name in ("table", "trace", "check") if getattr(self, name)]
+        if self.fit is not None and self.memory_gib != PlanConfig.memory_gib:
+            raise no_effect("memory_gib", "with `fit`, which is the memory")
+        if self.fit is not None:
+            parse_bytes(self.fit, "fit")
+        if self.engine.fit is not None:
+            raise no_effect("engine.fit", "in a plan, whose own is `fit`")
+        if bool(self.fit) + self.table + self.check + self.trace > 1:
+            asked = [f"`{name}`" for name in ("fit", "table", "trace", "check") if getattr(self, name)]
             raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")
+
+    @property
+    def room(self) -> float:
+        """Bytes that a plan may take on a GPU, beside the reserve."""
+        memory = self.memory_gib * GIB if self.fit is None else parse_bytes(self.fit, "fit")
+        return memory - self.reserve_gib * GIB
+
+    @property
+    def room_in_words(self) -> str:
+        """The memory of a GPU, and what is kept free of it."""
+        return f"{self.fit or f'{self.memory_gib:g} GiB'} with {self.reserve_gib:g} GiB kept free"
 
 
 class Plan(NamedTuple):
@@ -107,20 +127,61 @@ class Plan(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether they fit beside the reserve."""
-        return self.need <= (self.config.memory_gib - self.config.reserve_gib) * GIB
+        return self.need <= self.config.room
 
 
 Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
 
-# Settings that save memory, cheapest first: a second forward pass, more communication, the host's bandwidth, and last the
-# number of trained parameters.
+
+def _engine(**fields: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of settings of the engine."""
+    return lambda config: replace(config, engine=replace(config.engine, **fields))
+
+
+def _base(base: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of the frozen base, where there is one that lies on the device and is not quantised yet."""
+    change = _engine(base=base)
+    return lambda config: (
+        change(config)
+        if config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
+        else config
+    )
+
+
+def _masters(config: PlanConfig) -> PlanConfig:
+    """Return a plan with trained weights in bfloat16, where they are no adapters and the optimizer can."""
+    turns = config.train == "full" and OPTIMIZERS[config.optimizer.name].elementwise
+    return _engine(masters="bfloat16")(config) if turns else config
+
+
+def _on_host(config: PlanConfig) -> PlanConfig:
+    """Return a plan with everything that is sharded on the host, which a quantised base is not."""
+    return _engine(offload="always")(config) if config.engine.base == "auto" else config
+
+
+def _one_sample(config: PlanConfig) -> PlanConfig:
+    """Return a plan of passes of one sample."""
+    return config if config.micro_batch is None else replace(config, micro_batch=1)
+
+
+def _adapters(config: PlanConfig) -> PlanConfig:
+    """Return a plan of LoRA, whose adapters are held in float32."""
+    return replace(config, train="lora") if config.engine.masters == "float32" else config
+
+
+# Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
+# rounded, the host's bandwidth, and last the number of trained parameters.
 ENGINE_KNOBS: Knobs = {
-    "--engine.checkpointing block": lambda config: replace(config, engine=replace(config.engine, checkpointing="block")),
-    "--engine.comm reshard": lambda config: replace(config, engine=replace(config.engine, comm="reshard")),
-    "--engine.grad-sync every": lambda config: replace(config, engine=replace(config.engine, grad_sync="every")),
-    "--engine.offload always": lambda config: replace(config, engine=replace(config.engine, offload="always")),
+    "--engine.checkpointing block": _engine(checkpointing="block"),
+    "--micro-batch 1": _one_sample,
+    "--engine.comm reshard": _engine(comm="reshard"),
+    "--engine.grad-sync every": _engine(grad_sync="every"),
+    "--engine.masters bfloat16": _masters,
+    "--engine.base int8": _base("int8"),
+    "--engine.base nf4": _base("nf4"),
+    "--engine.offload always": _on_host,
 }
-KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": lambda config: replace(config, train="lora")}
+KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": _adapters}
 
 
 def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
@@ -134,8 +195,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
     Raises:
         UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
     """
-    check_known(name)
-    model = MODELS[name]
+    model = known(name)
     if config.resolution is not None and model.resolution is None:
         raise UsageError("resolution", config.resolution, hint=f"{name} has images of one size only; leave it out")
     module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
@@ -183,21 +243,33 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
 
 
 def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
-    """Return the flags that make a configuration fit, and its plan with them. If none do, return all flags and their plan.
+    """Return the flags that make a configuration fit, and its plan with them. If none do, they are those that need least.
 
     Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
     """
+    turned, found = turns_to_fit(name, config, knobs)
+    return " ".join(turned), found
+
+
+def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[list[str], Plan]:
+    """Return the flags one by one, and the plan with them; see `first_to_fit`."""
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
+    least: tuple[list[str], Plan] | None = None
     for choice in product((False, True), repeat=len(left)):
         # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
-        candidate = config
+        candidates = [config]
         for flags in turned:
-            candidate = knobs[flags](candidate)
-        found = plan(name, candidate)
+            candidates.append(knobs[flags](candidates[-1]))
+        if any(before == after for before, after in pairwise(candidates)):
+            continue  # a setting that has no effect beside another one
+        found = plan(name, candidates[-1])
         if found.fits:
-            break
-    return " ".join(turned), found
+            return turned, found
+        if least is None or found.need <= least[1].need:
+            least = turned, found
+    assert least is not None
+    return least
 
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
@@ -216,7 +288,7 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("update", "rollout"), rows), highlight=False)
-    room = f"{config.memory_gib:g} GiB with {config.reserve_gib:g} GiB kept free"
+    room = config.room_in_words
     if found.fits:
         line = f"It fits into {room}."
     else:
@@ -245,7 +317,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
             *(unit.of(phase.total) for phase in phases),
             unit.of(max(phase.host for phase in phases)),
         )
-    room = f"{config.memory_gib:g} GiB with {config.reserve_gib:g} GiB kept free"
+    room = config.room_in_words
     console.print(f"{name}: flags with which it fits into {room}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("flags", "update", "rollout", "host"), rows), highlight=False)
 
@@ -266,19 +338,24 @@ def unit_of(largest: int) -> Unit:
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 
-def check_known(name: str) -> None:
-    """Raise UsageError unless the transformer is in the catalogue."""
-    if name not in MODELS:
+def known(name: str) -> ModelShape:
+    """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
+    try:
+        found = model_shape(name)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"the memory of {name} cannot be computed: {error}") from error
+    if found is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
+    return found
 
 
 @cache
 def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
     """Return the transformer on the meta device, with adapters if only they are trained."""
     with torch.device("meta"):
-        module = MODELS[name].build()
+        module = known(name).build()
     if train == "lora":
-        add_lora(module, lora, MODELS[name].lora_targets)
+        add_lora(module, lora, known(name).lora_targets)
     return nn.Module.to(module, "meta")
 
 
@@ -295,7 +372,7 @@ def _activations(
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
-    model, module = MODELS[name], _module(name, train, lora)
+    model, module = known(name), _module(name, train, lora)
     inputs = model.inputs(samples, resolution)
 
     def forward(module: nn.Module) -> Tensor:

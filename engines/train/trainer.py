@@ -27,6 +27,7 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train import metrics
 from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.fit import fitted
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.metrics import RolloutResult
@@ -74,6 +75,10 @@ class Trainer:
             if world is None:
                 world = _opened_world(config, stack)
             self.world = world = world.grouped(config.engine.context_parallel)
+            with world.agreed():
+                config, saved = fitted(config, ranks=world.size, device=world.device)
+            if saved is not None and console is not None and world.is_main:
+                console.print(saved, highlight=False)
             if job is None:
                 with world.agreed():
                     job = jobs.of_run(config)
