@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fluvial.core import gaussian, transitions
 from fluvial.core.checks import compute_dtype, trusted_values
+from fluvial.core.host_values import kept, rows
 from fluvial.core.random import Key, fold_in, step_keys, step_noises
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
@@ -186,17 +187,20 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
 
     debug = None
     if record.debug:
-        rows = [plan.transition(t) for t in index]
-        means = [gaussian.mean(*parts) for parts in zip(rows, before, velocities, strict=True)]
+        each = [plan.transition(t) for t in index]
+        means = [gaussian.mean(*parts) for parts in zip(each, before, velocities, strict=True)]
         debug = Debug(
-            stacked(noises, *event), stacked(means, *event), stacked([row.std for row in rows]), stacked(velocities, *event)
+            stacked(noises, *event),
+            stacked(means, *event),
+            stacked([step.std for step in each]),
+            stacked(velocities, *event),
         )
     stored = record.dtype or (None if before else x.dtype)
     taken = to_device(torch.tensor(index, dtype=torch.int64), x.device)
     return Trajectory(
         x=stacked(before, *event, dtype=stored),
         x_next=stacked(after, *event, dtype=stored),
-        steps=taken.repeat(batch, 1) if place is None else taken[place],
+        steps=kept(lambda steps: steps.repeat(batch, 1), taken) if place is None else rows(taken, place),
         log_prob=stacked(log_probs),
         velocity=stacked(velocities, *event) if record.velocity else None,
         final=x.to(compute),

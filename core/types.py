@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from fluvial.core.host_values import remember
+
 PerSample = Float[Tensor, " b"]  # one number per sample
 Samples = Float[Tensor, "b *event"]  # a batch of samples, noises or velocities
 Scalar = Float[Tensor, " b"] | Float[Tensor, ""] | float  # one number per sample, or one for all of them
@@ -16,8 +18,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; the tensor itself if it is there already.
 
     A copy from pageable memory of the host to an accelerator blocks the host until the device has done all that it was asked
-    before. From pinned memory it only joins the queue, and PyTorch keeps that memory until it is copied.
+    before. From pinned memory it only joins the queue, and PyTorch keeps that memory until it is copied. The host knows the
+    values of a small copy (`host_values`).
     """
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return remember(tensor.pin_memory().to(device, non_blocking=True), tensor.detach())

@@ -17,7 +17,7 @@ class Routed:
     ranks: int = 1
 
     def unused_by_all(self, unused: Tensor) -> Tensor:
-        """Return whether each part is unused on all of the ranks, bool; every one of them must take part."""
+        """Return whether each part is unused on all of the ranks, bool on the host; every one of them must take part."""
         if self.ranks == 1:
             return unused
         counts = unused.to(torch.int32)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fluvial.core.host_values import rows
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.items import split
 from fluvial.engines.simulate.mode import SimulatedMode
@@ -130,6 +131,6 @@ class ShortUpdates:
             options["parts"] = options["parts"][:most]
         if options.get("pad_to") is not None:
             options["pad_to"] = min(options["pad_to"], most)
-        few = optree.tree_map(lambda tensor: tensor[:most], items)
+        few = optree.tree_map(lambda tensor: rows(tensor, slice(most)), items)
         self._last = self.update(few, loss_fn, None if weight is None else weight[:most], **options)
         return self._last

@@ -27,6 +27,7 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
+from fluvial.core.host_values import known, remember
 from fluvial.core.types import to_device
 
 
@@ -36,7 +37,9 @@ def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
     def copied(tensor: Tensor) -> Tensor:
         if tensor.device.type != device.type:
             return to_device(tensor.contiguous(), device)
-        return tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        copy = tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        host = known(tensor)
+        return copy if host is None else remember(copy, host)
 
     return optree.tree_map(copied, tensors)
 

@@ -9,6 +9,8 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
+from fluvial.core.host_values import rows
+from fluvial.core.types import to_device
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
 
@@ -60,8 +62,8 @@ def micro_batches(
     held = len(first)
     for size in split(pad_to, [micro_batch] if isinstance(micro_batch, int) else micro_batch):
         stop = start + size
-        rows = slice(start, stop) if stop <= held else torch.arange(start, stop, device=first.device) % held
-        yield fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)
+        place = slice(start, stop) if stop <= held else to_device(torch.arange(start, stop) % held, first.device)
+        yield fresh_copy(optree.tree_map(lambda tensor, place=place: rows(tensor, place), items), device)
         start = stop
 
 

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core import host_values
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
@@ -241,7 +242,7 @@ def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
     thumbnails = [part.thumbnails for part in parts if part.thumbnails is not None]
     return SampleBatch(
         [prompt for part in parts for prompt in part.prompts],
-        optree.tree_map(lambda *tensors: torch.cat(tensors), *(part.cond for part in parts)),
+        optree.tree_map(host_values.joined, *(part.cond for part in parts)),
         concatenate([part.trajectory for part in parts]),
         torch.cat(thumbnails) if thumbnails else None,
     )
@@ -342,7 +343,7 @@ def prediction_of(
     The predictions of the steps `exact` leave out nothing.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
-    of_step = timesteps.unbind(0)
+    of_step, on_host = timesteps.unbind(0), host_values.known(timesteps)
     both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
     known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
     cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
@@ -350,6 +351,8 @@ def prediction_of(
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
+        if on_host is not None:
+            host_values.remember(timestep, on_host[step].expand(len(x)))
         # Entering autocast costs as much as several operations, also where it switches nothing.
         kind = timesteps.device.type
         switched = autocast or torch.is_autocast_enabled(kind)

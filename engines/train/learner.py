@@ -7,6 +7,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core import host_values
 from fluvial.core.correction import CorrectionInfo
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
@@ -51,6 +52,7 @@ from fluvial.engines.train.rollouts import GivenPairs, Rollout
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
+from fluvial.models.routing import Routed
 
 
 class Learnt(NamedTuple):
@@ -108,6 +110,7 @@ class Learner:
         self.rank, self.ranks = self.world.data_rank, self.world.data_size
         self.objective = checked(config.objective)
         self.traits = self.objective.traits
+        self.routed = any(isinstance(part, Routed) for part in engine.sharded.parts)
         self.has_kl, self.pairs_per_pass = config.kl.is_on, tuple(pairs)
         self.compared = config.rollout.window.compared(config.rollout.group)
         self.loss_config = LossConfig(
@@ -261,6 +264,8 @@ class Learner:
     def update(self, work: Work, key: Key) -> Learnt:
         """Make the optimizer updates of a rollout, `epochs` passes in `minibatches` each; every rank must take part."""
         epochs, minibatches, batch = self.config.epochs, self.config.minibatches, work.share.batch
+        if self.routed and work.items.timestep is not None:
+            host_values.read(work.items.timestep)  # once, where levels are drawn on the device
         if self.policies.old_is_the_policy and epochs * minibatches > 1:
             # Its predictions must be known before the first update; with a single update they are the policy's own.
             with self.engine.inference() as module:
@@ -305,12 +310,12 @@ class Learner:
         if self.policies.old_is_the_policy and "old" not in items.predictions:
             items = _with(items, old=v)
         statistic = objective.statistic(v, items).unflatten(0, (-1, share.slots)).T.contiguous()
-        everyone = self.world.gather_data(statistic)[: share.batch].cpu()
+        everyone = self.world.gather_data(statistic)[: share.batch]
         assert work.target_weight is not None
         assert isinstance(items, RecordedSteps | NoisedSamples)
-        group = torch.arange(share.batch) // self.compared
-        context = objective.gathered(everyone, work.target_weight, group, computed != 0)
-        return items._replace(context=to_device(share.rows(context), v.device).transpose(0, 1).flatten(0, 1))
+        of_samples = work.target_weight, torch.arange(share.batch) // self.compared, computed != 0
+        context = objective.gathered(everyone, *(to_device(values, everyone.device) for values in of_samples))
+        return items._replace(context=share.rows(context).transpose(0, 1).flatten(0, 1))
 
     def _balanced(self, work: Work, computed: Tensor) -> tuple[Items, Cond, int]:
         """Return this rank's items of an update, their conditioning, and the largest number of items of any rank."""
@@ -354,7 +359,9 @@ class Learner:
         final = final_samples(
             v, items, work.sampler, work.schedule, lambda items: self._predict(self.engine.module, items, cond)
         )
-        samples = Samples(self.job.model.decode(final), [work.prompts[i] for i in items.sample.tolist()], final)
+        samples = Samples(
+            self.job.model.decode(final), [work.prompts[i] for i in host_values.read(items.sample).tolist()], final
+        )
         return weighted_sum(self.rewards, samples, objective=name_of(self.config.objective))
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:
@@ -372,7 +379,7 @@ class Learner:
         if isinstance(batch, Pairs):
             x, level, sample = x.flatten(0, 1), level.repeat_interleave(2), sample.repeat_interleave(2)
             timestep = None if timestep is None else timestep.repeat_interleave(2)
-        inputs = x, level, optree.tree_map(lambda table: table[sample], cond)
+        inputs = x, level, optree.tree_map(lambda table: host_values.rows(table, sample), cond)
         return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
 
     def _predictions(self, module: nn.Module, items: Items, cond: Cond, pad_to: int) -> Tensor:

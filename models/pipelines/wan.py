@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
+from fluvial.core.host_values import read
 from fluvial.core.random import Key
 from fluvial.core.types import to_device
 from fluvial.models.pipelines.base import Pipeline
@@ -22,7 +23,7 @@ class Experts(nn.ModuleDict, Routed):
     """Two networks: `transformer` for samples at timesteps of at least `boundary`, `transformer_2` for those below.
 
     A batch with timesteps on one side runs one network, any other batch both. Ranks that share the parameters run the same
-    networks, so that they gather the same parameters. Each forward pass reads two numbers from the device.
+    networks, so that they gather the same parameters. Timesteps that the host does not know are read from the device.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], *, boundary: float) -> None:
@@ -31,8 +32,8 @@ class Experts(nn.ModuleDict, Routed):
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
         """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
-        low = timestep < self.boundary
-        unused = self.unused_by_all(torch.stack([low.all(), (~low).all()]))
+        low, on_host = timestep < self.boundary, read(timestep) < self.boundary
+        unused = self.unused_by_all(torch.stack([on_host.all(), (~on_host).all()]))
         names = [name for name, rests in zip(EXPERTS, unused.tolist(), strict=True) if not rests]
         outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **given)[0] for name in names]
         return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)

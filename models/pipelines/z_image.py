@@ -1,13 +1,11 @@
 """Z-Image: one stream of image and text tokens; its network takes lists, time 1 - sigma, and predicts x0 - eps."""
 
-from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from fluvial.core.host_values import read
 from fluvial.models.pipelines.base import Pipeline
 
 
@@ -24,8 +22,8 @@ class ZImage(Pipeline):
     The guidance scale g means v_uncond + g (v - v_uncond) as for all models; the pipeline's `guidance_scale` is g - 1.
 
     The network takes each prompt at its own length, which also sets the positions of the image's tokens. Therefore the
-    lengths of a batch are read from the device, once for all steps of its samples. The network pads to the longest prompt of
-    the batch, so a sample's velocity depends on the other samples up to rounding.
+    lengths are known to the host (`core.host_values`). The network pads to the longest prompt of the batch, so a sample's
+    velocity depends on the other samples up to rounding.
     """
 
     pipeline = "ZImagePipeline"
@@ -36,10 +34,6 @@ class ZImage(Pipeline):
     text_lengths = (512, 512)
     prompt_layers = ("cap_embedder", "context_refiner.*")
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-
-    def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self._lengths: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()  # what was read, by identity
 
     @property
     def positions(self) -> int:
@@ -74,7 +68,7 @@ class ZImage(Pipeline):
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ZImageCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return v `[B, C, H, W]`: the network is given 1 - sigma, and its output is -v."""
-        texts = zip(cond.tokens.to(x.dtype), self._read(cond.lengths), strict=True)
+        texts = zip(cond.tokens.to(x.dtype), read(cond.lengths).tolist(), strict=True)
         out = module(
             list(x.unsqueeze(2)),  # videos of one frame
             (1000 - (sigma * 1000 if timestep is None else timestep)) / 1000,
@@ -82,9 +76,3 @@ class ZImage(Pipeline):
             return_dict=False,
         )[0]
         return -torch.stack(out).squeeze(2)
-
-    def _read(self, lengths: Tensor) -> list[int]:
-        """Return lengths that lie on the device; those of the same tensor are read once."""
-        if lengths not in self._lengths:
-            self._lengths[lengths] = lengths.tolist()
-        return self._lengths[lengths]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.types import to_device
 from fluvial.engines.rollout.noising import NoisingConfig, draw_levels, noised_at
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
@@ -91,7 +92,7 @@ def noised_samples(
         x=torch.cat([x for x, _ in parts]),
         level=levels.T.flatten(),
         timestep=None if timesteps is None else timesteps.T.flatten(),
-        sample=torch.arange(batch, device=x0.device).repeat(each),
+        sample=to_device(torch.arange(batch).repeat(each), x0.device),
         target_weight=target_weight.repeat(each),
         weight=weight.repeat(each),
         x0=x0.repeat(each, *[1] * (x0.ndim - 1)),

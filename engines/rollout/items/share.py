@@ -7,9 +7,11 @@ import optree
 import torch
 from torch import Tensor
 
+from fluvial.core.host_values import joined, known, remember, rows
 from fluvial.core.types import to_device
 from fluvial.engines.fsdp.world import World
 from fluvial.models import Cond
+from fluvial.models.device import is_accelerator
 
 Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[P, ...]`
 
@@ -39,8 +41,8 @@ def select(items: Kind, counted: Tensor) -> Kind:
 
     `counted` is 0 for items that add nothing, `[P]`, on the host, so that the device is not waited for.
     """
-    rows = to_device(torch.nonzero(counted).flatten(), items.level.device)
-    chosen: Kind = optree.tree_map(lambda tensor: tensor[rows], items)
+    index = to_device(torch.nonzero(counted).flatten(), items.level.device)
+    chosen: Kind = optree.tree_map(lambda tensor: rows(tensor, index), items)
     return chosen
 
 
@@ -71,12 +73,22 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     send, receive = plan[rank], [row[rank] for row in plan]
     stay = len(items.level) - sum(send)
 
-    def moved(tensor: Tensor) -> Tensor:
-        return world.exchange(tensor[stay:], send, receive)
-
-    rows = items.sample[stay:]
-    known = len(optree.tree_leaves(cond)[0])
-    received: Kind = optree.tree_map(moved, items)
-    received = received._replace(sample=known + torch.arange(sum(receive), device=rows.device))
-    cond = optree.tree_map(lambda table: torch.cat([table, world.exchange(table[rows], send, receive)]), cond)
-    return optree.tree_map(lambda own, new: torch.cat([own[:stay], new]), items, received), cond
+    sample = rows(items.sample, slice(stay, None))
+    leaves, structure = optree.tree_flatten(
+        (
+            optree.tree_map(lambda tensor: rows(tensor, slice(stay, None)), items),
+            optree.tree_map(lambda table: rows(table, sample), cond),
+        )
+    )
+    received = [world.exchange(leaf, send, receive) for leaf in leaves]
+    if is_accelerator(sample.device):  # what the host knows is sent between hosts
+        everyone = world.gather_items([known(leaf) for leaf in leaves])[:: world.sequence]
+        for leaf, *hosts in zip(received, *everyone, strict=True):
+            parts = [host[sum(row[:rank]) :][: row[rank]] for host, row in zip(hosts, plan, strict=True) if host is not None]
+            if len(parts) == len(plan):
+                remember(leaf, torch.cat(parts))
+    new_items, new_cond = optree.tree_unflatten(structure, received)
+    first = len(optree.tree_leaves(cond)[0])
+    new_items = new_items._replace(sample=to_device(first + torch.arange(sum(receive)), sample.device))
+    kept: Kind = optree.tree_map(lambda own, new: joined(rows(own, slice(stay)), new), items, new_items)
+    return kept, optree.tree_map(joined, cond, new_cond)

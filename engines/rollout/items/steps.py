@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core import host_values
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
@@ -80,12 +81,12 @@ def recorded_steps(
     batch, count = trajectory.log_prob.shape
     device = target_weight.device
     levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
-    step = trajectory.steps.T.flatten()
+    step = host_values.kept(lambda steps: steps.T.flatten(), trajectory.steps)
     return RecordedSteps(
         x=by_step(trajectory.x),
         level=levels[step],
-        timestep=timesteps[step],
-        sample=torch.arange(batch, device=device).repeat(count),
+        timestep=host_values.rows(timesteps, step),
+        sample=to_device(torch.arange(batch).repeat(count), device),
         target_weight=target_weight.repeat(count),
         weight=weight.repeat(count),
         level_next=levels[step + 1],
@@ -114,8 +115,8 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     return LastSteps(
         x=x,
         level=to_device(schedule.levels[first], device).expand(batch),
-        timestep=to_device(schedule.timesteps[first], device).expand(batch),
-        sample=torch.arange(batch, device=device),
+        timestep=host_values.kept(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
+        sample=to_device(torch.arange(batch), device),
         weight=weight,
         noise=torch.stack(noise, dim=1),
         predictions={},
@@ -140,7 +141,7 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     return Trajectory(
         x=joined([each.x for each in trajectories]),
         x_next=joined([each.x_next for each in trajectories]),
-        steps=torch.cat([each.steps for each in trajectories]),
+        steps=host_values.joined(*(each.steps for each in trajectories)),
         log_prob=joined([each.log_prob for each in trajectories]),
         velocity=joined(velocities) if velocities else None,
         final=torch.cat([each.final for each in trajectories]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_pipelines
-from dry_runs import LENGTHS, between, check, gathers, reductions, simulations
+from dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
@@ -45,19 +45,19 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
     assert waits in ({}, {("_local_scalar_dense", "engines/train/monitoring/diagnostics.py"): 1}), waits
 
 
-def adapter(name: str, folder: Path) -> TrainConfig:
-    """Return the run of a tiny pipeline that is saved into a folder."""
+def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
+    """Return the run of a tiny pipeline that is saved into a folder, by default by a policy gradient."""
     saved = tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
     height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
-    config = RECIPES["ddpo" if name in ("sd1", "sdxl") else "grpo"](str(saved))
+    config = RECIPES[recipe or ("ddpo" if name in ("sd1", "sdxl") else "grpo")](str(saved))
     pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
     return replace(config, train="lora", micro_batch=2, update_micro_batch="rollout", pipeline=pipeline)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("name", [name for name, row in tiny_pipelines.ROWS.items() if not row.variant])
+@pytest.mark.parametrize("name", [*(name for name, row in tiny_pipelines.ROWS.items() if not row.variant), "wan-experts"])
 def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
-    """Its text encoders, network and VAE, from their settings."""
+    """Its text encoders, network and VAE, from their settings; lengths of prompts and timesteps are known to the host."""
     config = adapter(name, tmp_path)
     with simulations() as found:
         report = dry_run(config, ranks=ranks)
@@ -122,15 +122,13 @@ def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     assert ahead.phase("rollout").flops > 0
 
 
-def test_lengths_of_prompts_are_read_once_for_all_steps_of_a_chunk(tmp_path: Path) -> None:
-    """Twice as many steps read as often."""
-    config = adapter("z-image", tmp_path)
-    reads = []
-    for steps in (config.rollout.steps, 2 * config.rollout.steps):
-        report = dry_run(replace(config, rollout=replace(config.rollout, steps=steps)))
-        check(report)
-        reads.append(sum(wait.times for wait in report.phase("rollout").waits if wait.line.startswith(LENGTHS)))
-    assert reads[0] == reads[1] > 0
+def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_path: Path) -> None:
+    """By networks that choose their parts by them, whatever the number of passes; those of recorded steps are known."""
+    report = dry_run(adapter("wan-experts", tmp_path, "nft"), ranks=2)
+    assert report.error is None, report.error
+    assert report.micro_batches > 1
+    reads = {wait.line.split(":")[0]: wait.times for wait in report.phase("update").waits if wait.kind == "read"}
+    assert reads == {"core/host_values.py": 1, "engines/fsdp/engine.py": 1}
 
 
 def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
