@@ -31,8 +31,8 @@ def compute_on(device: torch.device) -> None:
 
 
 def has_values(device: torch.device) -> bool:
-    """Return whether tensors of a device have values; on a simulated one nothing needs to be read from files."""
-    return device.type != SIMULATED
+    """Return whether tensors of a device have values; otherwise nothing needs to be read from files."""
+    return device.type not in (SIMULATED, "meta")
 
 
 def processor(device: torch.device) -> str:

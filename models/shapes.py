@@ -30,6 +30,8 @@ class ModelShape(NamedTuple):
     inputs: Callable[[int, int], dict[str, Any]]  # (samples, resolution in pixels) -> keyword arguments of forward
     resolution: int | None = 1024  # default in pixels; None if the model has a single image size
     micro_batch: int = 1  # default
+    # (samples, resolution, dtype) -> VAE and a function that decodes; None without a VAE
+    decoder: Callable[[int, int, torch.dtype], tuple[nn.Module, Callable[[], Tensor]]] | None = None
 
 
 def _handwriting() -> nn.Module:
@@ -57,7 +59,13 @@ def _of_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resol
         )
         return made
 
-    return ModelShape(build, adapter.block_lists, adapter.lora_targets, inputs, resolution)
+    def decoder(samples: int, resolution: int, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], Tensor]]:
+        model = adapter(folder, dtype=dtype, device="meta")
+        frames = FRAMES if inputs(samples, resolution)["hidden_states"].ndim == 5 else 1
+        latents = _empty(samples, *model.latent_shape(resolution, resolution, frames))
+        return model.vae, lambda: model.decode(latents)
+
+    return ModelShape(build, adapter.block_lists, adapter.lora_targets, inputs, resolution, decoder=decoder)
 
 
 def _sd3_inputs(samples: int, resolution: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fluvial.engines.plan import memory
 from fluvial.engines.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.report.progress import table
 from fluvial.models import LoraConfig, add_lora
+from fluvial.models.pipelines.base import DECODED
 from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
 
 GIB = 2**30
@@ -43,8 +44,8 @@ class PlanConfig:
         steps: Number of steps that are stored per sample.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
-        reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, decoder, text
-            encoders, reward.
+        reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, text encoders,
+            reward, and in an update the weights of the VAE.
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
         trace: Compare the plan with a trace of the program on simulated GPUs; see also fluvial train --dry-run.
         check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
@@ -118,11 +119,18 @@ class Plan(NamedTuple):
     config: PlanConfig
     update: Accounting
     rollout: Accounting
+    decode: Accounting | None  # of a chunk of the rollout, beside its parameters as they are gathered; None without a VAE
+
+    @property
+    def phases(self) -> dict[str, Accounting]:
+        """The phases by name."""
+        decode = {} if self.decode is None else {"decode": self.decode}
+        return {"update": self.update, "rollout": self.rollout, **decode}
 
     @property
     def need(self) -> int:
-        """Bytes of the larger phase, on one GPU."""
-        return max(self.update.total, self.rollout.total)
+        """Bytes of the largest phase, on one GPU."""
+        return max(phase.total for phase in self.phases.values())
 
     @property
     def fits(self) -> bool:
@@ -239,7 +247,13 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
             phase=kind,
         )
 
-    return Plan(config, phase("update"), phase("rollout"))
+    rollout, decode = phase("rollout"), None
+    if model.decoder is not None:
+        # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
+        held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
+        images = min(config.micro_batch or model.micro_batch, DECODED)
+        decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
+    return Plan(config, phase("update"), rollout, decode)
 
 
 def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
@@ -276,18 +290,19 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the plan of a configuration, and the flags that make it fit if it does not."""
     found = plan(name, config)
     unit = unit_of(found.need)
+    phases = found.phases
     rows = {
-        kind.replace("_", " "): (unit.of(update), unit.of(rollout))
-        for kind, update, rollout in zip(Accounting._fields, found.update, found.rollout, strict=True)
-        if (update or rollout) and kind != "host"
+        kind.replace("_", " "): tuple(map(unit.of, sizes))
+        for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
+        if any(sizes) and kind != "host"
     }
-    rows["all"] = (unit.of(found.update.total), unit.of(found.rollout.total))
-    if found.update.host or found.rollout.host:
-        rows["on the host instead"] = (unit.of(found.update.host), unit.of(found.rollout.host))
+    rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
+    if any(phase.host for phase in phases.values()):
+        rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
     module = _module(name, "full", config.lora)
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
-    console.print(table(f"{unit.name} on each GPU", ("update", "rollout"), rows), highlight=False)
+    console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
     room = config.room_in_words
     if found.fits:
         line = f"It fits into {room}."
@@ -311,7 +326,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     rows = {}
     for flags, best in found:
         says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
-        phases = (best.update, best.rollout)
+        phases = best.phases.values()
         rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
             says,
             *(unit.of(phase.total) for phase in phases),
@@ -319,7 +334,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
         )
     room = config.room_in_words
     console.print(f"{name}: flags with which it fits into {room}", highlight=False)
-    console.print(table(f"{unit.name} on each GPU", ("flags", "update", "rollout", "host"), rows), highlight=False)
+    console.print(table(f"{unit.name} on each GPU", ("flags", *found[0][1].phases, "host"), rows), highlight=False)
 
 
 class Unit(NamedTuple):
@@ -357,6 +372,18 @@ def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
     if train == "lora":
         add_lora(module, lora, known(name).lora_targets)
     return nn.Module.to(module, "meta")
+
+
+@cache
+def _decoder(name: str, images: int, resolution: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
+    decoder = known(name).decoder
+    assert decoder is not None
+    vae, decode = decoder(images, resolution, dtype)
+    held = [*vae.parameters(), *vae.buffers()]
+    with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
+        decode()
+    return storages.peak + sum(tensor.nbytes for tensor in held)
 
 
 @cache

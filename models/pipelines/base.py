@@ -29,6 +29,7 @@ from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 PATCH = 2  # latents per token along each side
+DECODED = 4  # images that a VAE decodes at a time
 
 
 class TextCond(NamedTuple):
@@ -79,7 +80,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         text_tokens: int | None = None,
         shift: float | None = None,
-        decode_chunk: int = 4,
+        decode_chunk: int = DECODED,
         cache: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:

@@ -17,8 +17,9 @@ from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.check import compare
 from fluvial.engines.plan.fit import steps_to_fit
-from fluvial.engines.plan.memory import Stretch, account
+from fluvial.engines.plan.memory import LiveStorages, Stretch, account
 from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.shapes import MODELS, blocks
 
@@ -239,3 +240,37 @@ def test_what_a_fit_excludes_is_refused(changes: dict[str, Any], says: str) -> N
     with pytest.raises(UsageError, match=re.escape(says.replace("`", ""))) as error:
         PlanConfig(**changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_decoding_is_beside_the_gathered_parameters() -> None:
+    """The plan's third phase: the rollout's, with the VAE and its images in place of the network's activations."""
+    config = PlanConfig(train="full", gpus=8, resolution=64)
+    keep = plan("sd3.5-medium", config)
+    reshard = plan("sd3.5-medium", replace(config, engine=EngineConfig(comm="reshard")))
+    for found in (keep, reshard):
+        assert found.decode is not None
+        assert found.need == max(found.update.total, found.rollout.total, found.decode.total)
+    assert keep.decode is not None
+    assert keep.decode == keep.rollout._replace(activations=keep.decode.activations)
+    assert reshard.decode is not None
+    assert keep.decode.gathered == keep.rollout.gathered > reshard.decode.gathered
+    assert plan("handwriting", PlanConfig()).decode is None
+
+
+@pytest.mark.long
+def test_a_decoder_takes_what_is_measured() -> None:
+    """Of images of 64 pixels, with real tensors; four images are decoded at a time, whatever the pass."""
+    from diffusers import AutoencoderKL
+
+    config = PlanConfig(resolution=64, micro_batch=4)
+    expected = plan("sd3.5-medium", config).decode
+    assert expected is not None
+    assert plan("sd3.5-medium", replace(config, micro_batch=8)).decode == expected
+    vae = AutoencoderKL.from_config(read_settings(CONFIGURATIONS / "stable-diffusion-3.5-medium" / "vae" / "config.json"))
+    vae = vae.to(torch.bfloat16).requires_grad_(False).eval()
+    latents = torch.zeros(4, 16, 8, 8)
+    with LiveStorages(vae.parameters()) as measured:
+        vae.decode(latents.to(torch.bfloat16), return_dict=False)
+    weights = sum(parameter.nbytes for parameter in vae.parameters())
+    assert expected.activations == pytest.approx(measured.peak + weights, rel=0.05)

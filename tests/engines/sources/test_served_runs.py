@@ -20,7 +20,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import handwriting
 
 ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1"
-REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none"
+REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --update-micro-batch rollout"
 
 
 def address(server: launch.Process) -> str:
