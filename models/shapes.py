@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, local_folder, read_index, read_settings
+from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, local_folder, read_index, read_settings
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.pipelines.sd3 import SD3
 
@@ -148,7 +148,7 @@ def model_shape(name: str) -> ModelShape | None:
         return MODELS[name]
     if "/" not in name:
         return None
-    folder = local_folder(name)
+    folder = configuration(name) or local_folder(name)
     adapter = built_in().get(str(read_index(folder).get("_class_name")))
     if adapter is None or adapter.network not in NETWORKS:
         network = "its network" if adapter is None else adapter.network

@@ -162,7 +162,7 @@ def test_the_knobs_are_turned_from_the_cheapest() -> None:
     assert found.need <= need + 1  # of all that do not fit, the one that takes least
 
 
-@pytest.mark.parametrize(("memory", "knobs"), [(80.0, ""), long(48.0, "--engine.checkpointing block")])
+@pytest.mark.parametrize(("memory", "knobs"), [long(80.0, ""), long(48.0, "--engine.checkpointing block")])
 def test_large_transformers_fit_with_what_the_plan_says(memory: float, knobs: str) -> None:
     """12 billion parameters, frozen in bfloat16, are adapted on one GPU of 80 GiB; in 48, with a second forward pass."""
     flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))

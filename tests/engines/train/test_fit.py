@@ -45,6 +45,7 @@ def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
     assert "saves" in said.getvalue()
 
 
+@pytest.mark.long
 def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) -> None:
     found = fitted(asked(tmp_path, 0.2), ranks=1, device=CPU)[0]
     assert (found.engine.base, found.micro_batch) != ("auto", 8)
