@@ -11,7 +11,7 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.dryrun.report import draw
 from fluvial.engines.dryrun.run import dry_run
 from fluvial.engines.errors import RunError
-from fluvial.engines.simulate.device import GIB, Accelerator
+from fluvial.engines.simulate.device import GIB, Accelerator, register
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.fit import fitted
 
@@ -44,6 +44,7 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
     Raises:
         RunError: the run does not fit, or an error ended it.
     """
+    register()  # before the backward passes of the closed form
     config, saved = fitted(config, ranks=asked.as_gpus, device=torch.device("cuda"))
     if saved is not None:
         console.print(saved, highlight=False)

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from fluvial.core.checks import check_fields, check_number
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,7 +54,10 @@ class EngineConfig:
             that of gradients; each step is computed in float32 and rounded stochastically, so that small ones add up.
         reduce: Dtype that gradients are reduced in.
         checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
-            each block's inputs alone; "selective" keeps attention and every second matrix product as well.
+            each block's inputs alone, and "host" holds them on the host; "selective" keeps attention and every second matrix
+            product as well.
+        checkpointed: Number of blocks that checkpointing is for, the first ones; the others keep all activations. By default
+            all blocks.
         offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
         fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
@@ -74,7 +77,8 @@ class EngineConfig:
     base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
     masters: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"
-    checkpointing: Literal["none", "block", "selective"] = "none"
+    checkpointing: Literal["none", "block", "selective", "host"] = "none"
+    checkpointed: int | None = None
     offload: Literal["none", "phases", "always"] = "none"
     fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
@@ -82,10 +86,12 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf))
+        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
+        if self.checkpointed is not None and self.checkpointing == "none":
+            raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
-            raise UsageError("engine.checkpointing", "selective", "none or block", hint)
+            raise UsageError("engine.checkpointing", "selective", "none, block or host", hint)
         if self.fit is not None:
             parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":

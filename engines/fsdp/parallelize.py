@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import DTYPES, EngineConfig
+from fluvial.engines.fsdp.host_activations import on_host
 from fluvial.engines.fsdp.whole import keep_whole
 from fluvial.engines.fsdp.world import World
 from fluvial.models.device import is_accelerator
@@ -76,8 +77,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     cast_samples(module, dtype)
     if config.compiles(world.device):
         compile_blocks(blocks)
-    if config.checkpointing != "none":
-        checkpoint_blocks(blocks, selective=config.checkpointing == "selective")
+    checkpoint_blocks(blocks, config)
     quantise_base(module, blocks, config, dtype)
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
@@ -178,14 +178,23 @@ def compiled_programs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], *, selective: bool) -> None:
-    """Wrap each block's forward in place so that only its inputs, or expensive results too, are kept for the backward pass.
+def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None:
+    """Wrap blocks' forward in place so that only their inputs, or expensive results too, are kept for the backward pass.
 
     The wrapped forward lies inside the sharding, so computing it again gathers nothing.
+
+    Raises:
+        UsageError: there are fewer blocks than are to be checkpointed.
     """
-    contexts = _selective if selective else noop_context_fn
-    for block in blocks:
+    if config.checkpointing == "none":
+        return
+    if config.checkpointed is not None and config.checkpointed > len(blocks):
+        raise UsageError("engine.checkpointed", config.checkpointed, f"at most the {len(blocks)} blocks of the network")
+    contexts = _selective if config.checkpointing == "selective" else noop_context_fn
+    for block in blocks[: config.checkpointed]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        if config.checkpointing == "host":
+            block.forward = partial(on_host, block.forward)
 
 
 def set_attention(module: nn.Module, backend: str) -> None:

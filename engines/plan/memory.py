@@ -273,8 +273,7 @@ def activations(
         unit.forward = _FusedAttention(unit.forward)
         cast_samples(unit, dtype)
     quantise_base(module, blocks, engine, dtype)
-    if engine.checkpointing != "none":
-        checkpoint_blocks(blocks, selective=engine.checkpointing == "selective")
+    checkpoint_blocks(blocks, engine)
     live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
     units = _units(module, blocks)
     stretches = _Stretches(live, units, list(blocks))

@@ -167,6 +167,12 @@ def _on_host(config: PlanConfig) -> PlanConfig:
     return _engine(offload="always")(config) if config.engine.base == "auto" else config
 
 
+def _checkpointing(kind: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of checkpointing, where there is none of blocks yet."""
+    change = _engine(checkpointing=kind)
+    return lambda config: change(config) if config.engine.checkpointing in ("none", "selective") else config
+
+
 def _one_sample(config: PlanConfig) -> PlanConfig:
     """Return a plan of passes of one sample."""
     return config if config.micro_batch is None else replace(config, micro_batch=1)
@@ -180,7 +186,8 @@ def _adapters(config: PlanConfig) -> PlanConfig:
 # Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
 # rounded, the host's bandwidth, and last the number of trained parameters.
 ENGINE_KNOBS: Knobs = {
-    "--engine.checkpointing block": _engine(checkpointing="block"),
+    "--engine.checkpointing block": _checkpointing("block"),
+    "--engine.checkpointing host": _checkpointing("host"),
     "--micro-batch 1": _one_sample,
     "--engine.comm reshard": _engine(comm="reshard"),
     "--engine.grad-sync every": _engine(grad_sync="every"),
@@ -231,6 +238,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
                 # No other setting of the engine changes activations.
                 engine=EngineConfig(
                     checkpointing=config.engine.checkpointing if update else "none",
+                    checkpointed=config.engine.checkpointed if update else None,
                     compute=config.engine.compute,
                     base=config.engine.base,
                     context_parallel=config.engine.context_parallel,

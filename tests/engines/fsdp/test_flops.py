@@ -123,7 +123,7 @@ def test_what_checkpointing_computes_again_is_counted_apart(selective: bool) -> 
         net(x)
     with FlopCounter() as plain:
         net(x).square().sum().backward()
-    checkpoint_blocks(list(again), selective=selective)
+    checkpoint_blocks(list(again), EngineConfig(checkpointing="selective" if selective else "block"))
     with FlopCounterMode(display=False, custom_mapping=CPU) as everything, FlopCounter() as counter:
         again(x).square().sum().backward()
     assert counter.model == plain.model

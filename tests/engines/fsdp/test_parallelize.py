@@ -90,7 +90,7 @@ def test_blocks_that_are_alike_share_one_compiled_region(one: World, monkeypatch
 
 
 def test_compilation_decides_itself_what_it_keeps() -> None:
-    with pytest.raises(ValueError, match=r"engine\.checkpointing is .selective., expected none or block"):
+    with pytest.raises(ValueError, match=r"engine\.checkpointing is .selective., expected none, block or host"):
         EngineConfig(compile=True, checkpointing="selective")
 
 
