@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, local_folder, read_index, read_settings
+from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, local_folder, read_index, read_settings
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.pipelines.sd3 import SD3
+from fluvial.models.quantised import Base
 
 # Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
 CONDITIONING = ("encoder_hidden_states", "pooled_projections")
@@ -171,6 +173,27 @@ def model_shape(name: str) -> ModelShape | None:
         return found
 
     return _of_folder(folder, inputs, 1024)
+
+
+@cache
+def text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -> int:
+    """Return the bytes of a pipeline's text encoders, whose linear layers are quantised to the format `base`.
+
+    Args:
+        name: folder or id of a pipeline.
+        base: format; None leaves them in `dtype`.
+        dtype: dtype of the other weights.
+    """
+    import transformers
+
+    folder, meta = configuration(name) or local_folder(name), torch.device("meta")
+    kinds = {part: kind for part, kind in entries(folder).items() if part.startswith("text_encoder") and kind is not None}
+    return sum(
+        tensor.nbytes
+        for part, kind in kinds.items()
+        for module in [unfilled.network(transformers, kind, folder / part, dtype=dtype, device=meta, base=base)]
+        for tensor in (*module.parameters(), *module.buffers())
+    )
 
 
 def blocks(model: ModelShape, module: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Settings that fit into a GPU's memory: which are turned, and what each of them saves."""
 
 from rich.console import Console
+from rich.table import Table
 
 from fluvial.engines.errors import RunError
 from fluvial.engines.plan.plan import KNOBS, Knobs, Plan, PlanConfig, plan, turns_to_fit, unit_of
@@ -40,7 +41,7 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     )
 
 
-def saved_by(name: str, steps: list[tuple[str, Plan]]) -> object:
+def saved_by(name: str, steps: list[tuple[str, Plan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
     unit = unit_of(max(found.need for _, found in steps))
     rows, before = dict[str, tuple[str, ...]](), None

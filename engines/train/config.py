@@ -46,6 +46,11 @@ class PipelineConfig:
         shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
         latents: Sample of an image that is learnt from: mean (of the VAE's distribution) or sample (one draw per image).
         frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, else float32.
+        text_base: Format of the text encoders' linear layers, as `engine.base` of the network's; auto is `frozen`.
+        vae_dtype: Dtype of the VAE; auto is `frozen`.
+        vae_tile: Side in pixels of the tiles that the VAE decodes and encodes, one image at a time; by default whole images.
+            Tiles overlap by a quarter and are blended, so images differ slightly.
+        vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
     """
 
@@ -60,11 +65,17 @@ class PipelineConfig:
     shift: float | None = None
     latents: Literal["mean", "sample"] = "mean"
     frozen: Literal["auto", "float32", "bfloat16"] = "auto"
+    text_base: Literal["auto", "int8", "int4", "nf4", "fp8"] = "auto"
+    vae_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    vae_tile: int | None = None
+    vae_offload: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         size = (1, 2**20)
-        check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6))
+        check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6), vae_tile=(64, 2**20))
+        if self.vae_tile is not None and self.vae_tile % 64:
+            raise UsageError("pipeline.vae_tile", self.vae_tile, "a multiple of 64")
         if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
             raise UsageError("`pipeline.height` and `pipeline.width` have no effect with `pipeline.sizes`; remove them")
         try:

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +26,7 @@ from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
+from fluvial.models.quantised import Base, quantise_linear
 
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 PATCH = 2  # latents per token along each side
@@ -39,6 +40,14 @@ class TextCond(NamedTuple):
     pooled: Tensor | None = None  # [B, P] pooled embedding, for networks that take one
 
 
+class VaeOptions(NamedTuple):
+    """How a frozen VAE is held and run."""
+
+    dtype: torch.dtype | None = None  # by default that of the pipeline's frozen parts
+    tile: int | None = None  # side in pixels of the tiles that it works on, one image at a time; None works on whole images
+    on_host: bool = False  # whether it is on the device only while it works
+
+
 class Pipeline:
     """The model protocol over a pipeline's folder; the subclass of an architecture adds the rest.
 
@@ -49,6 +58,8 @@ class Pipeline:
         text_tokens: number of tokens that a prompt is padded to; by default that of diffusers' pipeline.
         shift: shift s of a flow's noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
         decode_chunk: number of images that the VAE decodes at a time.
+        text_base: format that the linear layers of the text encoders are quantised to; None leaves them in `dtype`.
+        vae: how the VAE is held and run.
         cache: folder of encoded prompts, so that each prompt is encoded once for all runs and ranks; None keeps none.
         trust_remote_code: whether to run code that the folder contains.
 
@@ -81,6 +92,8 @@ class Pipeline:
         text_tokens: int | None = None,
         shift: float | None = None,
         decode_chunk: int = DECODED,
+        text_base: Base | None = None,
+        vae: VaeOptions | None = None,
         cache: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -96,7 +109,9 @@ class Pipeline:
         self.shift = shift
         if decode_chunk < 1:
             raise ValueError(f"decode_chunk is {decode_chunk}, expected at least 1")
-        self.decode_chunk = decode_chunk
+        self.vae_options = vae = vae or VaeOptions()
+        self.vae_dtype = vae.dtype or dtype
+        self.decode_chunk, self.text_base = decode_chunk if vae.tile is None else 1, text_base
         self.parts = parts_of(self.folder, self.pipeline, self.part, weights=has_values(self.device))
         self.weights: Weights = self.folder / self.part
         self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
@@ -267,13 +282,50 @@ class Pipeline:
 
             kind, folder = self.parts["vae"], self.folder / "vae"
             if not has_values(self.device):
-                self._vae = unfilled.network(diffusers, kind, folder, dtype=self.dtype, device=self.device)
+                self._vae = unfilled.network(diffusers, kind, folder, dtype=self.vae_dtype, device=self._vae_rests)
+                self._tile()
                 return self._vae
-            options = {"torch_dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
+            options = {"torch_dtype": self.vae_dtype, "use_safetensors": True, "local_files_only": True}
             with quietly():
                 vae = getattr(diffusers, kind).from_pretrained(folder, **options)
-            self._vae = vae.requires_grad_(False).eval().to(self.device)
+            self._vae = vae.requires_grad_(False).eval().to(self._vae_rests)
+            self._tile()
         return self._vae
+
+    @property
+    def _vae_rests(self) -> torch.device:
+        """Device of the VAE while it does not work."""
+        return torch.device("cpu") if self.vae_options.on_host else self.device
+
+    def _tile(self) -> None:
+        """Let the VAE work in tiles, a quarter of which overlaps, where that is asked for.
+
+        Raises:
+            ValueError: its class has no tiles.
+        """
+        side = self.vae_options.tile
+        if side is None:
+            return
+        if hasattr(self._vae, "tile_latent_min_size"):
+            self._vae.tile_sample_min_size, self._vae.tile_latent_min_size = side, side // self.vae_scale
+            self._vae.enable_tiling()
+        elif hasattr(self._vae, "tile_sample_min_height"):
+            stride = side * 3 // 4
+            self._vae.enable_tiling(side, side, stride, stride)
+        else:
+            raise ValueError(f"{self.folder} has a {type(self._vae).__name__}, which does not work in tiles")
+
+    @contextlib.contextmanager
+    def _vae_at_work(self, *, differentiable: bool) -> Iterator[Any]:
+        """Yield the VAE on the device. Afterwards it goes back to the host if it rests there and no gradient needs it."""
+        vae = self.vae
+        if self.vae_options.on_host:
+            vae.to(self.device)
+        try:
+            yield vae
+        finally:
+            if self.vae_options.on_host and not differentiable:
+                vae.to("cpu")
 
     def scheduler(self) -> Any:
         """Return diffusers' flow-matching scheduler with the folder's settings.
@@ -291,8 +343,9 @@ class Pipeline:
 
     def decode_with_vae(self, latents: Tensor) -> Tensor:
         """Decode unscaled latents in chunks; return float32 in [0, 1], on the device of the latents."""
-        chunks = latents.to(self.device, self.dtype).split(self.decode_chunk)
-        images = torch.cat([self.vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
+        chunks = latents.to(self.device, self.vae_dtype).split(self.decode_chunk)
+        with self._vae_at_work(differentiable=torch.is_grad_enabled() and latents.requires_grad) as vae:
+            images = torch.cat([vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
         return (images.float() * 0.5 + 0.5).clamp(0, 1).to(latents.device)
 
     @torch.no_grad()
@@ -306,8 +359,9 @@ class Pipeline:
             ValueError: there is a key, and the VAE has no distribution to sample from.
         """
         coloured = images if images.shape[1] == 3 else images.expand(-1, 3, *images.shape[2:])
-        chunks = (coloured * 2 - 1).to(self.device, self.dtype).split(self.decode_chunk)
-        encoded = [self.vae.encode(chunk) for chunk in chunks]
+        chunks = (coloured * 2 - 1).to(self.device, self.vae_dtype).split(self.decode_chunk)
+        with self._vae_at_work(differentiable=False) as vae:
+            encoded = [vae.encode(chunk) for chunk in chunks]
         if not hasattr(encoded[0], "latent_dist"):  # a deterministic VAE
             if key is not None:
                 raise ValueError(f"{self.folder}'s VAE has no distribution to sample from: use latents mean")
@@ -349,7 +403,10 @@ class Pipeline:
             self._text = self._load("tokenizer", "text_encoder")
             for name in self.parts:
                 if name.startswith("text_encoder"):
-                    getattr(self._text, name).requires_grad_(False).eval().to(self.device)
+                    encoder = getattr(self._text, name).requires_grad_(False).eval()
+                    if self.text_base is not None and has_values(self.device):
+                        quantise_linear(encoder, self.text_base, self.dtype)
+                    encoder.to(self.device)
         with quietly():
             texts = self.text(self._text, prompt)
         # Copied together, so that the device is waited for once.
@@ -366,7 +423,7 @@ class Pipeline:
             extra = {self.part: self.build_part(self.part, empty=True)}
             with quietly():
                 return unfilled.pipeline(
-                    self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, device=self.device
+                    self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, base=self.text_base, device=self.device
                 )
         # Some pipelines read the settings of the network.
         return self._opened(**{**left_out, self.part: self.build_part(self.part, empty=True)})
@@ -381,11 +438,14 @@ class Pipeline:
 
     def _encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""
-        return self._fingerprint_of(f"{self.pipeline} {self.dtype} {self.text_tokens}", ("tokenizer", "text_encoder"))
+        base = "" if self.text_base is None else f" {self.text_base}"
+        settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base}"
+        return self._fingerprint_of(settings, ("tokenizer", "text_encoder"))
 
     def image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""
-        return self._fingerprint_of(f"{self.pipeline} {self.dtype}", ("vae",))
+        tile = "" if self.vae_options.tile is None else f" {self.vae_options.tile}"
+        return self._fingerprint_of(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
 
     def _fingerprint_of(self, settings: str, kinds: tuple[str, ...]) -> str:
         """Return a fingerprint of settings and of the files of the parts whose names start with one of `kinds`."""

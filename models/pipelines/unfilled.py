@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.pipelines.folder import read_settings
+from fluvial.models.quantised import Base, quantise_linear
 
 
-def network(library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a network of the library diffusers or transformers in the dtype, frozen, on the device, without values."""
+def network(
+    library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device: torch.device, base: Base | None = None
+) -> nn.Module:
+    """Return a network of the library diffusers or transformers in the dtype, frozen, on the device, without values.
+
+    Its linear layers are quantised to the format `base`, if there is one.
+    """
     made = getattr(library, kind)
     with torch.device("meta"):
         if library.__name__ == "diffusers":
@@ -22,6 +28,8 @@ def network(library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device
         else:
             module = made._from_config(made.config_class.from_pretrained(folder))
     module = nn.Module.to(module, dtype).requires_grad_(False).eval()  # diffusers' own warns of layers kept in float32
+    if base is not None:
+        quantise_linear(module, base, dtype)
     return module._apply(lambda tensor: torch.empty_like(tensor, device=device))
 
 
@@ -62,7 +70,14 @@ class Tokens:
 
 
 def pipeline(
-    kind: str, parts: dict[str, str], folder: Path, *, extra: dict[str, Any], dtype: torch.dtype, device: torch.device
+    kind: str,
+    parts: dict[str, str],
+    folder: Path,
+    *,
+    extra: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    base: Base | None = None,
 ) -> Any:
     """Return diffusers' pipeline with tokenizers and text encoders, given as classes by name, and parts that are built."""
     import diffusers
@@ -74,5 +89,5 @@ def pipeline(
         if name.startswith("tokenizer"):
             built[name] = Tokens(77 if part.startswith("CLIP") else 512)
         else:
-            built[name] = network(transformers, part, folder / name, dtype=dtype, device=device)
+            built[name] = network(transformers, part, folder / name, dtype=dtype, device=device, base=base)
     return made(**{**built, **extra})

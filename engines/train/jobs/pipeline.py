@@ -14,6 +14,7 @@ from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.data.sizes import shapes_of
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
@@ -91,6 +92,7 @@ def opened(
 
 def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
+    from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import local_folder
     from fluvial.models.pipelines.open import has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
@@ -106,7 +108,15 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
         if config.shift is not None:
             options["shift"] = config.shift
+        if config.text_base != "auto":
+            options["text_base"] = config.text_base
+        vae = VaeOptions(DTYPES.get(config.vae_dtype), config.vae_tile, config.vae_offload)
+        if vae != VaeOptions():
+            options["vae"] = vae
         return open_model(folder, **options)
+    for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
+        if getattr(config, name) != getattr(PipelineConfig, name):
+            raise no_effect(f"pipeline.{name}", "without an adapter, because the pipeline runs its own parts")
     if config.shift is not None:
         raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
     if config.sizes:

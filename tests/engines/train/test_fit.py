@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import handwriting_jobs
@@ -16,6 +17,7 @@ from fluvial.engines.fsdp.parallelize import parallelize
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.plan.plan import GIB, PlanConfig
 from fluvial.engines.plan.plan import plan as planned
+from fluvial.engines.train import fit
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.fit import _plan, fitted
 from fluvial.engines.train.recipes import RECIPES
@@ -59,7 +61,7 @@ def test_without_a_memory_nothing_changes(tmp_path: Path) -> None:
     assert fitted(config, ranks=1, device=CPU) == (config, None)
 
 
-def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path) -> None:
+def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a cache of the run, unless one is named."""
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)
@@ -67,8 +69,26 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path) -> None:
     config = replace(config, engine=replace(config.engine, fit="24GiB"))
     found, _ = fitted(config, ranks=1, device=CPU)
     assert found.pipeline.text_cache == tmp_path / "encoded" / "texts"
+    assert found.pipeline.text_base == "auto"
     named = replace(config, pipeline=replace(pipeline, text_cache=tmp_path / "mine"))
     assert fitted(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
+    monkeypatch.setattr(fit, "text_encoder_bytes", lambda name, base, dtype: {None: 40, "int8": 20, "nf4": 17}[base] * GIB)
+    assert fitted(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
+    with pytest.raises(RunError, match=r"do not fit into 22GiB .* 17.00 GiB with --pipeline.text-base nf4"):
+        fitted(replace(named, engine=replace(config.engine, fit="22GiB")), ranks=1, device=CPU)
+
+
+@pytest.mark.long
+def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> None:
+    """FLUX's take 9.3 GiB in bfloat16, beside a network in int8 that takes 12.8."""
+    config = replace(RECIPES["grpo"]("black-forest-labs/FLUX.1-dev"), out=tmp_path, train="lora", prompts=("x.txt",))
+    config = replace(config, rollout=replace(config.rollout, prompts=1))
+    device = torch.device("cuda")
+    fits = partial(fitted, ranks=1, device=device)
+    found = fits(replace(config, engine=EngineConfig(fit="24GiB")))[0]
+    assert (found.engine.base, found.pipeline.text_base) == ("int8", "int8")
+    found = fits(replace(config, engine=EngineConfig(fit="48GiB")))[0]
+    assert (found.engine.base, found.pipeline.text_base) == ("auto", "auto")
 
 
 @pytest.mark.parametrize(("model", "says"), [("words", "there is no transformer 'words'"), ("UNET", "inputs of UNet2D")])
