@@ -23,7 +23,7 @@ from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
 from fluvial.models.quantised import FORMATS, Base, quantised_layers
 
-SHORT = ("nf4", "fp8")
+SHORT = ("nf4",)
 BASES = [base if base in SHORT else pytest.param(base, marks=pytest.mark.long) for base in get_args(Base)]
 
 

@@ -34,7 +34,7 @@ def one() -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "units"), [("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)]
+    ("name", "parameters", "units"), [long("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)]
 )
 def test_published_transformers_have_their_size(name: str, parameters: float, units: int) -> None:
     """Within 3% of what their makers say, buffers included, nearly all of it in the blocks."""
@@ -105,7 +105,7 @@ def test_more_gpus_never_take_more_on_each(name: str) -> None:
         assert all(saved <= plain for saved, plain in zip(sizes, totals[0], strict=True)), sizes
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("train", [long("full"), "lora"])
 def test_checkpointing_takes_less_the_more_there_is(train: Any) -> None:
     """Of the update; the rollout keeps nothing anyway. Offload in phases is for the rollout."""
     config = PlanConfig(train=train)
