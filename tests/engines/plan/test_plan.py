@@ -34,7 +34,8 @@ def one() -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "units"), [long("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)]
+    ("name", "parameters", "units"),
+    [long("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)],
 )
 def test_published_transformers_have_their_size(name: str, parameters: float, units: int) -> None:
     """Within 3% of what their makers say, buffers included, nearly all of it in the blocks."""
