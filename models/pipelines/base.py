@@ -298,7 +298,7 @@ class Pipeline:
         return torch.device("cpu") if self.vae_options.on_host else self.device
 
     def _tile(self) -> None:
-        """Let the VAE work in tiles, a quarter of which overlaps, where that is asked for.
+        """Set the size of the VAE's tiles, a quarter of which overlaps, if it has one.
 
         Raises:
             ValueError: its class has no tiles.
