@@ -37,6 +37,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.base import has_one_size
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
+from fluvial.engines.train.jobs.media import check_images
 from fluvial.engines.train.jobs.weights import digest, read_adapter
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
@@ -91,6 +92,9 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
         asked = evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
+        if config.prompts:
+            given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
+            check_images([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
     group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)

@@ -21,7 +21,8 @@ from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
-from fluvial.engines.train.jobs.pipeline import is_adapter, opened, read_prompts_of, read_training
+from fluvial.engines.train.jobs.media import check_columns
+from fluvial.engines.train.jobs.pipeline import PromptsOfRun, is_adapter, opened, read_prompts_of, read_training
 from fluvial.engines.train.jobs.weights import from_run, with_base
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
@@ -206,14 +207,19 @@ def to_train(
             ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
             "captions"
         )
-    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute)
+
+    def read(model: Any) -> tuple[Any, PromptsOfRun]:
+        found = read_prompts_of(settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt)
+        if not data:
+            check_columns(model, [*found.train, *found.heldout])
+        return model, found
+
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
-    train, heldout, source_weights = read_prompts_of(
-        settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt
-    )
+    train, heldout = job.prompts, job.heldout
     if job.sizes and prompts:
         train = with_recorded_sizes(train, list(job.sizes))
-    job = replace(job, prompts=train, heldout=heldout, rewards={"jpeg": jpeg_compressibility}, source_weights=source_weights)
+    job = replace(job, prompts=train, rewards={"jpeg": jpeg_compressibility})
     if is_adapter(name):
         return with_base(job, weights)
 

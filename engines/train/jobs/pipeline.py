@@ -68,26 +68,48 @@ def read_training(
 
 
 def opened(
-    name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype = torch.float32
+    name: str,
+    config: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    compute: torch.dtype = torch.float32,
+    prompts: Callable[[Any], tuple[Any, PromptsOfRun]] | None = None,
 ) -> Job:
-    """Return the job of a pipeline without prompts, rewards and evaluators.
+    """Return the job of a pipeline without rewards and evaluators.
 
     Args:
         name, config, steps, guidance, compute: see `job.to_sample`.
+        prompts: function from the model to the model as it is used and the prompts of the run; without it there are none.
 
     Raises:
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
+    found = PromptsOfRun((), (), {})
     try:
-        if is_adapter(name):
-            model, shape = _adapted(name, config)
-        else:
-            model = _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
-            shape = model.latent_shape(**config.size._asdict(), frames=config.frames)
+        adapted = is_adapter(name)
+        model: Any = (
+            _adapted(name, config)
+            if adapted
+            else _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+        )
+        if prompts is not None:
+            model, found = prompts(model)
+        shape = _shape(model, config, adapted=adapted)
         sizes = shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
+    except UsageError:
+        raise
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
-    return Job(model, (), heldout=(), shape=shape, sizes=sizes)
+    return Job(model, found.train, heldout=found.heldout, shape=shape, sizes=sizes, source_weights=found.weights)
+
+
+def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
+    """Return the shape of a sample; a user-defined model of one size gives it by defaults, and then need not be told."""
+    if adapted and replace(config, heldout=()) == PipelineConfig() and has_one_size(model):
+        return only_shape(model)
+    shape: tuple[int, ...] = model.latent_shape(**config.size._asdict(), frames=config.frames)
+    return shape
 
 
 def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
@@ -131,8 +153,8 @@ def is_adapter(name: str) -> bool:
     return ":" in name and not Path(name).is_dir()
 
 
-def _adapted(name: str, config: PipelineConfig) -> tuple[Any, tuple[int, ...]]:
-    """Return a user-defined model, and the shape of its samples."""
+def _adapted(name: str, config: PipelineConfig) -> Any:
+    """Return a user-defined model."""
     from fluvial.models import load_adapter
 
     sized = PipelineConfig(config.height, config.width, config.sizes, config.frames)
@@ -140,10 +162,7 @@ def _adapted(name: str, config: PipelineConfig) -> tuple[Any, tuple[int, ...]]:
         raise ValueError(
             "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
         )
-    model: Any = load_adapter(name)
-    if sized == PipelineConfig() and has_one_size(model):  # it says so by defaults, and then need not be told
-        return model, only_shape(model)
-    return model, model.latent_shape(**config.size._asdict(), frames=config.frames)
+    return load_adapter(name)
 
 
 def _named_value(word: str) -> tuple[str, Any]:
