@@ -27,6 +27,7 @@ from fluvial.engines.fsdp.gradient_sync import LastBackward
 from fluvial.engines.fsdp.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.fsdp.module import HostOffload, ShardedModule
 from fluvial.engines.fsdp.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, sharded_like
+from fluvial.engines.fsdp.whole import WholeModule
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
@@ -107,10 +108,7 @@ class Engine:
         # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
         self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
         self._row = OPTIMIZERS[self.config.name]
-        if self.sharding.masters != "float32" and not self._row.elementwise:
-            names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
-            hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
-            raise UsageError("optimizer.name", self.config.name, names, hint)
+        self._check_row()
         self.optimizer = self._row.build(self.trainable.values(), self.config)
         for parameter in self.trainable.values():
             self.optimizer.state[parameter] = self._row.start(parameter, self.config)
@@ -119,6 +117,8 @@ class Engine:
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[Hashable, int] = {}  # of the model, by the shapes of a micro-batch
+        self._squares = list[Tensor]()  # of the gradients whose steps were taken in the backward pass
+        self._numbers = {parameter: number for number, parameter in enumerate(self.trainable.values())}
         self._warned = False  # of an eps above the gradients
         self._keeps = False  # whether what inference gathers stays for the next update
 
@@ -172,6 +172,7 @@ class Engine:
         real = torch.zeros(sum(passes), device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=sizes or pad_to, pad_to=pad_to, device=device)
+        self._begin(len(passes))
         start, last = 0, len(passes) - 1
         loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
         with self.sharded.train(), trusted_values():
@@ -206,6 +207,7 @@ class Engine:
         is a function that makes a forward pass and returns a scalar; there are as many on every rank.
         """
         self._check_onloaded()
+        self._begin(len(losses))
         with self.sharded.train(), trusted_values():
             for i, loss in enumerate(losses):
                 self.set_last(i == len(losses) - 1)
@@ -221,6 +223,8 @@ class Engine:
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the gradients over all parameters and ranks."""
+        if self._squares:
+            return torch.stack(self._squares).sum().sqrt()
         whole = self.sharded.is_whole  # then this rank's parts are all there is
         gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
         norm = get_total_norm([local(gradient) if whole else gradient for gradient in gradients])
@@ -240,7 +244,15 @@ class Engine:
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and return what the update did."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
-        if skip:
+        if self._squares:
+            self._squares.clear()
+            if skip:
+                raise RunError(
+                    f"the gradient of update {self.updates + 1} was not finite, and `engine.grad_sync` step took its steps "
+                    "in the backward pass: resume from the last checkpoint with a lower `optimizer.lr`, or set it to last"
+                )
+            self._follow()
+        elif skip:
             self.skipped += 1
             self.skipped_in_a_row += 1
         else:
@@ -251,11 +263,7 @@ class Engine:
             set_lr(self.optimizer, lr)
             self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
             self.skipped_in_a_row = 0
-            if self.average and (self.updates + 1) % self.config.ema_interval == 0:
-                decay = self.config.ema_decay
-                decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
-                with torch.no_grad():
-                    self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
+            self._follow()
         self.optimizer.zero_grad()
         self.updates += 1
         if self.skipped_in_a_row >= self.config.max_skipped:
@@ -264,6 +272,55 @@ class Engine:
                 "lower `optimizer.lr`, or look at the reward and the last samples"
             )
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
+
+    def _follow(self) -> None:
+        """Let the moving average follow a step, if there is one."""
+        if self.average and (self.updates + 1) % self.config.ema_interval == 0:
+            decay = self.config.ema_decay
+            decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
+            with torch.no_grad():
+                self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
+
+    def _check_row(self) -> None:
+        """Raise UsageError if the optimizer cannot take its steps as configured."""
+        names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        if self.sharding.masters != "float32" and not self._row.elementwise:
+            hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
+            raise UsageError("optimizer.name", self.config.name, names, hint)
+        if self.sharding.grad_sync != "step":
+            return
+        if not self._row.elementwise:
+            hint = "`engine.grad_sync` is step, which takes one parameter at a time"
+            raise UsageError("optimizer.name", self.config.name, names, hint)
+        if not self.sharded.is_whole:
+            hint = "parameters are sharded; let each rank hold a whole copy (`engine.replicas` the number of ranks)"
+            raise UsageError("engine.grad_sync", "step", "last or every", hint)
+
+    def _begin(self, passes: int) -> None:
+        """Begin an update of some passes; with grad_sync="step", its only one takes the steps."""
+        if self.sharding.grad_sync != "step":
+            return
+        if passes > 1:
+            hint = f"an update has {passes} passes, whose gradients add up; let it have one (`update_micro_batch`)"
+            raise UsageError("engine.grad_sync", "step", "last", hint)
+        self._squares.clear()
+        set_lr(self.optimizer, self.config.lr * self.lr_factor(self.updates))
+        assert isinstance(self.module, WholeModule)
+        self.module.set_arrived(self._arrived)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """Take the step of a parameter whose gradient is there."""
+        assert parameter.grad is not None
+        norm = get_total_norm([local(parameter.grad).float()])
+        self._squares.append(norm.square())
+        self._row.apply_to_one(
+            self.optimizer,
+            parameter,
+            norm,
+            max_norm=self.config.max_grad_norm,
+            update=self.updates,
+            number=self._numbers[parameter],
+        )
 
     @contextmanager
     def inference(self, *, average: bool = False) -> Iterator[nn.Module]:

@@ -66,22 +66,22 @@ def write_rounded(weight: Tensor, value: Tensor, key: Key, *, row: int) -> None:
         weight[start : start + len(part)] = round_stochastically(part, bits(fold_in(key, rows), tuple(part.shape)))
 
 
-def step_rounded(optimizer: Optimizer, rows: list[int], key: Key) -> None:
+def step_rounded(optimizer: Optimizer, places: list[tuple[int, int]], key: Key) -> None:
     """Take a step of an elementwise optimizer, one parameter at a time in float32 if it is held in bfloat16.
 
     Args:
         optimizer: optimizer of plain parameters, with their gradients.
-        rows: number of this rank's first row of each parameter, in the order of the groups.
+        places: number of each parameter among all, and of this rank's first row, in the order of the groups.
         key: key of the update.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
-    numbers = iter(rows)
+    left = iter(places)
     try:
         for group, _ in groups:
             group["params"] = []
         for group, parameters in groups:
-            for number, parameter in enumerate(parameters):
-                row = next(numbers)
+            for parameter in parameters:
+                number, row = next(left)
                 group["params"] = [parameter]
                 if parameter.dtype == torch.float32 or parameter.grad is None:
                     optimizer.step()

@@ -147,7 +147,7 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
         buffers=_bytes(module.buffers()),
         moments=_bytes(moments),
         average=_bytes(engine.average.values()),
-        gradients=gradients[0],
+        gradients=max(gradients),
         peak=live.peak,
     )
 

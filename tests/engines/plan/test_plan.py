@@ -21,6 +21,7 @@ from fluvial.engines.plan.memory import LiveStorages, Stretch, account
 from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
+from fluvial.models.quantised import FORMATS
 from fluvial.models.shapes import MODELS, blocks
 
 TRAINS: tuple[Train, Train] = ("full", "lora")
@@ -63,7 +64,7 @@ LIES = [
         *map(long, LIES[1:-1]),
         LIES[-1],
         long({"grad_sync": "every"}),
-        {"offload": "always"},
+        long({"offload": "always"}),
         {"compute": "bfloat16"},
         long({"reduce": "bfloat16"}),
     ],
@@ -77,6 +78,28 @@ def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, 
     for row in compare("handwriting", config, one):
         assert row.agrees, row
         assert row.measured > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("train", "lies"),
+    [
+        *(("lora", {"base": base}) for base in FORMATS),
+        ("lora", {"base": "nf4", "compute": "bfloat16", "checkpointing": "block"}),
+        ("lora", {"base": "int8", "comm": "reshard", "checkpointing": "selective"}),
+        ("full", {"masters": "bfloat16"}),
+        ("full", {"masters": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}),
+        ("full", {"checkpointing": "block", "checkpointed": 2}),
+        ("full", {"grad_sync": "step", "micro_batches": 1}),
+    ],
+    ids=str,
+)
+def test_what_each_setting_of_a_small_card_saves_is_measured(one: World, train: Any, lies: dict[str, Any]) -> None:
+    """Weights, moments and gradients to the byte; the peak of an update within a tenth."""
+    count = lies.pop("micro_batches", 2)
+    config = PlanConfig(train=train, micro_batch=16, micro_batches=count, engine=EngineConfig(**lies))
+    for row in compare("handwriting", config, one):
+        assert row.agrees or row.planned == pytest.approx(row.measured, rel=0.1), row
 
 
 LESS: list[dict[str, Any]] = [{}, {"comm": "reshard"}, {"grad_sync": "every"}, {"offload": "always"}]
