@@ -274,7 +274,7 @@ class Engine:
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
 
     def _follow(self) -> None:
-        """Let the moving average follow a step, if there is one."""
+        """Update the moving average after a step, if there is one."""
         if self.average and (self.updates + 1) % self.config.ema_interval == 0:
             decay = self.config.ema_decay
             decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
