@@ -20,7 +20,7 @@ from fluvial.engines.dryrun.stand_ins import PROMPTS, shortened, with_rewards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.rewards.runner import RewardRunners
+from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.simulate.device import Accelerator
 from fluvial.engines.simulate.simulation import Simulation, replaced, simulate
 from fluvial.engines.train import job as jobs
@@ -58,7 +58,7 @@ def dry_run(
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
         run = _Run(simulation, changed, more)
-        with warnings.catch_warnings(), replaced(RewardRunners, "submit", _submit_and_wait(RewardRunners.submit)):
+        with warnings.catch_warnings(), replaced(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
             warnings.simplefilter("ignore")  # of values that are not there
             error = run.all(job, notes)
         return Report.of(
@@ -162,13 +162,12 @@ class _Run:
 
 
 def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
-    """Return `RewardRunners.submit` that waits for the scores, so that rewards do not interleave with the rollout."""
+    """Return `RewardRunner.submit` that waits for the scores: rewards do not interleave with a rollout or an evaluation."""
 
-    def submitted(runners: RewardRunners, *args: Any, **kwargs: Any) -> None:
-        submit(runners, *args, **kwargs)
-        for runner in runners.runners:
-            for future, _ in runner.waiting:
-                future.exception()
+    def submitted(runner: RewardRunner, *args: Any, **kwargs: Any) -> None:
+        submit(runner, *args, **kwargs)
+        for future, _ in runner.waiting:
+            future.exception()
 
     return submitted
 

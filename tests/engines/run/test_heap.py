@@ -21,7 +21,6 @@ def default_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("default_malloc")
 def test_later_batches_take_their_memory_without_page_faults() -> None:
     """By default there are thousands of them per batch."""
@@ -29,11 +28,13 @@ def test_later_batches_take_their_memory_without_page_faults() -> None:
     assert launch.call("heaps:faults", False) > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("default_malloc")
 def test_backward_passes_take_their_memory_without_page_faults() -> None:
-    """By default there are thousands of them per pass."""
-    assert launch.call("heaps:backward_faults", True) < 100
-    assert launch.call("heaps:backward_faults", False) > 2000
+    """By default there are tens of thousands of them per pass; a heap that still grows has some, too."""
+    default = launch.call("heaps:backward_faults", False)
+    assert default > 10_000
+    assert launch.call("heaps:backward_faults", True) < default / 4
 
 
 class Asked(Exception):
