@@ -121,7 +121,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
-    from fluvial.engines.plan import check, plan, simulate, trace
+    from fluvial.engines.plan import check, fit, plan, simulate, trace
     from fluvial.engines.train import exports, pretrain, recipes
 
     reached: list[str] = []
@@ -142,6 +142,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (serve, "serve_model", None),
         (sample, "sample", "x.png"),
         (plan, "show", None),
+        (fit, "show_fit", None),
         (dry_runs, "run", None),
         (plan, "show_table", None),
         (check, "check", None),

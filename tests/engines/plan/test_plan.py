@@ -65,7 +65,7 @@ LIES = [
         LIES[-1],
         long({"grad_sync": "every"}),
         long({"offload": "always"}),
-        {"compute": "bfloat16"},
+        long({"compute": "bfloat16"}),
         long({"reduce": "bfloat16"}),
     ],
     ids=lambda lies: " ".join(lies.values()),

@@ -34,6 +34,7 @@ def asked(out: Path, share: float) -> TrainConfig:
     return replace(config, engine=EngineConfig(fit=f"{memory / 2**20:.6f}MiB"))
 
 
+@pytest.mark.long
 def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
     """And says what each saves."""
     said = io.StringIO()

@@ -15,7 +15,7 @@ from fluvial.engines.train import train
 
 WAYS: dict[str, dict[str, Any]] = {
     "nf4": {"train": "lora", "engine": EngineConfig(base="nf4", checkpointing="host")},
-    **{base: {"train": "lora", "engine": EngineConfig(base=base)} for base in ("int8", "int4", "fp8", "bfloat16")},  # type: ignore[arg-type]
+    **{base: {"train": "lora", "engine": EngineConfig(base=base)} for base in ("int8", "int4", "fp8", "bfloat16")},
     "masters": {"train": "full", "engine": EngineConfig(masters="bfloat16")},
     "step": {"train": "full", "engine": EngineConfig(grad_sync="step", masters="bfloat16"), "update_micro_batch": 64},
 }
