@@ -40,7 +40,7 @@ def compute_dtype(function: str, **tensors: Tensor) -> torch.dtype:
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{function}: {name} is a {type(tensor).__name__}, expected a tensor")
+            raise TypeError(f"{function}: {name} is {type_of(tensor)}, expected a tensor")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{function}: {name} is {tensor.dtype}, expected float16, bfloat16, float32 or float64")
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
@@ -132,7 +132,7 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
                 if problem := _out_of_range(name, value, low, high, whole=float not in members):
                     raise FieldError(name, problem)
         elif set(members) <= {bool, NoneType} and not isinstance(value, tuple(members)):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected True or False")
+            raise TypeError(f"{name} is {type_of(value)}, expected True or False")
 
 
 @functools.cache
@@ -175,11 +175,23 @@ def _accepted(value: object, accepted: Collection[object]) -> str:
 def _out_of_range(where: str, value: object, low: float, high: float, *, whole: bool) -> str | None:
     """Return what is wrong with the value of a number, None if nothing is; raise TypeError if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise TypeError(f"{where} is a {type(value).__name__}, expected {'an integer' if whole else 'a number'}")
+        raise TypeError(f"{where} is {type_of(value)}, expected {'an integer' if whole else 'a number'}")
     if low <= value <= high and value not in (math.inf, -math.inf):
         return None
-    bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}" if low > -math.inf else "of any size"
+    bottom, top = _bound(low), _bound(high)
+    bounds = f"in [{bottom}, {top}]" if high < math.inf else f">= {bottom}" if low > -math.inf else "of any size"
     return f"is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}"
+
+
+def _bound(value: float) -> str:
+    """Return a bound for a message: an integer with all its digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def type_of(value: object) -> str:
+    """Return the type of a value with its article, for a message: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 # Whether tensors' values are trusted in this context: a thread or task of its own begins with False.

@@ -52,6 +52,11 @@ class LoraConfig:
         if self.weights is not None and self.targets is not None:
             raise FieldError("lora.targets", "has no effect with lora.weights, which has layers of its own; remove it")
 
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output, alpha / rank."""
+        return self.alpha / self.rank
+
 
 def add_lora(
     module: nn.Module,

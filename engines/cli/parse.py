@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from fluvial.engines.choices import is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
@@ -64,6 +65,9 @@ def parsed(base: Config, program: str, args: Sequence[str], *, about: str | None
                 args=words,
                 config=(tyro.conf.AvoidSubcommands,),
             )
+            for flag in map(_flag, form.names):
+                if typed(words, flag)[-1:] == [""] and _at(filled, flag) == Path():
+                    raise UsageError(f"{flag} is '', expected a path; the current folder is .")
             config: Config = form.filled(filled)
             return config
     except SystemExit:
@@ -187,7 +191,8 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
     if argument is None:
         raise UsageError(getattr(event, "message", type(event).__name__))
     flag, metavar = argument.lowered.name_or_flags[0], argument.lowered.metavar or "a value"
-    accepted = " or ".join(EXPECTED.get(part, part.strip("{}").replace(",", " or ")) for part in metavar.split("|"))
+    choices = [word for part in metavar.split("|") for word in part.strip("{}").split(",")]
+    accepted = " or ".join(EXPECTED.get(word, word) for word in choices if word != "None")
     got = list(itertools.takewhile(lambda word: not word.startswith("--"), _after(words, flag)))
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
 
@@ -197,6 +202,13 @@ def _after(words: Sequence[str], flag: str) -> list[str]:
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
     split = [part.replace("_", "-") if part.startswith("--") else part for part in split]
     return split[len(split) - split[::-1].index(flag) :] if flag in split else []
+
+
+def _at(values: Any, flag: str) -> Any:
+    """Return the value of a flag in a filled-in form."""
+    for name in flag.removeprefix("--").replace("-", "_").split("."):
+        values = getattr(values, name, None)
+    return values
 
 
 def _flag(field: str) -> str:

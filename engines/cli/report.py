@@ -1,10 +1,12 @@
 """`fluvial report RUN`: write the report of a run folder, whether the run has ended or not."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.report import page
+from fluvial.engines.report.records import damage
 
 USAGE = """usage: fluvial report RUN
 
@@ -20,4 +22,9 @@ def run(args: Sequence[str]) -> None:
         return
     if len(args) != 1:
         raise UsageError(f"report takes the folder of one run, got {len(args)} words (fluvial report --help)")
-    print(page.write(Path(args[0])))
+    if not args[0]:
+        raise UsageError("report takes the folder of one run, got '' (fluvial report --help)")
+    out = Path(args[0])
+    print(page.write(out))
+    for problem in damage(out):
+        print(f"fluvial: {problem}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """`fluvial rewards`: list the reward models, or describe one and its options."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from fluvial.engines.cli.listing import installed
 from fluvial.engines.errors import UsageError
@@ -26,11 +28,16 @@ def run(args: list[str]) -> None:
         raise UsageError(
             f"{name} is not a reward model of fluvial: {ELSEWHERE[name]}; run it in a server, and give its address"
         )
-    if name not in REWARD_MODELS:
-        raise UsageError(
-            f"unknown reward {name!r}, expected one of {', '.join(REWARD_MODELS)}{did_you_mean(name, REWARD_MODELS)}"
-        )
-    _describe(name)
+    from fluvial.engines.rewards.clients import table as clients
+
+    known = [*REWARD_MODELS, *clients.CLIENTS]
+    if name in REWARD_MODELS:
+        _describe(name)
+    elif name in clients.CLIENTS:
+        print(f"{name}: client of a reward server\n\n{inspect.getdoc(clients.CLIENTS[name])}\n")
+        _options(name, clients.maker(name))
+    else:
+        raise UsageError(f"unknown reward {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def _table() -> None:
@@ -63,8 +70,14 @@ def _describe(name: str) -> None:
     for described in (model.make,) if inspect.isfunction(model.make) else inspect.getmro(model.make):
         if described.__module__.startswith("fluvial."):
             print(f"{inspect.getdoc(described)}\n")
+    _options(name, model.make)
+
+
+def _options(name: str, make: Callable[..., Any]) -> None:
+    """Print the options that a reward is made with, and their defaults; VALUE where one has to be given."""
     options = [
-        f"{option.name}={option.default}" for option in inspect.signature(model.make).parameters.values()
-    ]  # every option has a default
+        f"{option.name}={'VALUE' if option.default is option.empty else option.default}"
+        for option in inspect.signature(make).parameters.values()
+    ]
     if options:
         print(f"Options and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,22 +58,69 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
         command: word that was typed before the arguments, for messages.
         args: name of the recipe, or --config and a file; then flags.
     """
-    if args[:1] == ["--config"]:
-        if len(args) < 2:
+    files = typed(args, "--config")
+    if files or "--config" in args:
+        if not files:
             raise UsageError(f"--config names no file: fluvial {command} --config run.toml")
-        name, flags = args[1], args[2:]
+        _, flags = taken(args, {"--config"})
+        if not args[0].startswith("--") or len(files) > 1:
+            extra = f"the recipe {args[0]!r}" if not args[0].startswith("--") else f"--config {files[0]}"
+            raise UsageError(f"{extra} has no effect with --config {files[-1]}, which holds a whole run; remove it")
+        name = files[0]
         default, about = _from_file(Path(name)), f"The run in {name}."
     else:
         known = [*listing.recipes(), *listing.installed("recipes")]
-        name = named("train", args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
+        name = named(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or typed(flags, "--resume-from")
-    if resumes and not {"-h", "--help"} & set(flags):
+    shows_help = bool({"-h", "--help"} & set(flags))
+    asked = default
+    if resumes and not shows_help:
         default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
-    return parsed(default, f"fluvial {command} {name}", flags, about=about)
+        _check_same_objective(name, asked, default)
+    elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
+        raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
+    config = parsed(default, f"fluvial {command} {name}", flags, about=about)
+    for line in _notes(name, asked, config, flags, resumes=bool(resumes)):
+        print(f"fluvial: {line}", file=sys.stderr)
+    return config
+
+
+def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
+    """Raise UsageError if a run that is resumed has another objective than the recipe that was typed."""
+    from fluvial.engines.objectives.table import name_of
+
+    typed_one, recorded_one = name_of(asked.objective), name_of(found.objective)
+    if typed_one != recorded_one:
+        raise UsageError(
+            f"{found.out} holds a run with the objective {recorded_one}, and {name} has {typed_one}: resume it by its own "
+            f"recipe, or with --config {found.out / 'config.json'}"
+        )
+
+
+def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool) -> Iterator[str]:
+    """Yield what a person may not expect of the settings that she did not type; rank 0 says it."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if resumes:
+        if asked.rollout.sampler.kind != config.rollout.sampler.kind:
+            kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
+            yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
+        return
+    lora = config.lora
+    if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
+        yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
+    if ":" in config.model and not Path(config.model).is_dir() and ":" not in name:
+        chosen = {"optimizer.lr": config.optimizer.lr, "kl.coef": config.kl.coef}
+        untuned = [f"{field} {value:g}" for field, value in chosen.items() if not typed(flags, "--" + field)]
+        if untuned:
+            yield (
+                f"{' and '.join(untuned)} of the recipe {name} were chosen for large published models, not for "
+                f"{config.model}: set them for your own"
+            )
 
 
 def _from_file(path: Path) -> "TrainConfig":

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.engines.data.images import read_image, shown, size_of
 from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
@@ -164,7 +165,7 @@ class ImageCache:
             file = self._file(image, size)
             partial = file.with_suffix(f".{secrets.token_hex(4)}")
             try:
-                save_file({NAME: sample.contiguous()}, partial)
+                save_tensors({NAME: sample.contiguous()}, partial)
                 os.replace(partial, file)
             except (OSError, SafetensorError) as error:
                 partial.unlink(missing_ok=True)

@@ -79,10 +79,12 @@ def claim_preferences(folder: Path) -> None:
     """Make the folder for preferences, before any image is generated.
 
     Raises:
-        UsageError: it already holds preferences, or cannot be made.
+        UsageError: it already holds preferences or other files, or cannot be made.
     """
     if (folder / PREFERENCES).exists():
         raise UsageError(f"{folder} already holds preferences: choose another folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} holds other files: choose a new or an empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fluvial.core.checks import type_of
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import Row
 from fluvial.engines.errors import UsageError
@@ -113,7 +114,7 @@ def text_of(row: Row, column: str) -> str | None:
     """Return the text in a column, None without one; UsageError if it holds something else."""
     value = row.columns.get(column)
     if not isinstance(value, str | None):
-        raise UsageError(f"{row.where}, column {column} is a {type(value).__name__}, expected text")
+        raise UsageError(f"{row.where}, column {column} is {type_of(value)}, expected text")
     return value
 
 
@@ -133,7 +134,7 @@ def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{where} is a {type(value).__name__}, expected the path of an image file")
+        raise UsageError(f"{where} is {type_of(value)}, expected the path of an image file")
     path = folder / value
     if not path.is_file():
         raise UsageError(f"{where} names {value}, and there is no such file in {folder}")

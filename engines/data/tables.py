@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fluvial.core.checks import type_of
 from fluvial.engines.errors import UsageError
 
 # In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
@@ -82,7 +83,7 @@ def _json_lines(path: Path, label: str) -> Iterator[Row]:
         except ValueError as error:
             raise UsageError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise UsageError(f"{where} holds a {type(record).__name__}, expected an object of columns")
+            raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
         yield Row(where, record)
 
 

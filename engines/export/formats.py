@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp import export as fsdp
+from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import lora_settings
@@ -138,4 +138,4 @@ def _write_original(
                 found = to_original(original, own)
             (out / name).mkdir(parents=True, exist_ok=True)
             contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
-            save_file(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})
+            save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})

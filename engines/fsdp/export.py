@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.files import LORA, MODEL, sync
+from fluvial.engines.fsdp.files import LORA, MODEL, save_tensors, sync
 from fluvial.engines.fsdp.loading import plain_name
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import adapter_names, is_adapter, lora_layers
@@ -143,7 +142,7 @@ def write_model(
             if not missing[file]:
                 with writing(out, world):
                     if world.is_main:
-                        save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+                        save_tensors(held.pop(file), folder / file, metadata={"format": "pt"})
         with writing(out, world):
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -193,7 +192,7 @@ def write_lora(
         place = out / name
         with _replacing(re.compile(re.escape(LORA)), place, world) as folder, writing(place, world):
             if world.is_main:
-                save_file(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+                save_tensors(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
 
 
 def component(network: nn.Module) -> str:

@@ -6,6 +6,9 @@ import stat
 import tempfile
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from fluvial.engines.errors import RunError, UsageError
 
 MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
@@ -31,6 +34,14 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
     return [folder / name for name in names]
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of any new file; safetensors has 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(stat.S_IMODE(mode))
 
 
 def shared_folder() -> Path:

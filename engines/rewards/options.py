@@ -96,9 +96,15 @@ def built(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> An
     try:
         return make(**values)
     except (FluvialError, ValueError, OSError, ImportError) as error:
-        raise UsageError(f"{label}: {one_line(error)}") from error
+        raise UsageError(f"{label}: {_unnamed(one_line(error), label)}") from error
     except Exception as error:
         raise UsageError(f"{label} raised {type(error).__name__} ({one_line(error)})") from error
+
+
+def _unnamed(message: str, label: str) -> str:
+    """Return a message without the name that it begins with, if the label before it ends with that name."""
+    name, colon, rest = message.partition(": ")
+    return rest if colon and label.endswith(repr(name)) else message
 
 
 def from_factory(label: str, make: Callable[..., Any], options: Mapping[str, str]) -> Any:

@@ -19,14 +19,13 @@ import optree
 import torch
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import texts
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.fsdp.files import sync
+from fluvial.engines.fsdp.files import save_tensors, sync
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.generate import Chunk, Requests, Sampling
 from fluvial.engines.sources.handshake import Handshake
@@ -177,7 +176,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
     stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
     file, index = folder / f"{stem}.safetensors", folder / f"{stem}.json"
     try:
-        save_file(tensors, f"{file}{partial}")
+        save_tensors(tensors, Path(f"{file}{partial}"))
         size, digest = os.path.getsize(f"{file}{partial}"), _digest(Path(f"{file}{partial}"))
         text = msgspec.json.encode(StoredRollout(size, digest, _described(sampling), listed))
         Path(f"{index}{partial}").write_bytes(msgspec.json.format(text, indent=1))

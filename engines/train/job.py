@@ -22,7 +22,14 @@ from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
 from fluvial.engines.train.jobs.media import check_columns
-from fluvial.engines.train.jobs.pipeline import PromptsOfRun, is_adapter, opened, read_prompts_of, read_training
+from fluvial.engines.train.jobs.pipeline import (
+    PromptsOfRun,
+    check_exists,
+    is_adapter,
+    opened,
+    read_prompts_of,
+    read_training,
+)
 from fluvial.engines.train.jobs.weights import from_run, with_base
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
@@ -202,6 +209,7 @@ def to_train(
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
     if not prompts and not data and preferences is None:
+        check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
             ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "

@@ -58,6 +58,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
                     stack.callback(folder.close)
                     stack.enter_context(folder.keeping_warnings())
+                if config.resume and start is None:
+                    progress.say(f"{config.checkpoint_folder} holds no checkpoint yet: the run starts from the beginning")
                 for note in notes(trainer.config, trainer.engine):
                     progress.say(note)
                 for name, choice in trainer.choices.items():

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 import cattrs
 
+from fluvial.core.checks import type_of
 from fluvial.engines.choices import is_variant, kinds, required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.objectives.protocol import Objective
@@ -28,7 +29,7 @@ def recorded(record: dict[str, Any]) -> TrainConfig:
         UsageError: a field is unknown or missing, or a value is not accepted, in one line.
     """
     if not isinstance(record, dict):
-        raise UsageError(f"run is a {type(record).__name__}, expected an object of fields")
+        raise UsageError(f"run is {type_of(record)}, expected an object of fields")
     try:
         return CONVERTER.structure(record, TrainConfig)
     except cattrs.BaseValidationError as error:
@@ -78,6 +79,12 @@ def _chosen(record: Any, union: Any) -> Any:
     return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})
 
 
+def _path(value: Any, _: Any) -> Path:
+    if value == "":
+        raise ValueError("is '', expected a path; the current folder is .")
+    return Path(value)
+
+
 def _is_literal(kind: Any) -> bool:
     origin: Any = get_origin(kind)
     return origin is Literal
@@ -86,7 +93,7 @@ def _is_literal(kind: Any) -> bool:
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_unstructure_hook(Path, str)
-    converter.register_structure_hook(Path, lambda value, _: Path(value))
+    converter.register_structure_hook(Path, _path)
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
     worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])

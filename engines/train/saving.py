@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
@@ -141,7 +141,6 @@ class Saver:
         What follows is the same to the bit as in a run that was not interrupted.
 
         Raises:
-            UsageError: the checkpoint is later than the run's last update.
             RunError: it is damaged, or of another run.
         """
         state = optree.tree_map(torch.empty_like, self.engine.state())
@@ -149,16 +148,24 @@ class Saver:
         requested: dict[str, Tensor] = {}
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
+        planned = checkpoint.setting(path, "updates", world=self.world)
+        if replanned := planned is not None and planned != fingerprint.get("updates", planned):
+            fingerprint["updates"] = planned
         meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
         self.engine.restore(state, meta["engine"])
         if self.ahead is not None:
             self.ahead.restore(requested, meta["ahead"])
         self.saved_at = self.engine.updates
-        if self.config.updates < self.engine.updates:
-            raise UsageError(
-                "updates", self.config.updates, hint=f"{path} is after update {self.engine.updates}, expected at least that"
-            )
         if self.console:
+            done, asked = self.engine.updates, self.config.updates
+            if done > asked:
+                line = f"{path} is after update {done}, and updates is {asked}: evaluate and export these weights"
+                self.console.print(line, highlight=False, soft_wrap=True)
+            elif replanned:
+                line = (
+                    f"updates was {planned}, is {asked}: from here the learning rate follows the schedule of {asked} updates"
+                )
+                self.console.print(line, highlight=False, soft_wrap=True)
             now = self._environment()
             changed = [
                 f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was

@@ -3,11 +3,13 @@
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fluvial.core.checks import type_of
 from fluvial.models.device import default_device, has_values
+from fluvial.models.hub import reachable_or_cached
 
 INDEX = "model_index.json"  # lists the parts of a pipeline
 # Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
@@ -30,10 +32,25 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
 
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
-        return Path(DiffusionPipeline.download(str(name_or_path), **options))
+        with reachable_or_cached() as reachable, nullcontext() if reachable else quietly():
+            return Path(DiffusionPipeline.download(str(name_or_path), **options))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
         raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
+
+
+def check_known(name: str) -> None:
+    """Raise ValueError if a name is no folder, and neither the Hub nor its cache has a pipeline of that id."""
+    if Path(name).expanduser().is_dir() or configuration(name) is not None:
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with reachable_or_cached():
+            hf_hub_download(name, INDEX)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
+        raise ValueError(f"it is not a folder, and the Hub gives no pipeline of that id: {reason}") from error
 
 
 def configuration(name: str) -> Path | None:
@@ -57,7 +74,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{file} cannot be read: {reason}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds a {type(settings).__name__}, expected a JSON object of settings")
+        raise ValueError(f"{file} holds {type_of(settings)}, expected a JSON object of settings")
     return settings
 
 

@@ -51,7 +51,7 @@ class Clap(Towers):
         place = loading.place_of(self.weights)
         self.tokenizer = loading.load_tokenizer(place, commit)
         with quietly():
-            settings, _ = loading.attempt(
+            settings, _ = loading.fetched(
                 f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=commit
             )
         self.features = LogMel(settings)

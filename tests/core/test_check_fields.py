@@ -74,7 +74,7 @@ def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(value
         ({"dtype": 0}, ValueError, r"^run\.dtype is 0, expected an integer >= 1$"),
         ({"clip": math.inf}, ValueError, r"run\.clip is inf, expected a finite number of any size"),
         ({"shared": "no"}, TypeError, r"run\.shared is a str, expected True or False"),
-        ({"shared": 1}, TypeError, r"run\.shared is a int, expected True or False"),
+        ({"shared": 1}, TypeError, r"run\.shared is an int, expected True or False"),
     ],
 )
 def test_a_field_of_another_type_or_out_of_bounds_is_named(

@@ -148,6 +148,17 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
 
 
+def check_exists(name: str) -> None:
+    """Raise UsageError if a model is neither a folder, nor `module:name`, nor a pipeline that the Hub or its cache has."""
+    from fluvial.models.pipelines.folder import check_known
+
+    if not is_adapter(name):
+        try:
+            check_known(name)
+        except ValueError as error:
+            raise UsageError(f"model {name}: {error}") from error
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a model's name is `module:name`."""
     return ":" in name and not Path(name).is_dir()

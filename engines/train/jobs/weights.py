@@ -69,7 +69,8 @@ def from_run(config: TrainConfig) -> TrainConfig:
     if config.weights not in (None, weights):
         raise UsageError("weights", config.weights, hint=f"model {config.model} is a run with its own; leave one out")
     if not weights.is_dir():
-        raise UsageError(f"`model` is {config.model}, a run that has exported no weights: let it end (--resume)")
+        advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
+        raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
     return replace(config, model=base_model(config.model), weights=weights)
 
 
@@ -82,7 +83,11 @@ def with_base(job: Job, weights: Path | None) -> Job:
     if weights is None:
         return job
     if not weights.is_dir():
-        raise UsageError("weights", weights, hint="there is no such folder, expected a network as diffusers saves one")
+        hint = "there is no such folder, expected a network as diffusers saves one"
+        if is_run(str(weights.parent)):
+            run = weights.parent
+            hint = f"the run has exported none yet; export a checkpoint: fluvial export {run} --as merged --out {weights}"
+        raise UsageError("weights", weights, hint=hint)
     expected, file = getattr(job.model, "network", None), weights / RECORD
     if file.is_file() and expected is not None:
         held = json.loads(file.read_text()).get("_class_name")

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import optree
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.rollout.generate import Requests, Sampling, generate
 from fluvial.engines.rollout.noising import noised_at
 from fluvial.engines.streams import Stream
@@ -79,7 +80,7 @@ class Probe(NamedTuple):
 
     def save(self, path: Path) -> None:
         """Write the probe to a file, for the resumption of the run."""
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self._asdict().items()}, path)
+        save_tensors({name: tensor.cpu().contiguous() for name, tensor in self._asdict().items()}, path)
 
     @staticmethod
     def load(path: Path, device: torch.device) -> "Probe":

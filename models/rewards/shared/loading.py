@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fluvial.models.hub import reachable_or_cached
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.rewards.shared.pixels import Preprocess, read_preprocess
 from fluvial.models.rewards.table import RewardModel
@@ -98,10 +100,10 @@ def load_model(kind: Any, weights: str | Path, revision: str | None) -> Any:
 
     place, expected = place_of(weights), kind.config_class.model_type
     with quietly():
-        config = attempt(f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
+        config = fetched(f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
         if config.model_type != expected:
             raise LoadingError(f"the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}")
-        model, report = attempt(
+        model, report = fetched(
             f"the weights {weights}", kind.from_pretrained, place, revision=revision, output_loading_info=True
         )
     # Numbers of positions are constants that some versions of transformers saved.
@@ -129,7 +131,7 @@ def load_tokenizer(place: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     with quietly():
-        return attempt(f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
+        return fetched(f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
 
 
 def load_preprocess(place: str, revision: str | None) -> Preprocess:
@@ -137,7 +139,7 @@ def load_preprocess(place: str, revision: str | None) -> Preprocess:
     from transformers.image_processing_utils import BaseImageProcessor
 
     with quietly():
-        settings, _ = attempt(
+        settings, _ = fetched(
             f"the image processor of {place}", BaseImageProcessor.get_image_processor_dict, place, revision=revision
         )
     try:
@@ -162,7 +164,7 @@ def hub_file(weights: str | Path, name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     with quietly():
-        return Path(attempt(f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
+        return Path(fetched(f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -220,6 +222,12 @@ def attempt(what: str, function: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
     except Exception as error:
         raise LoadingError(f"{what} cannot be loaded: {first_line(error)}") from error
+
+
+def fetched(what: str, function: Any, place: str | Path, *args: Any, **options: Any) -> Any:
+    """Return `attempt` of a function that downloads `place` from the Hub, unless that is a file or a folder."""
+    with nullcontext() if Path(place).exists() else reachable_or_cached():
+        return attempt(what, function, place, *args, **options)
 
 
 def first_line(error: BaseException) -> str:

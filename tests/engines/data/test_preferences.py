@@ -163,7 +163,7 @@ def text(folder: Path) -> str:
             lambda folder: line() + "\n" + line(lose="gone.png"),
             r"line 2, column lose names gone\.png, and there is no such file",
         ),
-        (lambda folder: line(win=3), "line 1, column win is a int, expected the path of an image"),
+        (lambda folder: line(win=3), "line 1, column win is an int, expected the path of an image"),
         (lambda folder: line(lose=None), "line 1, column lose is a NoneType"),
         (lambda folder: rated(label_0=3), "line 1, column label_0 is 3, expected 0, 0.5 or 1"),
         (lambda folder: ranked(rank=[1]), "line 1: expected as many numbers in column rank as images"),

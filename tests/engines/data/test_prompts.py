@@ -179,7 +179,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.jsonl", '\n{"prompt": \n'), "a.jsonl, line 2 is not JSON: "),
     (text("a.jsonl", '"a fox"\n'), "a.jsonl, line 1 holds a str, expected an object"),
     (text("a.JSONL", '{"caption": "a fox"}\n'), "a.JSONL, line 1 has no column prompt, it has caption: rename"),
-    (text("a.jsonl", '{"prompt": 3}\n'), "a.jsonl, line 1, column prompt is a int, expected text"),
+    (text("a.jsonl", '{"prompt": 3}\n'), "a.jsonl, line 1, column prompt is an int, expected text"),
     (text("a.jsonl", '{"prompt": " "}\n'), "line 1, column prompt is empty"),
     (text("a.jsonl", '{"prompt": "a fox", "weight": 0}\n'), "line 1, column weight is 0, expected a number above 0"),
     (text("a.jsonl", '{"prompt": "a fox", "weight": true}\n'), "line 1, column weight is True"),

@@ -1,0 +1,206 @@
+"""Input that would be ignored or misread is refused or explained, in one line."""
+
+import json
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.train import recipes
+from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.train.record import as_record, recorded
+from fluvial.models import hub
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Configurations that the command would train; nothing is trained."""
+    from fluvial.engines import train as training
+
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["train", "grpo", "--out", ""], "--out is '', expected a path; the current folder is ."),
+        (["train", "grpo", "--out="], "--out is '', expected a path"),
+        (["sample", "handwriting", "--lora", ""], "--lora is '', expected a path"),
+        (["report", ""], "report takes the folder of one run, got ''"),
+        (["config", "nosuch"], "fluvial: config needs the name of a recipe, got 'nosuch'"),
+        (["train", "grpo", "--config", "x"], "the recipe 'grpo' has no effect with --config x, which holds a whole run"),
+        (["train", "--config", "x", "--config=y"], "--config x has no effect with --config y"),
+        (["train", "grpo", "--updates", "99999999999"], "expected an integer in [1, 2147483648]"),
+        (["train", "grpo", "--seed", "-1"], "expected an integer in [0, 9223372036854775807]"),
+        (["export", "x", "--as", "foo"], "--as is 'foo', expected lora or merged or full or comfyui ("),
+        (["train", "distill"], "--objective.teacher is missing: name a folder of weights"),
+    ],
+)
+def test_input_that_would_be_misread_is_refused(typed: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(typed) == 2
+    assert line in launch.one_line(capfd.readouterr().err)
+
+
+def test_an_empty_path_in_a_file_is_refused() -> None:
+    record = {**as_record(recipes.grpo()), "out": ""}
+    with pytest.raises(ValueError, match="is '', expected a path"):
+        recorded(record)
+
+
+def test_a_file_may_come_after_other_flags(tmp_path: Path, trained: list[TrainConfig]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(as_record(recipes.grpo())))
+    assert cli.run(["train", "--updates", "4", f"--config={file}"]) == 0
+    assert trained == [replace(recipes.grpo(), updates=4)]
+
+
+def begun(out: Path, config: TrainConfig) -> None:
+    """Write the record of a run to a folder."""
+    out.mkdir(exist_ok=True)
+    (out / "config.json").write_text(json.dumps(as_record(replace(config, out=out))))
+
+
+def test_a_recipe_of_another_objective_does_not_resume_a_run(
+    tmp_path: Path, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path / "run", recipes.grpo())
+    assert cli.run(["train", "nft", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert "holds a run with the objective clipped, and nft has nft" in launch.one_line(capfd.readouterr().err)
+    assert not trained
+
+
+def test_a_recipe_of_another_sampler_is_said_not_to_count(
+    tmp_path: Path, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path / "run", recipes.grpo())
+    assert cli.run(["train", "cps", "--resume", "--out", str(tmp_path / "run")]) == 0
+    assert "rollout.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
+    assert trained[0].rollout.sampler.kind == "flow_sde"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora.rank 4", "lora.alpha stays 32: at rank 4 the adapter's scale, alpha / rank, is 8"),
+        ("--lora.rank 4 --lora.alpha 8", ""),
+        (
+            "--model mine:Net",
+            "optimizer.lr 0.0003 and kl.coef 0.04 of the recipe grpo were chosen for large published models",
+        ),
+        ("--model mine:Net --optimizer.lr 1e-3 --kl.coef 0", ""),
+    ],
+)
+def test_settings_that_follow_from_others_are_said(
+    flags: str, line: str, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", "grpo", *flags.split()]) == 0
+    said = capfd.readouterr().err
+    assert line in launch.one_line(said) if line else not said
+    assert len(trained) == 1
+
+
+def test_weights_that_an_interrupted_run_lacks_are_exported_by_a_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from fluvial.engines.train.jobs.weights import from_run
+
+    run = tmp_path / "run"
+    begun(run, recipes.grpo())
+    (run / "metrics.jsonl").write_text("")
+    assert cli.run(["eval", "handwriting", "--weights", str(run / "weights")]) == 2
+    advice = f"fluvial export {run} --as merged --out {run / 'weights'}"
+    assert advice in launch.one_line(capfd.readouterr().err)
+    with pytest.raises(ValueError, match=r"has exported no weights: .*fluvial export .* --as merged"):
+        from_run(replace(recipes.grpo(), model=str(run)))
+
+
+def test_a_damaged_run_is_reported_with_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    begun(run, recipes.grpo())
+    (run / "metrics.jsonl").write_text('{"update": 1}\n{"update": \n{"update": 3}\n')
+    (run / "summary.json").write_text("{")
+    assert cli.run(["report", str(run)]) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(" is damaged")[0] for line in said] == [
+        f"fluvial: {run / 'metrics.jsonl'}, line 2",
+        f"fluvial: {run / 'summary.json'}",
+    ]
+
+
+def test_a_client_of_a_reward_server_is_described(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["rewards", "flow_factory"]) == 0
+    shown = capfd.readouterr().out
+    assert "Flow-Factory reward server" in shown
+    assert "url=VALUE, timeout=120.0" in shown
+
+
+def test_preferences_do_not_go_into_a_folder_of_something_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    assert cli.run(["preferences", "handwriting", "--count", "1", "--out", str(tmp_path)]) == 2
+    assert "holds other files: choose a new or an empty folder" in launch.one_line(capfd.readouterr().err)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine without a network, whose Hub client has not been told so."""
+    from huggingface_hub import constants
+
+    attempts: list[Any] = []
+
+    def refused(*where: Any) -> Any:
+        attempts.append(where)
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", refused)
+    for name in hub.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    hub._is_reachable.cache_clear()
+    yield attempts
+    hub._is_reachable.cache_clear()
+
+
+def test_without_a_network_the_hub_is_tried_once(offline: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """One line says so, one the error, which names the reward once."""
+    assert cli.run(["train", "grpo", "--rewards", "pickscore"]) == 2
+    shown = capfd.readouterr().err.splitlines()
+    assert "cannot be reached (Network is unreachable): only its cache is read" in shown[0]
+    assert shown[1].startswith("fluvial: --rewards 'pickscore': the weights yuvalkirstain/PickScore_v1 cannot be loaded")
+    assert len(shown) == 2
+    assert len(offline) == 1
+
+
+def test_a_model_that_does_not_exist_is_refused_before_its_prompts(
+    offline: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", "grpo", "--model", "nosuch/model"]) == 2
+    shown = capfd.readouterr().err.splitlines()
+    assert "model nosuch/model: it is not a folder, and the Hub gives no pipeline of that id" in shown[-1]
+    assert len(shown) == 2
+
+
+def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a checkpoint it says that it begins again; files of weights are readable like all others."""
+    flags = [*launch.SMALL, "--minibatches", "1", "--optimizer.schedule", "cosine", "--final-samples", "4"]
+    out = tmp_path / "run"
+    assert cli.run(["train", "grpo", "--out", str(out), *flags, "--updates", "2"]) == 0
+    modes = {file.stat().st_mode & 0o777 for file in (out / "weights").iterdir()}
+    assert len(modes) == 1
+    capfd.readouterr()
+    resumed = ["train", "grpo", "--resume", "--out", str(out), "--updates"]
+    assert cli.run([*resumed, "1"]) == 0
+    assert "is after update 2, and updates is 1: evaluate and export" in capfd.readouterr().out.replace("\n", " ")
+    assert cli.run([*resumed, "3"]) == 0
+    said = capfd.readouterr().out.replace("\n", " ")
+    assert "updates was 2, is 3: from here the learning rate follows the schedule of 3 updates" in said
+    shutil.rmtree(out / "checkpoints")
+    assert cli.run([*resumed, "1"]) == 0
+    assert "holds no checkpoint yet: the run starts from the beginning" in capfd.readouterr().out.replace("\n", " ")
