@@ -59,7 +59,7 @@ def adapters(module: nn.Module, engine: Engine, world: World) -> dict[str, Any]:
 
 def full_disk(module: nn.Module, out: Path, world: World) -> list[Any]:
     """Return what each rank says when the disk is full at the second file."""
-    save, calls = exporting.save_file, []
+    save, calls = exporting.save_tensors, []
 
     def failing(*args: Any, **kwargs: Any) -> None:
         calls.append(args)
@@ -67,12 +67,12 @@ def full_disk(module: nn.Module, out: Path, world: World) -> list[Any]:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*args, **kwargs)
 
-    exporting.save_file, message = failing, ""
+    exporting.save_tensors, message = failing, ""
     try:
         export(module, out, max_shard_size="1MB", world=world)
     except RunError as error:
         message = f"{type(error).__name__}: {error}"
-    exporting.save_file = save
+    exporting.save_tensors = save
     messages: list[Any] = [None] * world.size
     dist.all_gather_object(messages, message)
     return messages

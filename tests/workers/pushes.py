@@ -89,6 +89,6 @@ def killed(folder: str, method: str) -> None:
             path.write_bytes(b"half of a file")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        exporting.save_file = half  # type: ignore[assignment]
+        exporting.save_tensors = half  # type: ignore[assignment]
         with torch.no_grad():
             sync.push(engine, 2, [server.client])

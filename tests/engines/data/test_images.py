@@ -226,17 +226,17 @@ def test_images_of_another_size_are_named(tmp_path: Path, one: World) -> None:
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line; the images that were written are not encoded again."""
-    images, write = images_of(tmp_path), image_cache.save_file
+    images, write = images_of(tmp_path), image_cache.save_tensors
 
     def full(tensors: Any, path: Path) -> None:
         if len([*(tmp_path / "cache").glob("*.safetensors")]) == 2:
             raise OSError(28, "No space left on device")
         write(tensors, path)
 
-    monkeypatch.setattr(image_cache, "save_file", full)
+    monkeypatch.setattr(image_cache, "save_tensors", full)
     with pytest.raises(RunError, match="No space left on device; what is encoded is kept, start again to go on"):
         cache(tmp_path).fill(images, one)
-    monkeypatch.setattr(image_cache, "save_file", write)
+    monkeypatch.setattr(image_cache, "save_tensors", write)
     encode = Encoder()
     cache(tmp_path, encode).fill(images, one)
     assert encode.count == 1

@@ -43,7 +43,7 @@ def test_a_shard_is_written_as_soon_as_it_is_whole(tmp_path: Path, one: World, m
             events.append(name)
             yield name, torch.ones(tensor.shape)
 
-    monkeypatch.setattr(exporting, "save_file", saving)
+    monkeypatch.setattr(exporting, "save_tensors", saving)
     write_model(stream(), tmp_path, like=like, config=None, max_shard_size=100, world=one)
     assert events == ["a", "large", "large", "b", "a+b", "c", "d", "c+d"]
     index = json.loads((tmp_path / INDEX).read_text())
@@ -89,7 +89,7 @@ def test_a_write_that_fails_leaves_the_older_export(
         save_file(shard, path, **kwargs)
         written.append(path.name)
 
-    monkeypatch.setattr(exporting, "save_file", failing)
+    monkeypatch.setattr(exporting, "save_tensors", failing)
     reason = "the disk is full" if error.errno == errno.ENOSPC else r"\[Errno 5\] Input/output error"
     with pytest.raises(RunError, match=rf"^weights cannot be written to {tmp_path}: {reason}$"):
         export(moved(), tmp_path, merge=True, max_shard_size="1MB", world=one)

@@ -260,7 +260,7 @@ def test_a_rollout_that_is_written_again_replaces_the_first(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stored, "save_file", full)
+    monkeypatch.setattr(stored, "save_tensors", full)
     with pytest.raises(RunError, match="cannot be written: No space left on device"):
         trained(resumed, one)
     assert {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()} == before
