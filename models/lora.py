@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fluvial.core import ema
 from fluvial.core.checks import FieldError, check_fields
 from fluvial.models.lora_layer import Product, lighten
+from fluvial.models.quantised import QuantisedLinear
 
 # Linear layers of the joint attention of MM-DiTs, by diffusers' names.
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -188,8 +189,13 @@ def blend_adapter(module: nn.Module, source: str, into: str, decay: float) -> No
 
 
 def merge_lora(module: nn.Module, adapter: str = "default") -> None:
-    """Merge an adapter into the weights and remove all adapters, in place; ValueError if there is none of that name."""
+    """Merge an adapter into the weights and remove all adapters, in place; ValueError if there is none of that name.
+
+    A quantised layer becomes one of the dequantised weight, because its codes could not hold the sum.
+    """
     for name, layer in _layers_with(module, adapter).items():
+        if isinstance(layer.base_layer, QuantisedLinear):
+            layer.base_layer = layer.base_layer.plain()
         layer.merge(adapter_names=[adapter])
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, layer.get_base_layer())

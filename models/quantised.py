@@ -127,6 +127,13 @@ class QuantisedLinear(nn.Linear):
         """Return the weight `[out, in]` in a dtype."""
         return dequantise(self.quantised, self.base, (self.out_features, self.in_features), dtype)
 
+    def plain(self) -> nn.Linear:
+        """Return a linear layer with the dequantised weight, on the same device."""
+        with torch.device("meta"):
+            layer = nn.Linear(self.in_features, self.out_features, bias=False)
+        layer.weight, layer.bias = nn.Parameter(self.weight, requires_grad=False), self.bias
+        return layer.train(self.training)
+
     @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
         """Quantise a weight into the layer, in place."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import jvp
 
 from fluvial.engines.plan.memory import LiveStorages
-from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora import LoraConfig, add_lora, merge_lora
 from fluvial.models.quantised import (
     FORMATS,
     NF4,
@@ -64,6 +64,17 @@ def test_int4_spaces_its_levels_evenly() -> None:
     expected = (weight / scale).round().clamp(-8, 7) * scale
     found = dequantise(quantise(weight, "int4"), "int4", weight.shape, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nf4_has_the_codes_that_bitsandbytes_gave() -> None:
+    """`quantize_4bit` of bitsandbytes 0.50.2 on a CPU, for two blocks of 64 values."""
+    held = quantise(torch.linspace(-3, 2, 128).reshape(2, 64), "nf4")
+    expected = (
+        "0000000000001111111111111111112222222222223333333334444444455555"
+        "45555566667777788889999aaaaabbbbccccccdddddddeeeeeeeeeeeffffffff"
+    )
+    assert bytes(held.codes.tolist()).hex() == expected
+    assert held.scale.flatten().tolist() == [3.0, 2.0]
 
 
 def test_nf4_has_the_bits_of_bitsandbytes() -> None:
@@ -204,3 +215,16 @@ def test_a_merged_product_dequantises(disabled: bool) -> None:
         found.append((out, leaf.grad, *(p.grad for p in module.parameters() if p.requires_grad)))
         assert kept < 64 * 64 * 4
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_merging_dequantises() -> None:
+    """The merged layer is a plain one over the dequantised weight, and computes what the adapted one did."""
+    module: Any = nn.Sequential(nn.Linear(64, 64))
+    add_lora(module, LoraConfig(rank=4), ("0",), seed=1)
+    torch.nn.init.normal_(module[0].lora_B["default"].weight)
+    quantise_linear(module, "nf4", torch.float32)
+    x = torch.randn(3, 64)
+    expected = module(x)
+    merge_lora(module)
+    assert type(module[0]) is nn.Linear
+    torch.testing.assert_close(module(x), expected)
