@@ -1,7 +1,7 @@
 """Images with captions: folders and records of them, and image files as tensors."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 def read_images(
-    path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), source: str | None = None
+    path: Path, *, check: Callable[[str], None], heldout: Collection[object] = (), source: str | None = None
 ) -> tuple[Prompt, ...]:
     """Return the captions of images, each with its image.
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fluvial.engines.data.records import Prompt, prompt_of
@@ -48,7 +49,12 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
 
 
 def read_prompts(
-    path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), source: str | None = None
+    path: Path,
+    *,
+    check: Callable[[str], None],
+    heldout: Collection[object] = (),
+    source: str | None = None,
+    media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Prompt, ...]:
     """Return the prompts of a file.
 
@@ -58,21 +64,22 @@ def read_prompts(
     Args:
         path: the file.
         check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: texts of the prompts of the evaluation, which must not be in the file.
+        heldout: model inputs of the prompts of the evaluation, which must not be in the file.
         source: name of the file in metrics; by default its name without the ending.
+        media: argument of `records.prompt_of`.
 
     Raises:
         UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
             file, line and column.
     """
-    found = checked(_located(path, path.stem if source is None else source), check=check, heldout=heldout)
+    found = checked(_located(path, path.stem if source is None else source, media), check=check, heldout=heldout)
     if not found:
         raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
     return found
 
 
 def checked(
-    located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[str]
+    located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[object]
 ) -> tuple[Prompt, ...]:
     """Return prompts that a model can be trained on.
 
@@ -90,7 +97,7 @@ def checked(
                 check(text)
             except ValueError as error:
                 raise UsageError(f"{where}: {error}") from error
-        if prompt.text in apart:
+        if prompt.model_input in apart:
             raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
         found.append(prompt)
     return tuple(found)
@@ -100,7 +107,7 @@ def read_sources(
     words: Sequence[str],
     *,
     check: Callable[[str], None],
-    heldout: Sequence[str] = (),
+    heldout: Collection[object] = (),
     read: Callable[..., tuple[Prompt, ...]] = read_prompts,
     field: str = "prompts",
 ) -> tuple[tuple[Prompt, ...], dict[str, float]]:
@@ -118,7 +125,12 @@ def read_sources(
 
 
 def read_heldout(
-    words: Sequence[str], trained: Sequence[str], *, check: Callable[[str], None], field: str = "pipeline.heldout"
+    words: Sequence[str],
+    trained: Sequence[str],
+    *,
+    check: Callable[[str], None],
+    field: str = "pipeline.heldout",
+    media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Prompt, ...]:
     """Return the prompts of held-out files.
 
@@ -127,14 +139,14 @@ def read_heldout(
     Args:
         words: the held-out files.
         trained: files of the prompts that are trained on.
-        check: argument of `read_prompts`.
+        check, media: arguments of `read_prompts`.
         field: setting that names the files, for messages.
     """
     files = sources(words, field=field)
     if weighted := [each.path for each in files if each.weight != 1]:
         raise UsageError(f"`{field}` gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
     names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
-    parts = (read_prompts(each.path, check=check, source=name) for each, name in zip(files, names, strict=True))
+    parts = (read_prompts(each.path, check=check, source=name, media=media) for each, name in zip(files, names, strict=True))
     return tuple(prompt for part in parts for prompt in part)
 
 
@@ -149,8 +161,8 @@ def split_off(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], tuple[Prom
         if numbers[prompt.source] % 10 == 0:
             heldout.append(prompt)
         numbers[prompt.source] += 1
-    apart = {prompt.text for prompt in heldout}
-    return tuple(prompt for prompt in prompts if prompt.text not in apart) or tuple(prompts), tuple(heldout)
+    apart = {prompt.model_input for prompt in heldout}
+    return tuple(prompt for prompt in prompts if prompt.model_input not in apart) or tuple(prompts), tuple(heldout)
 
 
 def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> tuple[Prompt, ...]:
@@ -183,12 +195,12 @@ def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -
     return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in prompts)}
 
 
-def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+def _located(path: Path, source: str, media: Mapping[str, str]) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each prompt of a file, and the prompt."""
     if is_table(path):
         folder = path if path.is_dir() else path.parent
         for row in rows(path, "prompts file"):
-            yield row.where, prompt_of(row, folder=folder, source=source)
+            yield row.where, prompt_of(row, folder=folder, source=source, media=media)
         return
     label = f"prompts file {path}"
     for number, line in enumerate(read_text(path, label).splitlines(), start=1):

@@ -4,12 +4,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fluvial.core.checks import type_of
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import Row
 from fluvial.engines.errors import UsageError
+
+if TYPE_CHECKING:
+    from fluvial.models.replay.media import TextPrompt
 
 MOST_WEIGHT = 1000.0
 # Columns that a record's metadata leaves out, because they are what the run itself uses.
@@ -31,6 +35,7 @@ class Prompt:
         source: name of the file that the prompt comes from, by which metrics are split.
         metadata: further columns of the record, which a reward with an argument `metadata` receives.
         size: size of its samples, in a run of several sizes; None where it is drawn.
+        media: image that each argument of a pipeline's call is given, as a file or its bytes.
 
     Raises:
         ValueError: the weight is not in (0, 1000].
@@ -44,6 +49,16 @@ class Prompt:
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     size: Size | None = None
+    media: Mapping[str, Path | bytes] = field(default_factory=dict, hash=False)
+
+    @property
+    def model_input(self) -> "TextPrompt":
+        """The text, with the images that the pipeline is given; equal inputs are encoded alike."""
+        if not self.media:
+            return self.text
+        from fluvial.models.replay.media import MediaPrompt
+
+        return MediaPrompt(self.text, self.media)
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= MOST_WEIGHT:
@@ -62,6 +77,11 @@ def texts(prompts: Iterable[Prompt]) -> list[str]:
     return [prompt.text for prompt in prompts]
 
 
+def model_inputs(prompts: Iterable[Prompt]) -> list[Any]:
+    """Return what the model encodes of each prompt: its text, or a `MediaPrompt` for a pipeline that is given images."""
+    return [prompt.model_input for prompt in prompts]
+
+
 def negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
     """Return the negative prompt of each prompt: that of its record, else the given one."""
     return [otherwise if prompt.negative is None else prompt.negative for prompt in prompts]
@@ -72,7 +92,14 @@ def metadata_of(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
     return [dict(prompt.metadata) for prompt in prompts]
 
 
-def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = ("prompt",)) -> Prompt:
+def prompt_of(
+    row: Row,
+    *,
+    folder: Path,
+    source: str,
+    columns: Sequence[str] = ("prompt",),
+    media: Mapping[str, str] = MappingProxyType({}),
+) -> Prompt:
     """Return the prompt of a record.
 
     The metadata holds all columns but `prompt`, `negative_prompt` and `weight`; `image` is the path of its file there, and
@@ -83,6 +110,7 @@ def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = (
         folder: folder that paths of images start from.
         source: name of the file.
         columns: names that the column of the prompt may have; the first that the record has is taken.
+        media: column of each argument of the pipeline's call that is an image; a record may lack it.
 
     Raises:
         UsageError: the record has no prompt, or a column has a value of another kind; the message names the column.
@@ -97,16 +125,23 @@ def prompt_of(row: Row, *, folder: Path, source: str, columns: Sequence[str] = (
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
     metadata = {name: value for name, value in found.items() if name not in (*OWN, column, "image")}
     image = None if "image" not in found else image_in(found["image"], f"{row.where}, column image", folder)
-    if isinstance(image, Path):
-        metadata["image"] = str(image)
+    given = {
+        argument: image_in(found[name], f"{row.where}, column {name}", folder)
+        for argument, name in media.items()
+        if name in found
+    }
+    named = {"image": image, **{media[argument]: file for argument, file in given.items()}}
+    metadata = {name: value for name, value in metadata.items() if name not in named}
+    metadata |= {name: str(file) for name, file in named.items() if isinstance(file, Path)}
     return Prompt(
         text.strip(),
         negative=text_of(row, "negative_prompt"),
-        image=image,
+        image=given.get("image", image),
         weight=_weight(row),
         tag=text_of(row, "tag"),
         source=source,
         metadata=metadata,
+        media=given,
     )
 
 

@@ -24,7 +24,7 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import to_device
-from fluvial.engines.data.records import Prompt, negatives, texts
+from fluvial.engines.data.records import Prompt, model_inputs, negatives, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
@@ -75,7 +75,7 @@ class Guidance:
 
         `tokens` is the length that prompts are padded to, by default the model's own.
         """
-        cond = trimmed(model, model.encode(texts(prompts)), tokens)
+        cond = trimmed(model, model.encode(model_inputs(prompts)), tokens)
         if not self.is_guided(model):
             return cond
         unconditional = trimmed(model, model.encode(negatives(prompts, self.negative)), tokens)

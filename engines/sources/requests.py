@@ -65,6 +65,8 @@ class Asking:
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
             opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            if any(prompt.media for prompt in prompts):
+                raise UsageError("rollout servers are sent prompts without images: make the rollouts in process")
             texts = [(prompt.text, negative) for prompt, negative in zip(prompts, opposed, strict=True)]
             windows, recorded = self.steps(sampling, ids)
             new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]

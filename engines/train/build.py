@@ -92,7 +92,7 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
         asked = evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
-        if config.prompts:
+        if config.prompts and not any(prompt.media for prompt in job.prompts):
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
             check_images([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
@@ -133,7 +133,8 @@ def _built(
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
-        negative = [config.rollout.guidance.negative] if config.is_guided else []
+        guided = config.is_guided and not is_recorded(job.model)  # whose conditioning holds its guidance
+        negative = [config.rollout.guidance.negative] if guided else []
         prompts = job.prepare(world, [*negative, *further_texts(job, asked)])
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():

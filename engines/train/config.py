@@ -38,6 +38,8 @@ class PipelineConfig:
         frames: Number of frames of a video; 1 for images.
         call: Further arguments of a pipeline without an adapter, as name=value, e.g. max_sequence_length=128; a value is
             JSON, or else text.
+        media: Columns of the prompts' records that are images for a pipeline without an adapter, as argument=column, e.g.
+            image=source mask_image=mask. A column with the name of an argument maps itself.
         heldout: Files of prompts to evaluate on, one for all or one for each of `prompts`; by default every tenth training
             prompt of each file is held out.
         text_cache: Folder for prompt embeddings. All prompts are encoded before training and the text encoders dropped;
@@ -59,6 +61,7 @@ class PipelineConfig:
     sizes: tuple[str, ...] = ()
     frames: int = 1
     call: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
     heldout: tuple[str, ...] = ()
     text_cache: Path | None = None
     text_tokens: int | None = None
@@ -85,6 +88,8 @@ class PipelineConfig:
             raise UsageError(f"`pipeline.sizes` has a wrong value: {error}") from error
         if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
             raise UsageError(f"`pipeline.call` holds {wrong[0]!r}, expected name=value")
+        if wrong := [word for word in self.media if not word.partition("=")[0].isidentifier() or not word.partition("=")[2]]:
+            raise UsageError(f"`pipeline.media` holds {wrong[0]!r}, expected argument=column")
 
     @property
     def size(self) -> Size:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.data.prompts import with_recorded_sizes
-from fluvial.engines.data.records import Prompt, negatives, texts
+from fluvial.engines.data.records import Prompt, model_inputs, negatives, texts
 from fluvial.engines.errors import RunError, UsageError, no_effect
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
@@ -21,7 +21,7 @@ from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.engines.train.jobs.images import cache_folder, with_images
-from fluvial.engines.train.jobs.media import check_columns
+from fluvial.engines.train.jobs.media import check_columns, media_columns
 from fluvial.engines.train.jobs.pipeline import (
     PromptsOfRun,
     check_exists,
@@ -217,9 +217,14 @@ def to_train(
         )
 
     def read(model: Any) -> tuple[Any, PromptsOfRun]:
-        found = read_prompts_of(settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt)
+        columns = {} if data else media_columns(model, settings.media)
+        found = read_prompts_of(
+            settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
+        )
         if not data:
-            check_columns(model, [*found.train, *found.heldout])
+            check_columns(model, [*found.train, *found.heldout], columns)
+        if found.train and found.train[0].media:
+            model = model.given(found.train[0].model_input)
         return model, found
 
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
@@ -231,10 +236,10 @@ def to_train(
     if is_adapter(name):
         return with_base(job, weights)
 
-    def prepare(world: World, negative: Sequence[str]) -> None:
+    def prepare(world: World, negative: Sequence[Any]) -> None:
         if settings.text_cache is not None:
             own = [text for text in negatives([*train, *heldout], "") if text]
-            everything = list(dict.fromkeys([*texts([*train, *heldout]), *own, *negative]))
+            everything = list(dict.fromkeys([*model_inputs([*train, *heldout]), *own, *negative]))
             with world.agreed():  # until every rank has written its prompts
                 try:
                     for prompt in everything[world.rank :: world.size]:
@@ -246,8 +251,12 @@ def to_train(
             model.release()
 
     def check(module: nn.Module) -> str:
-        error = model.check(module, texts((train * 2)[:2]))
-        return f"no adapter for {model.pipeline}: replayed as it was recorded, its velocities within {error:.1g}"
+        error = model.check(module, model_inputs((train * 2)[:2]))
+        given = media_columns(model, settings.media)
+        from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
+        return (
+            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, its velocities within {error:.1g}"
+        )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
     return with_base(job, weights)

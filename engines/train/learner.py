@@ -14,7 +14,7 @@ from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import to_device
 from fluvial.engines.data.preferences import Preference
-from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine, UpdateInfo
 from fluvial.engines.fsdp.items import micro_batches, split
@@ -147,7 +147,7 @@ class Learner:
             config.advantage,
             compared=self.compared,
             has_kl=self.has_kl,
-            prompts=texts(self._prompts(samples, len(kept))) if config.advantage.history else (),
+            prompts=list(map(str, model_inputs(self._prompts(samples, len(kept))))) if config.advantage.history else (),
             history=history,
         )
         share, sampling = Share(self.rank * len(samples.prompts), len(samples.prompts), len(kept)), rollout.plan.sampling

@@ -199,7 +199,7 @@ def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str)
     settings = {name: value for name, value in flat(as_record(config)).items() if not _is_free(name)}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
-    records = ((prompt.text, prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
+    records = ((str(prompt.model_input), prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
     digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
     return {**settings, "train_prompts": digest, "base_weights": base}
 

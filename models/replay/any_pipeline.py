@@ -7,13 +7,15 @@ that a rollout relies on is checked (`models.replay.checks`), and `AnyPipeline.c
 pipeline with its real transformer.
 """
 
+import copy
 import dataclasses
 import inspect
-import math
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -24,9 +26,11 @@ from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.capture import SCALES, Capture, same_steps
-from fluvial.models.replay.checks import check_images, check_initial_noise, check_steps, foreign, refusal
+from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_steps, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, check_replay, generators, record, rounding
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, media_of, open_image, text_of, use_modes
+from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, Recording, check_replay, generators, record, rounding
+from fluvial.models.replay.stand_in import answering, stand_in
 
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
@@ -60,6 +64,7 @@ class AnyPipeline(Pipeline):
         scale: scale of guidance, passed on as guidance_scale, or as true_cfg_scale if the pipeline has only that.
         negative: negative prompt of guidance.
         call: further arguments of the pipeline's call.
+        example: prompt that the pipeline is first run on; a pipeline that needs images is given those of the example.
         compute: dtype that the transformer will compute in; pipelines round some of their own numbers to it.
         options: see `Pipeline`.
 
@@ -80,6 +85,7 @@ class AnyPipeline(Pipeline):
         scale: float = 1.0,
         negative: str = "",
         call: Mapping[str, Any] | None = None,
+        example: TextPrompt = "",
         compute: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
@@ -104,7 +110,8 @@ class AnyPipeline(Pipeline):
         super().__init__(local, **options)
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
-        self.steps, self.compute = steps, compute
+        self.steps, self.compute, self.example = steps, compute, example
+        self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
         self._once: _Known | None = None
         self._latents: LatentLayout | None = None
@@ -156,7 +163,17 @@ class AnyPipeline(Pipeline):
         with foreign(self.pipeline, f"tokenize the prompt {prompt[:40]!r}"):
             return super().count_tokens(tokenizer, prompt)
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def check_prompt(self, prompt: TextPrompt) -> None:
+        """Raise a ValueError of one line if a prompt has too many tokens, see `Pipeline.check_prompt`."""
+        super().check_prompt(text_of(prompt))
+
+    def given(self, example: TextPrompt) -> "AnyPipeline":
+        """Return the model with another example, on which the pipeline is run first."""
+        other = copy.copy(self)
+        other.example, other._once, other._latents = example, None, None
+        return other
+
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return the transformer's inputs for a prompt apart from the sample, by recipe and row, each `[1, ...]`.
 
         Raises:
@@ -166,10 +183,14 @@ class AnyPipeline(Pipeline):
         if not same_steps(found.model.recipes, self.known.model.recipes) or found.rows != self.known.rows:
             raise refusal(
                 self.pipeline,
-                f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {prompt[:40]!r} than for "
-                "others; samples of both cannot be in one batch",
+                f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
+                "for others; samples of both cannot be in one batch",
             )
         return {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+
+    def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
+        """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
+        return super().encode(prompts)  # type: ignore[arg-type]
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of the recorded model."""
@@ -211,8 +232,11 @@ class AnyPipeline(Pipeline):
         """Return what the pipeline gives to its VAE to decode samples."""
         return vae_input(self.vae, lambda: self._decoded(latents), self.pipeline)
 
-    def check(self, module: nn.Module, prompts: Sequence[str]) -> float:
+    def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
+
+        Prompts with images are run one by one, because pipelines take lists of images as they please. Each image must have
+        an effect on the conditioning.
 
         Args:
             module: the transformer, as it is trained.
@@ -224,30 +248,57 @@ class AnyPipeline(Pipeline):
         Raises:
             ValueError: something differs by more than rounding; the message names the pipeline and what differs.
         """
-        pipe, stand_in = self._loaded(), self._loaded().transformer
+        conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
+        self._check_effects(conditioned[:1])
+        batches = [[prompt] for prompt in prompts] if conditioned else [list(prompts)]
+        runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
+        for run in runs:
+            if not torch.equal(run.schedule.levels, self.known.schedule.levels):
+                raise refusal(self.pipeline, "its schedule differs from run to run")
+            check_steps(self.pipeline, run.taken, self.steps)
+            check_initial_noise(self.pipeline, run.initial)
+            decoded = self.decode(run.trajectory.final)
+            check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype])
+        final = torch.cat([run.trajectory.final for run in runs])
+        cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
+        trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
+        ours = dataclasses.replace(runs[0], trajectory=trajectory, model=self.known.model, cond=cond)
+        return check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
+
+    def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
+        """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
+        pipe, network = self._loaded(), self._loaded().transformer
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
+        if isinstance(prompts[0], MediaPrompt):
+            asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
+        start, texts = key(number), [text_of(prompt) for prompt in prompts]
         pipe.transformer = module
         try:
             with quietly(), torch.no_grad():
-                run = record(pipe, prompts, key=key(0), steps=self.steps, sampler="ode", form="unscaled", **asked)
+                return record(pipe, texts, key=start, steps=self.steps, sampler="ode", form="unscaled", **asked)
         finally:
-            pipe.transformer = stand_in
-        if not torch.equal(run.schedule.levels, self.known.schedule.levels):
-            raise refusal(self.pipeline, "its schedule differs from run to run")
-        check_steps(self.pipeline, run.taken, self.steps)
-        check_initial_noise(self.pipeline, run.initial)
-        final = run.trajectory.final
-        check_images(self.pipeline, self.decode(final), _pixels(run.images), tolerance=TOLERANCES[self.dtype])
-        cond = tuple(tuple(row.to(final.device) for row in rows) for rows in self.encode(prompts))
-        ours = dataclasses.replace(run, model=self.known.model, cond=cond)
-        return check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(run.model))
+            pipe.transformer = network
+
+    def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
+        """Raise ValueError if an image changes nothing that the transformer is given."""
+        for prompt in prompts:
+            _, cond = self._dry(self._loaded(), prompt)
+            for name in prompt.media:
+                other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
+                try:
+                    _, changed = self._dry(self._loaded(), other)
+                except ReplayError:
+                    continue  # the pipeline uses the image otherwise
+                same = optree.tree_map(torch.equal, cond, changed)
+                if all(optree.tree_leaves(same)):
+                    raise refusal(self.pipeline, f"its {name} has no effect on the images; leave it out")
 
     @property
     def known(self) -> _Known:
-        """The record of a run of the pipeline on the empty prompt."""
+        """The record of a run of the pipeline on the example."""
         if self._once is None:
-            self._once = self._dry(self._loaded(), "")[0]
+            self._once = self._dry(self._loaded(), self.example)[0]
         return self._once
 
     def _asked(
@@ -281,14 +332,15 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
-        return f"{super()._encoders()} {self.compute} {_exactly(self.asked)}"
+        images = self._fingerprint_of("", ("vae", "image_encoder", "processor", "image_processor", "feature_extractor"))
+        return f"{super()._encoders()} {images} {self.compute} {_exactly(self.asked)}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            stand_in = _stand_in(self.build(empty=True), self.device, self.compute)
+            network = stand_in(self.build(empty=True), self.device, self.compute)
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(transformer=None)
                 for part in pipe.components.values():
@@ -298,25 +350,46 @@ class AnyPipeline(Pipeline):
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                pipe.transformer = stand_in
+                pipe.transformer = network
+                if isinstance(getattr(pipe, "vae", None), nn.Module):
+                    use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
 
-    def _several(self, prompt: str, number: int) -> dict[str, Any]:
-        """Return the arguments that make the pipeline draw several samples of a prompt."""
-        for name in ("num_images_per_prompt", "num_videos_per_prompt"):
-            if name in self.takes:
-                return {"prompt": prompt, name: number}
-        return {"prompt": [prompt] * number}
+    def _several(self, prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
+        """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
+        text, media = text_of(prompt), media_of(prompt)
+        several = next((name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in self.takes), None)
+        if not media:
+            return [{"prompt": text, several: number} if several else {"prompt": [text] * number}]
+        lists = {name: [image] * number for name, image in media.items()}
+        once = [{"prompt": text, several: number, **media}] if several else []
+        return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
 
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: str) -> tuple[_Known, Cond]:
-        """Run the pipeline with the stand-in on one prompt: (what it shows, the conditioning of that prompt)."""
+    def _dry(self, pipe: Any, prompt: TextPrompt) -> tuple[_Known, Cond]:
+        """Run the pipeline with the stand-in on one prompt: (what it shows, the conditioning of that prompt).
+
+        The forms of the call are tried in order until one gives as many samples as asked for.
+        """
+        forms, errors = self._several(prompt, COPIES), list[ValueError]()
+        for number in range(self._form, len(forms)):
+            try:
+                found = self._dry_run(pipe, forms[number])
+            except ValueError as error:
+                errors.append(error)
+            else:
+                self._form = number
+                return found
+        raise errors[0]
+
+    def _dry_run(self, pipe: Any, form: dict[str, Any]) -> tuple[_Known, Cond]:
+        """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
-        asked = {**self.asked, **self._several(prompt, COPIES), "generator": seeds}
+        asked = {**self.asked, **form, "generator": seeds}
         capture = Capture(pipe, COMPONENT, asked)
         own = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
@@ -330,6 +403,8 @@ class AnyPipeline(Pipeline):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
+        if len(capture.initial) != COPIES:
+            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {COPIES} as asked")
         levels = recorder.scheduled.sigmas
         check_steps(self.pipeline, capture.taken, len(levels) - 1)
         check_initial_noise(self.pipeline, capture.initial)
@@ -346,10 +421,12 @@ class AnyPipeline(Pipeline):
         """Return the pipeline's images for its last latents."""
         pipe = self._loaded()
         own = pipe.scheduler
-        once = {**self._several("", len(latents)), "num_inference_steps": 1, "output_type": "pt"}
+        # A pipeline that is given images decodes with those of the example; the check compares with each prompt's own.
+        forms = self._several("" if isinstance(self.example, str) else self.example, len(latents))
+        once = {**forms[self._form], "num_inference_steps": 1, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = _answer(own, latents.to(self.device, self.known.dtype))
+                pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
                 return _pixels(pipe(**{**self.asked, **once})[0])
         finally:
             pipe.scheduler = own
@@ -383,28 +460,8 @@ def _pixels(made: Tensor) -> Tensor:
     return (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
 
 
-def _stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
-    """Return the empty network with another device and dtype, whose forward pass returns noise."""
-    kind, source = type(network), torch.Generator().manual_seed(0)
-    doubled = network.config.get("out_channels") == 2 * network.config.get("in_channels", math.inf)  # a learned variance
-
-    class StandIn(kind):  # type: ignore[misc, valid-type]
-        device, dtype = property(lambda self: on), property(lambda self: compute)
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            shape = (len(sample), (2 if doubled else 1) * sample.shape[1], *sample.shape[2:])
-            return (torch.randn(shape, generator=source).to(sample.device, compute),)
-
-    network.__class__ = StandIn
-    return network
-
-
-def _answer(scheduler: Any, latents: Tensor) -> Any:
-    """Return a scheduler with the settings of another one, whose steps return the given samples."""
-
-    class Answer(type(scheduler)):  # type: ignore[misc]
-        def step(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-            return (latents,)
-
-    return Answer.from_config(scheduler.config)
+def _png(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
+from fluvial.models.replay.places import Places, places_in_input, places_in_output
 
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 
@@ -24,6 +25,14 @@ class Latent(NamedTuple):
 
     dtype: torch.dtype
     repeats: int
+
+
+class Holds(NamedTuple):
+    """An input that holds the sample, cast, among other numbers, which are the next row."""
+
+    dtype: torch.dtype
+    repeats: int
+    places: Places  # in the elements of the sample followed by the other numbers
 
 
 class Row(NamedTuple):
@@ -39,20 +48,20 @@ class Fixed(NamedTuple):
     value: Any
 
 
-Leaf = Latent | Row | Fixed
+Leaf = Latent | Holds | Row | Fixed
 
 
 class Call(NamedTuple):
     """One call of the transformer: the source of each input, as leaves of the pytree (args, kwargs)."""
 
     tree: Any  # an optree.PyTreeSpec
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[Leaf, ...]  # a Holds is followed by the Row of its other numbers
     dtype: torch.dtype  # of the output
 
     @property
     def repeats(self) -> int:
         """Number of copies of the batch in the call."""
-        return next(leaf.repeats for leaf in self.leaves if isinstance(leaf, Latent))
+        return next(leaf.repeats for leaf in self.leaves if isinstance(leaf, Latent | Holds))
 
 
 class Combination(NamedTuple):
@@ -68,6 +77,7 @@ class Combination(NamedTuple):
     first_half: bool = False  # takes the first half of the channels; the other half is a learned variance
     negative: bool = False  # the transformer predicts x0 - eps
     dtype: torch.dtype | None = None  # dtype that the parts are cast to first
+    places: Places | None = None  # elements of the output that the velocity consists of; None if it is the whole
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the velocity of the parts, each `[B, ...]`."""
@@ -81,6 +91,8 @@ class Combination(NamedTuple):
                 v = v * (torch.norm(c, dim=-1, keepdim=True) / torch.norm(v, dim=-1, keepdim=True))
         if self.first_half:
             v = v.chunk(2, dim=1)[0]
+        if self.places is not None:
+            v = self.places.gather(v.flatten(1))
         return -v if self.negative else v
 
 
@@ -104,12 +116,18 @@ class StepRecipe:
         values, pairs, parts = iter(rows), torch.arange(len(x), device=x.device), []
         for call in self.calls:
             leaves = []
-            for leaf in call.leaves:
+            kinds = iter(call.leaves)
+            for leaf in kinds:
                 if isinstance(leaf, Latent):
                     leaves.append(x.to(leaf.dtype).repeat(leaf.repeats, *[1] * (x.ndim - 1)))
-                elif isinstance(leaf, Row):
+                elif isinstance(leaf, Holds | Row):
+                    row = next(kinds) if isinstance(leaf, Holds) else leaf
                     value = next(values)
-                    leaves.append((value[pairs, place] if leaf.each_step else value).transpose(0, 1).flatten(0, 1))
+                    value = value[pairs, place] if isinstance(row, Row) and row.each_step else value
+                    if isinstance(leaf, Holds):
+                        sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
+                        value = leaf.places.gather(torch.cat([sample, value], dim=-1))
+                    leaves.append(value.transpose(0, 1).flatten(0, 1))
                 else:
                     leaves.append(leaf.value.to(x.device) if isinstance(leaf.value, Tensor) else leaf.value)
             args, kwargs = optree.tree_unflatten(call.tree, leaves)
@@ -185,13 +203,26 @@ class Capture:
         parts: list[Tensor] = []
         for given, output in zip(inputs, outputs, strict=True):
             leaves, tree = optree.tree_flatten(given)
-            repeats = next((count for leaf in leaves if (count := _copies(leaf, x))), None)
+            copies = [_copies(leaf, x) for leaf in leaves]
+            held = [None if count else places_in_input(leaf, x) for leaf, count in zip(leaves, copies, strict=True)]
+            repeats = next(
+                (
+                    count or len(leaf) // len(x)
+                    for leaf, count, inside in zip(leaves, copies, held, strict=True)
+                    if count or inside is not None
+                ),
+                None,
+            )
             if repeats is None:
                 raise self._refusal(step, f"the {self.component} is called without the sample that the scheduler has")
             kinds: list[Leaf] = []
-            for leaf in leaves:
-                if count := _copies(leaf, x):
+            for leaf, count, inside in zip(leaves, copies, held, strict=True):
+                if count:
                     kinds.append(Latent(leaf.dtype, count))
+                elif inside is not None:
+                    places, others = inside
+                    kinds += [Holds(leaf.dtype, others.shape[1], places), Row(others.shape[1], False)]
+                    rows.append(others)
                 elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
                     kinds.append(Row(len(leaf) // len(x), False))
                     rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
@@ -202,7 +233,7 @@ class Capture:
                 raise self._refusal(step, f"the {self.component} does not return one output per sample")
             calls.append(Call(tree, tuple(kinds), returned.dtype))
             parts.extend(returned.chunk(repeats))
-        combinations = [combination for combination in _combinations(parts, v, self.scales) if _same(combination(parts), v)]
+        combinations = [found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v))]
         if not combinations:
             scales = " or ".join(f"{scale:g}" for scale in self.scales) or "none"
             raise self._refusal(
@@ -293,6 +324,15 @@ def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -
             continue
         for scale, cond, from_cond, keep_norm in product(scales, (1, 0), (False, True), (False, True)):
             yield made(cond=cond, scale=scale, from_cond=from_cond, keep_norm=keep_norm)
+
+
+def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor) -> Combination | None:
+    """Return a combination that gives v to the bit, as it is or by some elements of it; None if it does not."""
+    made = combination(parts)
+    if made.shape == v.shape:
+        return combination if _same(made, v) else None
+    places = places_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts))
+    return None if places is None else combination._replace(places=places)
 
 
 def _copies(leaf: Any, x: Tensor) -> int:

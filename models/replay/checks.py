@@ -1,8 +1,10 @@
 """Checks of a pipeline without an adapter, and its exceptions in one line."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,6 +13,10 @@ from fluvial.models.pipelines.open import one_line
 
 # A statistic of the initial noise may be this many standard errors off. With fixed keys the outcome is the same every time.
 STANDARD_ERRORS = 6.0
+
+
+# Packages that diffusers imports only if they are installed, and uses without a check.
+OPTIONAL = frozenset({"ftfy"})
 
 
 class ReplayError(ValueError):
@@ -31,6 +37,9 @@ def foreign(pipeline: str, doing: str) -> Iterator[None]:
     except ReplayError:
         raise
     except Exception as error:
+        missing = re.fullmatch(r"name '(\w+)' is not defined", str(error)) if isinstance(error, NameError) else None
+        if missing and missing[1] in OPTIONAL and find_spec(missing[1]) is None:
+            raise ValueError(f"{pipeline} needs {missing[1]}, which is not installed: pip install {missing[1]}") from error
         raise ValueError(f"{pipeline} cannot {doing}: {one_line(error)}") from error
 
 

@@ -169,6 +169,10 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         finally:
             self._recorder = self._scheduled = None
 
+    def scale_model_input(self, sample: Tensor, timestep: float | Tensor | None = None) -> Tensor:
+        """Return the sample: a flow's is not scaled, and some pipelines ask every scheduler but Euler's own."""
+        return sample
+
     def step(
         self,
         model_output: Tensor,

@@ -1,14 +1,27 @@
-"""Tiny random pipelines of diffusers that are given images besides a prompt."""
+"""Tiny random pipelines of diffusers that are given images besides a prompt: one row per pipeline."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import stored
 import torch
 from PIL import Image
-from tiny_pipelines import flux
+from tiny_pipelines import flux, qwen_image, wan
+from tiny_replayed import flux2
+
+
+class Row(NamedTuple):
+    """One pipeline: how to build and call it."""
+
+    make: Callable[[], Any]
+    media: tuple[str, ...]  # arguments that are images
+    call: dict[str, Any]
+    scale: float
+    frames: int = 1
+    image: tuple[int, int] = (16, 16)  # height and width of the images
 
 
 def kontext() -> Any:
@@ -18,7 +31,78 @@ def kontext() -> Any:
     return FluxKontextPipeline(**flux().components)
 
 
-MAKERS = {"kontext": kontext}
+def own(network: Any) -> dict[str, Any]:
+    """Return the settings that a network was built with."""
+    return {name: value for name, value in network.config.items() if not name.startswith("_")}
+
+
+def wider_flux(channels: int) -> dict[str, Any]:
+    """Return the parts of FLUX.1 with a transformer that takes more channels than it returns."""
+    from diffusers import FluxTransformer2DModel
+
+    parts: dict[str, Any] = flux().components
+    for name in ("image_encoder", "feature_extractor"):
+        parts.pop(name, None)
+    settings = {**own(parts["transformer"]), "in_channels": channels, "out_channels": 16}
+    return {**parts, "transformer": FluxTransformer2DModel.from_config(settings)}
+
+
+def fill() -> Any:
+    """Build FLUX Fill: channels of the masked image and of the mask follow those of the sample."""
+    from diffusers import FluxFillPipeline
+
+    return FluxFillPipeline(**wider_flux(16 + 16 + 4 * 4))
+
+
+def control() -> Any:
+    """Build FLUX Control: channels of the image follow those of the sample."""
+    from diffusers import FluxControlPipeline
+
+    return FluxControlPipeline(**wider_flux(32))
+
+
+def processor() -> Any:
+    """Build the processor of Qwen2.5-VL without torchvision's image processor."""
+    from tiny_encoders import qwen_tokenizer
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+
+    return Qwen2VLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), qwen_tokenizer())
+
+
+def qwen_edit(plus: bool = False) -> Any:
+    """Build Qwen-Image-Edit from the parts of Qwen-Image."""
+    from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+
+    kind = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
+    return kind(**qwen_image().components, processor=processor())
+
+
+def wan_image() -> Any:
+    """Build Wan 2.1 image-to-video: channels of the first frame and of its mask follow those of the sample."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+
+    parts = wan().components
+    network = WanTransformer3DModel.from_config({**own(parts["transformer"]), "in_channels": 4 + 2 + 4})
+    return WanImageToVideoPipeline(
+        **{**parts, "transformer": network, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
+    )
+
+
+SHORT = {"max_sequence_length": 12}
+
+ROWS: dict[str, Row] = {
+    "kontext": Row(kontext, ("image",), {**SHORT, "max_area": 256, "_auto_resize": False}, 2.5),
+    "kontext-guided": Row(
+        kontext,
+        ("image",),
+        {**SHORT, "max_area": 256, "_auto_resize": False, "true_cfg_scale": 3.0, "negative_prompt": "bad"},
+        2.5,
+    ),
+    "fill": Row(fill, ("image", "mask_image"), SHORT, 2.5),
+    "control": Row(control, ("control_image",), SHORT, 2.5),
+    "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
+    "wan": Row(wan_image, ("image",), SHORT, 3.0, frames=5),
+}
 
 
 def save(name: str, folder: Path) -> Path:
@@ -31,7 +115,7 @@ def save(name: str, folder: Path) -> Path:
 def _make(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = MAKERS[name]()
+        pipeline = ROWS[name].make()
         for part in ("transformer", "vae"):
             for parameter in getattr(pipeline, part).parameters():
                 parameter.data += 0.2 * torch.randn_like(parameter)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fluvial.engines.data.prompts import read_heldout
-from fluvial.engines.data.records import Prompt, negatives, texts
+from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.rewards.protocol import Reward
@@ -52,11 +52,11 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     return found
 
 
-def further_texts(job: Job, asked: Job) -> list[str]:
+def further_texts(job: Job, asked: Job) -> list[Any]:
     """Return the texts that an evaluation encodes and the job does not: prompts, and negative prompts of their own."""
     if asked.heldout is job.heldout:
         return []
-    return [*texts(asked.heldout), *(text for text in negatives(asked.heldout, "") if text)]
+    return [*model_inputs(asked.heldout), *(text for text in negatives(asked.heldout, "") if text)]
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:

@@ -6,25 +6,60 @@ from typing import Any
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.signature import signature_of
+from fluvial.models.replay.media import IMAGES
 
 SIZE = ("height", "width")  # columns of a size, which are for runs of several sizes
 
 
-def check_columns(model: Any, prompts: Sequence[Prompt]) -> None:
-    """Check that each column that the pipeline could be called with is used.
+def media_columns(model: Any, asked: Sequence[str]) -> dict[str, str]:
+    """Return the column of each argument of the pipeline's call that is an image.
+
+    Args:
+        model: the model; one that calls no pipeline takes none.
+        asked: columns that are named, as argument=column; others have the name of their argument.
 
     Raises:
-        UsageError: a prompt has a column with the name of an argument of the pipeline that the run does not pass; the
-            message names the prompt and the column.
+        UsageError: the pipeline has no such argument, or it is named twice.
     """
     takes = getattr(model, "takes", ())
+    named = dict[str, str]()
+    for word in asked:
+        argument, _, column = word.partition("=")
+        if argument not in takes:
+            known = ", ".join(name for name in IMAGES if name in takes) or "no images"
+            raise UsageError("pipeline.media", word, f"an argument of {model.pipeline}, which takes {known}")
+        if argument in named:
+            raise UsageError("pipeline.media", word, "one column per argument", f"{argument} is {named[argument]} already")
+        named[argument] = column
+    return {**{name: name for name in IMAGES if name in takes and name not in named}, **named}
+
+
+def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, str]) -> None:
+    """Check that each column that the pipeline could be called with is used, and that all prompts have the same images.
+
+    Args:
+        model: the model.
+        prompts: prompts of the run.
+        columns: column of each argument that is an image.
+
+    Raises:
+        UsageError: a prompt has a column with the name of an argument of the pipeline that the run does not pass, or lacks
+            an image that another has; the message names the prompt and the column.
+    """
+    takes, expected = getattr(model, "takes", ()), {name for prompt in prompts for name in prompt.media}
     for prompt in prompts:
         image = () if prompt.image is None else ("image",)
-        unused = [name for name in dict.fromkeys((*image, *prompt.metadata)) if name in takes and name not in SIZE]
-        if unused:
+        present = dict.fromkeys((*image, *prompt.metadata))
+        used = (*SIZE, *(name for argument in prompt.media for name in (argument, columns[argument])))
+        if unused := [name for name in present if name in takes and name not in used]:
             raise UsageError(
                 f"prompt {prompt.text[:40]!r} has a column {unused[0]}, which {model.pipeline} takes and which would be "
-                f"ignored: rename or remove the column"
+                "ignored: map it with `pipeline.media` if it is an image, or rename or remove it"
+            )
+        if missing := sorted(expected - set(prompt.media)):
+            raise UsageError(
+                f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which other prompts have: give all "
+                "prompts the same images"
             )
 
 

@@ -1,17 +1,19 @@
 """Jobs of diffusers' pipelines, and of a user-defined model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.prompts import read_heldout, read_sources, split_off
-from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.prompts import read_heldout, read_prompts, read_sources, split_off
+from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import shapes_of
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.fsdp.config import DTYPES
@@ -36,22 +38,24 @@ def read_prompts_of(
     preferences: Path | None,
     data: Sequence[str],
     check: Callable[[str], None],
+    media: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptsOfRun:
     """Return the prompts that a run trains on, and those that it holds out.
 
     Args:
         config, prompts, preferences, data: settings and arguments of `job.to_train`.
         check: function that raises ValueError for a string that is not a prompt of the model.
+        media: column of each argument of the pipeline's call that is an image.
     """
-    heldout = read_heldout(config.heldout, prompts or data, check=check)
-    apart = texts(heldout)
+    heldout = read_heldout(config.heldout, prompts or data, check=check, media=media)
+    apart = model_inputs(heldout)
     train: tuple[Prompt, ...]
     weights: dict[str, float] = {}
     if prompts or data:
-        train, weights = read_training(prompts, data, check=check, heldout=apart)
+        train, weights = read_training(prompts, data, check=check, heldout=apart, media=media)
     else:
         assert preferences is not None
-        records = preference_records(preferences, check=check, heldout=apart)
+        records = preference_records(preferences, check=check, heldout=texts(heldout))
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = split_off(train)
@@ -59,11 +63,16 @@ def read_prompts_of(
 
 
 def read_training(
-    prompts: Sequence[str], data: Sequence[str], *, check: Callable[[str], None], heldout: Sequence[str]
+    prompts: Sequence[str],
+    data: Sequence[str],
+    *,
+    check: Callable[[str], None],
+    heldout: Collection[object],
+    media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[Prompt, ...], dict[str, float]]:
     """Return the prompts of files, else the captions of images, and the weight of each source by its name."""
     if prompts:
-        return read_sources(prompts, check=check, heldout=heldout)
+        return read_sources(prompts, check=check, heldout=heldout, read=partial(read_prompts, media=media))
     return read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
 
 
@@ -128,6 +137,8 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     if has_adapter(folder):
         if config.call:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
+        if config.media:
+            raise no_effect("pipeline.media", "with an adapter, which takes text only")
         if config.shift is not None:
             options["shift"] = config.shift
         if config.text_base != "auto":

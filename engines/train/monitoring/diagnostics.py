@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal
-from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.rollout.generate import Requests, Sampling, generate
@@ -97,7 +97,7 @@ class Probe(NamedTuple):
 
     def _predictions(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
         """Return the prediction of a network at each noised sample, `[P, *event]`."""
-        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(texts(_prompts(job))))
+        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(model_inputs(_prompts(job))))
         parts = []
         for start in range(0, len(self.x), micro_batch):
             rows = slice(start, start + micro_batch)

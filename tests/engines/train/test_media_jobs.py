@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
 import tiny_conditioned
 import tiny_pipelines
+from diffusers import DiffusionPipeline
+from marks import long
 
 from fluvial.engines.cli import main as cli
 
@@ -50,13 +53,74 @@ def test_an_image_that_nothing_uses_is_refused(folder: Path, tmp_path: Path, cap
     assert "prompt 'owls' has a column image, which nothing uses" in launch.one_line(capfd.readouterr().err)
 
 
-def test_an_image_that_the_pipeline_takes_and_that_is_not_passed_is_refused(
+def columns(name: str, folder: Path) -> Path:
+    """Write a file of prompts with the images of a row, each in a column of its argument's name."""
+    row = tiny_conditioned.ROWS[name]
+    records = [{"prompt": text} for text in ("a fox", "owls", "cats")]
+    for number, record in enumerate(records):
+        for place, argument in enumerate(row.media):
+            file = f"{name}-{number}-{place}.png"
+            tiny_conditioned.draw_image(folder / file, 10 * number + place, row.image)
+            record[argument] = file
+    found = folder / f"{name}.jsonl"
+    found.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return found
+
+
+def called(name: str) -> list[str]:
+    """Return the flags of a row's call."""
+    row = tiny_conditioned.ROWS[name]
+    given = [f"{argument}={json.dumps(value)}" for argument, value in row.call.items()]
+    return ["--pipeline.frames", str(row.frames), "--rollout.guidance.scale", str(row.scale), "--pipeline.call", *given]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kontext", *map(long, ("kontext-guided", "fill", "control", "flux2", "wan"))])
+@pytest.mark.parametrize("compute", ["float32", long("bfloat16")])
+def test_two_updates_with_images(
+    folder: Path, tmp_path: Path, name: str, compute: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From records with images to an adapter that the pipeline opens: on policy to the bit."""
+    pipeline = tiny_conditioned.save(name, folder / name)
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute]
+    cached = ["--pipeline.text-cache", str(tmp_path / "texts")]
+    code = train(pipeline, columns(name, folder), tmp_path / "run", *called(name), *low, *cached)
+    assert code == 0, capfd.readouterr().err
+    shown = capfd.readouterr().out
+    argument = tiny_conditioned.ROWS[name].media[0]
+    assert f"{argument} from the column {argument}" in shown
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
+    assert updates[0]["grad_norm"] > 0
+    opened: Any = DiffusionPipeline.from_pretrained(pipeline, local_files_only=True)
+    opened.load_lora_weights(tmp_path / "run" / "lora")
+    assert opened.get_active_adapters()
+
+
+def test_a_column_of_another_name(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is mapped by `argument=column`; without that, the pipeline lacks its image; another argument is refused."""
+    pipeline = tiny_conditioned.save("control", folder / "control")
+    file = folder / "sources.jsonl"
+    file.write_text('{"prompt": "a fox", "source": "0.png"}\n{"prompt": "owls", "source": "1.png"}\n')
+    capfd.readouterr()
+    assert train(pipeline, file, tmp_path / "run", *called("control"), "--pipeline.media", "control_image=source") == 0
+    assert "control_image from the column source" in capfd.readouterr().out
+    assert train(pipeline, file, tmp_path / "other", *called("control"), "--pipeline.media", "picture=source") == 2
+    assert "an argument of FluxControlPipeline, which takes control_image" in launch.one_line(capfd.readouterr().err)
+
+
+def test_a_column_that_the_pipeline_takes_and_that_is_not_passed_is_refused(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A text that the pipeline has another argument for, and an image that some prompts lack."""
     pipeline = tiny_conditioned.save("kontext", folder / "kontext")
     capfd.readouterr()
-    assert train(pipeline, prompts(folder / "b.jsonl"), tmp_path / "run") == 2
-    assert "has a column image, which FluxKontextPipeline takes" in launch.one_line(capfd.readouterr().err)
+    assert train(pipeline, prompts(folder / "b.jsonl", prompt_2="x"), tmp_path / "run") == 2
+    assert "has a column prompt_2, which FluxKontextPipeline takes" in launch.one_line(capfd.readouterr().err)
+    file = folder / "some.jsonl"
+    file.write_text('{"prompt": "a fox", "image": "0.png"}\n{"prompt": "owls"}\n')
+    assert train(pipeline, file, tmp_path / "run") == 2
+    assert "prompt 'owls' has no column image, which other prompts have" in launch.one_line(capfd.readouterr().err)
 
 
 def test_a_missing_image_file_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
