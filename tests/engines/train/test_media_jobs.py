@@ -105,7 +105,7 @@ def test_a_column_of_another_name(folder: Path, tmp_path: Path, capfd: pytest.Ca
     capfd.readouterr()
     assert train(pipeline, file, tmp_path / "run", *called("control"), "--pipeline.media", "control_image=source") == 0
     assert "control_image from the column source" in capfd.readouterr().out
-    assert train(pipeline, file, tmp_path / "other", *called("control"), "--pipeline.media", "picture=source") == 2
+    assert train(pipeline, file, tmp_path / "other", *called("control"), "--pipeline.media", "photograph=source") == 2
     assert "an argument of FluxControlPipeline, which takes control_image" in launch.one_line(capfd.readouterr().err)
 
 
