@@ -238,8 +238,9 @@ def _of_weights(
     start = replace(start, heldout=_heldout(start, name, source, asked))
     start = evaluated(start, asked, config.pipeline)
     ours = with_base(start, weights)
+    exported = engine if source is None else replace(engine, base="auto")  # whose weights are dequantised, and stay so
     return (
-        Subject(title, ours, _network(ours, lora, engine, world)),
+        Subject(title, ours, _network(ours, lora, exported, world)),
         Subject(START, start, _network(start, first_lora, engine, world)),
     )
 

@@ -1,5 +1,6 @@
 """Runs with a quantised base, weights in bfloat16 and steps in the backward pass: resumed to the bit, or refused by name."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fluvial.engines.cli.eval import EvalConfig
+from fluvial.engines.cli.eval_models import opened, settings_of_run
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.train import train
+from fluvial.models.quantised import quantised_layers
 
 WAYS: dict[str, dict[str, Any]] = {
     "nf4": {"train": "lora", "engine": EngineConfig(base="nf4", checkpointing="host")},
@@ -67,3 +72,18 @@ def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
     served = replace(config.rollout, source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"engine.base is 'int8', expected auto: servers make rollouts with weights"):
         replace(config, rollout=served, engine=EngineConfig(base="int8"))
+
+
+@pytest.mark.long
+def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    """Its weights are dequantised, and not rounded again; what the run started from is quantised as in the run."""
+    config = handwriting_jobs.config(tmp_path / "run", train="lora", engine=EngineConfig(base="int4"))
+    train(config, handwriting_jobs.job())
+    asked = settings_of_run(str(config.out), EvalConfig(base="start"))
+    with init_world() as world, ExitStack() as stack:
+        subjects = opened(str(config.out), asked, world, stack)
+        with subjects.ours.network() as module:
+            assert not quantised_layers(module)
+        assert subjects.base is not None
+        with subjects.base.network() as module:
+            assert {layer.base for layer in quantised_layers(module).values()} == {"int4"}
