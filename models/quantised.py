@@ -159,7 +159,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(codes, scale, levels)
         ctx.base, ctx.shape = base, shape
         weight = dequantise(Quantised(codes, scale, levels), base, shape, x.dtype)
-        return nn.functional.linear(x, weight, bias)
+        # As one matrix: torch would multiply a batch as many, whose bits depend on the processor and the addresses.
+        return nn.functional.linear(x.reshape(-1, shape[1]), weight, bias).view(*x.shape[:-1], shape[0])
 
     @staticmethod
     @once_differentiable
@@ -168,7 +169,15 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         weight = dequantise(Quantised(*ctx.saved_tensors), ctx.base, ctx.shape, grad.dtype)
-        return grad @ weight, None, None, None, None, None, None
+        return (
+            (grad.reshape(-1, ctx.shape[0]) @ weight).view(*grad.shape[:-1], ctx.shape[1]),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def quantised_layers(module: nn.Module) -> dict[str, QuantisedLinear]:

@@ -243,7 +243,7 @@ class Engine:
 
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and return what the update did."""
-        lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
+        lr, skip = self._lr(), not math.isfinite(grad_norm)
         if self._squares:
             self._squares.clear()
             if skip:
@@ -272,6 +272,10 @@ class Engine:
                 "lower `optimizer.lr`, or look at the reward and the last samples"
             )
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
+
+    def _lr(self) -> float:
+        """Return the learning rate of the next step."""
+        return self.config.lr * self.lr_factor(self.updates)
 
     def _follow(self) -> None:
         """Update the moving average after a step, if there is one."""
@@ -304,7 +308,7 @@ class Engine:
             hint = f"an update has {passes} passes, whose gradients add up; let it have one (`update_micro_batch`)"
             raise UsageError("engine.grad_sync", "step", "last", hint)
         self._squares.clear()
-        set_lr(self.optimizer, self.config.lr * self.lr_factor(self.updates))
+        set_lr(self.optimizer, self._lr())
         assert isinstance(self.module, WholeModule)
         self.module.set_arrived(self._arrived)
 
