@@ -223,8 +223,8 @@ def to_train(
         )
         if not data:
             check_columns(model, [*found.train, *found.heldout], columns)
-        if found.train and found.train[0].media:
-            model = model.given(found.train[0].model_input)
+        if is_recorded(model):
+            model = model.given(model_inputs([*found.train, *found.heldout]))
         return model, found
 
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)

@@ -29,6 +29,7 @@ from fluvial.models.replay.capture import SCALES, Capture, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_steps, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, media_of, open_image, text_of, use_modes
+from fluvial.models.replay.processors import read_processor
 from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, Recording, check_replay, generators, record, rounding
 from fluvial.models.replay.stand_in import answering, stand_in
 
@@ -36,6 +37,7 @@ from fluvial.models.replay.stand_in import answering, stand_in
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+SIZES = "sizes"  # name of the shapes of a prompt's inputs
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
 
@@ -61,7 +63,8 @@ class AnyPipeline(Pipeline):
         height, width: size of the images or videos, in pixels.
         frames: number of frames of a video; 1 for images.
         steps: number of steps of the schedule.
-        scale: scale of guidance, passed on as guidance_scale, or as true_cfg_scale if the pipeline has only that.
+        scale: scale of guidance, passed on as guidance_scale, or as true_cfg_scale if the pipeline has only that or its
+            network takes no scale.
         negative: negative prompt of guidance.
         call: further arguments of the pipeline's call.
         example: prompt that the pipeline is first run on; a pipeline that needs images is given those of the example.
@@ -106,11 +109,12 @@ class AnyPipeline(Pipeline):
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
-        self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
         super().__init__(local, **options)
+        self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
         self.steps, self.compute, self.example = steps, compute, example
+        self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
         self._once: _Known | None = None
@@ -118,9 +122,10 @@ class AnyPipeline(Pipeline):
 
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The attention projections, by those of diffusers' usual names that the network has."""
+        """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
         layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
-        return tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
+        usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
+        return usual or _attention_layers(self._loaded().transformer)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -167,10 +172,14 @@ class AnyPipeline(Pipeline):
         """Raise a ValueError of one line if a prompt has too many tokens, see `Pipeline.check_prompt`."""
         super().check_prompt(text_of(prompt))
 
-    def given(self, example: TextPrompt) -> "AnyPipeline":
-        """Return the model with another example, on which the pipeline is run first."""
+    def given(self, prompts: Sequence[TextPrompt]) -> "AnyPipeline":
+        """Return the model for the prompts of a run; inputs of unlike sizes are padded to those of the longest."""
+        if self._tokenizers is None:
+            self._tokenizers = self._load("tokenizer")
+        tokenizer, _ = self.longest(self._tokenizers)
+        ordered = sorted(prompts, key=lambda prompt: self.count_tokens(tokenizer, text_of(prompt)))
         other = copy.copy(self)
-        other.example, other._once, other._latents = example, None, None
+        other.example, other.shortest, other._once, other._latents = ordered[-1], ordered[0], None, None
         return other
 
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
@@ -180,13 +189,22 @@ class AnyPipeline(Pipeline):
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
         found, cond = self._dry(encoders, prompt)
-        if not same_steps(found.model.recipes, self.known.model.recipes) or found.rows != self.known.rows:
+        ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
+        fits = _within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
+        if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
             raise refusal(
                 self.pipeline,
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
-        return {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+        if not ragged:
+            return {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+        padded = {
+            f"{recipe}.{row}": _padded(tensor, self.known.rows[recipe][row])
+            for recipe, rows in enumerate(cond)
+            for row, tensor in enumerate(rows)
+        }
+        return {**padded, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -194,9 +212,10 @@ class AnyPipeline(Pipeline):
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of the recorded model."""
-        return tuple(
+        rows = tuple(
             tuple(texts[f"{recipe}.{row}"] for row in range(len(rows))) for recipe, rows in enumerate(self.known.rows)
         )
+        return (*rows, texts[SIZES]) if self.known.model.ragged else rows
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, *, timestep: Tensor | None = None) -> Tensor:
         """Return the velocity that the pipeline would step with, guidance included, at noise levels of its schedule.
@@ -250,7 +269,8 @@ class AnyPipeline(Pipeline):
         """
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
         self._check_effects(conditioned[:1])
-        batches = [[prompt] for prompt in prompts] if conditioned else [list(prompts)]
+        alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
+        batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
         runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         for run in runs:
             if not torch.equal(run.schedule.levels, self.known.schedule.levels):
@@ -298,7 +318,11 @@ class AnyPipeline(Pipeline):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            self._once = self._dry(self._loaded(), self.example)[0]
+            found = self._dry(self._loaded(), self.example)[0]
+            if self.shortest != self.example:
+                shortest = self._dry(self._loaded(), self.shortest)[0]
+                found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
+            self._once = found
         return self._once
 
     def _asked(
@@ -316,7 +340,8 @@ class AnyPipeline(Pipeline):
             asked["num_frames"] = frames
         elif frames != 1:
             raise ValueError(f"frames is {frames}, expected 1: {self.pipeline} makes images")
-        guidance = next((name for name in SCALES if name in self.takes), None)
+        embedded = self.config.get("guidance_embeds", True)
+        guidance = next((name for name in (SCALES if embedded else SCALES[::-1]) if name in self.takes), None)
         if guidance is not None:
             asked[guidance] = scale
         elif scale != 1:
@@ -332,8 +357,9 @@ class AnyPipeline(Pipeline):
         return self._loaded()
 
     def _encoders(self) -> str:
+        padding = f" {self.known.rows}" if self.known.model.ragged else ""
         images = self._fingerprint_of("", ("vae", "image_encoder", "processor", "image_processor", "feature_extractor"))
-        return f"{super()._encoders()} {images} {self.compute} {_exactly(self.asked)}"
+        return f"{super()._encoders()} {images} {self.compute} {_exactly(self.asked)}{padding}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
@@ -342,7 +368,8 @@ class AnyPipeline(Pipeline):
 
             network = stand_in(self.build(empty=True), self.device, self.compute)
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = self._opened(transformer=None)
+                own = {} if (processor := self._processor()) is None else {"processor": processor}
+                pipe = self._opened(transformer=None, **own)
                 for part in pipe.components.values():
                     if isinstance(part, nn.Module):
                         part.requires_grad_(False).eval().to(self.device)
@@ -356,6 +383,11 @@ class AnyPipeline(Pipeline):
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
+
+    def _processor(self) -> Any:
+        """Return the pipeline's processor of text and images where transformers cannot read it, see `read_processor`."""
+        kind = entries(self.folder).get("processor")
+        return None if kind is None else read_processor(self.folder / "processor", kind)
 
     def _several(self, prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
         """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
@@ -423,13 +455,39 @@ class AnyPipeline(Pipeline):
         own = pipe.scheduler
         # A pipeline that is given images decodes with those of the example; the check compares with each prompt's own.
         forms = self._several("" if isinstance(self.example, str) else self.example, len(latents))
-        once = {**forms[self._form], "num_inference_steps": 1, "output_type": "pt"}
+        steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
+        once = {**forms[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
                 pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
                 return _pixels(pipe(**{**self.asked, **once})[0])
         finally:
             pipe.scheduler = own
+
+
+def _attention_layers(network: nn.Module) -> tuple[str, ...]:
+    """Return the names of the linear layers inside attention, relative to it."""
+    attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
+    named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
+    return tuple(dict.fromkeys(named))
+
+
+def _within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
+    """Return whether inputs have as many dimensions as others, and none is larger."""
+    return len(shapes) == len(most) and all(
+        len(rows) == len(others)
+        and all(
+            len(a) == len(b) and all(m <= n for m, n in zip(a, b, strict=True)) for a, b in zip(rows, others, strict=True)
+        )
+        for rows, others in zip(shapes, most, strict=True)
+    )
+
+
+def _padded(row: Tensor, shape: torch.Size) -> Tensor:
+    """Return an input `[1, ...]` with zeros up to a shape."""
+    padded = row.new_zeros((len(row), *shape))
+    padded[(slice(None), *map(slice, row.shape[1:]))] = row
+    return padded
 
 
 def _shown(asked: Mapping[str, Any]) -> str:

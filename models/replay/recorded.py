@@ -14,14 +14,17 @@ The adapter is added before the recording: torch multiplies a batch in another w
 after a recording with the whole transformer trainable the first ratio would be 1 to rounding only.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core import host_values
 from fluvial.core.checks import can_look, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in
@@ -52,6 +55,7 @@ class RecordedModel:
     sigmas: Tensor  # [S] float32 on the host: noise levels of the recorded steps
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
+    ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
 
     def predict(
         self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
@@ -60,6 +64,9 @@ class RecordedModel:
 
         If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own,
         one after the other, and the host waits for the device.
+
+        If samples have inputs of unlike sizes, those are padded, and a last tensor of cond holds the sizes: of each row of
+        each recipe its shape without the batch, `[P, n]`. Each pair has its own forward pass then, which keeps its bits.
 
         Args:
             module: the pipeline's transformer, possibly sharded and with adapters.
@@ -71,6 +78,16 @@ class RecordedModel:
         Raises:
             ValueError: a sigma is that of no recorded step. On a GPU this is not checked; the velocity is NaN there.
         """
+        if self.ragged:
+            sizes = host_values.read(cond[-1]).tolist()
+            alike = dataclasses.replace(self, ragged=False)
+            pairs = [slice(pair, pair + 1) for pair in range(len(x))]
+            return torch.cat(
+                [
+                    alike.predict(module, x[pair], sigma[pair], cut(optree.tree_map(itemgetter(pair), cond[:-1]), own))
+                    for pair, own in zip(pairs, sizes, strict=True)
+                ]
+            )
         known = sigma.to(torch.float32)[:, None] == self.sigmas.to(sigma.device)
         found, position = known.any(dim=1), known.int().argmax(dim=1)
         if can_look(found) and not found.all():
@@ -190,6 +207,12 @@ def record(
     if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)
     return recording
+
+
+def cut(cond: Cond, sizes: Sequence[int]) -> Cond:
+    """Return the inputs of a recorded pipeline without their padding, given the shape of each without the batch."""
+    rest = iter(sizes)
+    return tuple(tuple(row[(slice(None), *(slice(next(rest)) for _ in row.shape[1:]))] for row in rows) for rows in cond)
 
 
 def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x: Samples | None = None) -> Samples:

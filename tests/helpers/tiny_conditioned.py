@@ -12,6 +12,9 @@ from PIL import Image
 from tiny_pipelines import flux, qwen_image, wan
 from tiny_replayed import flux2
 
+from fluvial.models.pipelines.folder import entries
+from fluvial.models.replay.processors import processor_without_video, read_processor
+
 
 class Row(NamedTuple):
     """One pipeline: how to build and call it."""
@@ -64,9 +67,11 @@ def control() -> Any:
 def processor() -> Any:
     """Build the processor of Qwen2.5-VL without torchvision's image processor."""
     from tiny_encoders import qwen_tokenizer
-    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+    from transformers import Qwen2VLImageProcessorPil
 
-    return Qwen2VLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), qwen_tokenizer())
+    tokenizer = qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
+    return processor_without_video(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
 
 
 def qwen_edit(plus: bool = False) -> Any:
@@ -74,7 +79,10 @@ def qwen_edit(plus: bool = False) -> Any:
     from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 
     kind = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
-    return kind(**qwen_image().components, processor=processor())
+    parts, both = qwen_image().components, processor()
+    parts["text_encoder"].resize_token_embeddings(len(both.tokenizer))
+    parts["text_encoder"].config.image_token_id = both.image_token_id
+    return kind(**{**parts, "tokenizer": both.tokenizer}, processor=both)
 
 
 def wan_image() -> Any:
@@ -101,8 +109,27 @@ ROWS: dict[str, Row] = {
     "fill": Row(fill, ("image", "mask_image"), SHORT, 2.5),
     "control": Row(control, ("control_image",), SHORT, 2.5),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
+    "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
+    "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),
     "wan": Row(wan_image, ("image",), SHORT, 3.0, frames=5),
 }
+
+
+def without_scaling(patch: Any) -> None:
+    """Let Qwen-Image-Edit keep images of 16 x 16 pixels, which it scales to about a megapixel."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+
+    patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (16, 16, None))
+    patch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda *_: (16, 16))
+
+
+def load(folder: Path) -> Any:
+    """Return diffusers' pipeline of a folder."""
+    from diffusers import DiffusionPipeline
+
+    kind = entries(folder).get("processor")
+    read = None if kind is None else read_processor(folder / "processor", kind)
+    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **({} if read is None else {"processor": read}))
 
 
 def save(name: str, folder: Path) -> Path:
@@ -120,6 +147,8 @@ def _make(name: str, folder: Path) -> None:
             for parameter in getattr(pipeline, part).parameters():
                 parameter.data += 0.2 * torch.randn_like(parameter)
     pipeline.save_pretrained(folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
 
 
 def draw_image(file: Path, seed: int, size: tuple[int, int] = (16, 16)) -> Path:

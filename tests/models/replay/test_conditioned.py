@@ -8,7 +8,6 @@ import optree
 import pytest
 import tiny_conditioned
 import torch
-from diffusers import DiffusionPipeline
 from tiny_conditioned import ROWS
 from torch import nn
 
@@ -27,6 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of the pipelines, by row."""
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(name, root / name)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images keep their size."""
+    tiny_conditioned.without_scaling(monkeypatch)
 
 
 def prompts(name: str, folder: Path) -> list[MediaPrompt]:
@@ -53,10 +58,10 @@ def opened(name: str, folder: Path, example: MediaPrompt, **options: Any) -> Any
 def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) -> None:
     """For two prompts with images of their own, encoded by the mode of the VAE's distribution, from the same noise."""
     asked = prompts(name, folder(name))
-    model = opened(name, folder(name), asked[0])
+    model = opened(name, folder(name), asked[0]).given(asked)
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
-    pipe: Any = DiffusionPipeline.from_pretrained(folder(name), local_files_only=True)
+    pipe = tiny_conditioned.load(folder(name))
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False)

@@ -1,0 +1,44 @@
+"""Processors of text and images without torchvision, which transformers' own processors need for videos."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# Processors that are the tokenizer, an image processor, and a processor of videos that no edit of images uses.
+WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor"})
+
+
+def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Qwen2VLProcessor") -> Any:
+    """Return a processor of transformers of the given class that processes text and images, and no videos."""
+    import transformers
+
+    parent = getattr(transformers, kind)
+
+    class WithoutVideo(parent):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.image_processor, self.tokenizer, self.chat_template = image_processor, tokenizer, tokenizer.chat_template
+            self.video_processor = None
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+            self.image_ids, self.video_ids = [self.image_token_id], [self.video_token_id]
+
+        def save_pretrained(self, folder: Any, **options: Any) -> Any:
+            image_processor.save_pretrained(folder)
+            return tokenizer.save_pretrained(folder)
+
+    WithoutVideo.__name__ = WithoutVideo.__qualname__ = kind
+    return WithoutVideo()
+
+
+def read_processor(folder: Path, kind: str) -> Any:
+    """Return the processor of a folder; None if transformers can read it itself, or it is of another kind.
+
+    The images are scaled by PIL rather than torchvision, which rounds differently.
+    """
+    if kind not in WITHOUT_VIDEO or find_spec("torchvision") is not None:
+        return None
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+    options = {"local_files_only": True}
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder, **options)
+    return processor_without_video(images, AutoTokenizer.from_pretrained(folder, **options), kind)
