@@ -116,7 +116,7 @@ ROWS: dict[str, Row] = {
 
 
 def without_scaling(patch: Any) -> None:
-    """Let Qwen-Image-Edit keep images of 16 x 16 pixels, which it scales to about a megapixel."""
+    """Make Qwen-Image-Edit keep images of 16 x 16 pixels, which it scales to about a megapixel."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
     patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (16, 16, None))
