@@ -15,7 +15,8 @@ from fluvial.models.pipelines.base import VaeOptions
 from fluvial.models.quantised import quantised_layers
 
 
-@pytest.mark.parametrize("name", ["sd3", pytest.param("wan", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sd3", "wan"])
 def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     """In a cache of their own, and with the bytes that a dry run counts."""
     plain, quantised = (opened(name, folders(name), cache=tmp_path, text_base=base) for base in (None, "int8"))
