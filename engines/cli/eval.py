@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 
+from fluvial.engines.cli.brief import EVAL, asks
 from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run
 from fluvial.engines.cli.listing import defaults as defaults_of
 from fluvial.engines.cli.listing import may_be_model
@@ -26,8 +27,10 @@ FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")}
 
 def run(args: list[str]) -> None:
     """Print what each evaluator finds, and write the folder if one is asked for."""
+    if asks(args):
+        parsed(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
     name = named("eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model)
-    config = parsed(defaults(name, args[1:]), f"fluvial eval {name}", args[1:])
+    config = parsed(defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
     with flags_in_errors(config, FLAGS):
         score(name, config)
 

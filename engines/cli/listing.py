@@ -1,6 +1,7 @@
 """Names that a command accepts, found without importing torch, so that `--help` answers at once."""
 
 import ast
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +9,14 @@ from typing import NamedTuple
 from fluvial.engines.named_models import MODELS
 
 RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
+
+
+JSON = "--json"  # prints a list for programs
+
+
+def without(args: Sequence[str], flag: str) -> tuple[list[str], bool]:
+    """Return the words other than a flag without a value, and whether it was among them."""
+    return [word for word in args if word != flag], flag in args
 
 
 class Defaults(NamedTuple):

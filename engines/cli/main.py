@@ -48,7 +48,6 @@ train, pretrain and eval take --processes N: they run on N processes of this mac
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
 """
-NEED_NAME = ("pretrain", "eval", "sample", "export", "preferences", "plan")  # without one, --help lists the commands
 UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more
 
 
@@ -121,9 +120,6 @@ def _command(args: list[str]) -> int:
         return 0
     if args[0] not in COMMANDS:
         raise UsageError(f"unknown command {args[0]!r}, expected one of {', '.join(COMMANDS)} (fluvial --help)")
-    if args[0] in NEED_NAME and args[1:2] and args[1] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
     count, rest = processes.split(args)
     if count > 1 and not {"-h", "--help"} & set(rest):
         return processes.run(rest, count)

@@ -1,9 +1,22 @@
 """`fluvial models`: list the models that can be trained, one per line."""
 
-from fluvial.engines.cli.listing import installed
+import json
+
+from fluvial.engines.cli.listing import JSON, installed, without
+from fluvial.engines.cli.tables import paragraphs, table
 from fluvial.engines.errors import UsageError
 from fluvial.models.catalogue import KNOWN
 
+USAGE = """usage: fluvial models [--json]
+
+List the models that can be trained: by which name (--model), what they make and predict, and the memory of their weights.
+--json prints the same for programs.
+"""
+BUILT_IN = (
+    ("handwriting", "codes", "velocity", "0.6 million parameters, built in"),
+    ("handwriting-unet", "codes", "epsilon", "0.7 million parameters, built in"),
+    ("words", "words", "velocity", "1.3 million parameters, built in; needs fluvial[words]"),
+)
 FOOT = """
 A model is named by its id on the Hub or by its folder. Other models of the same pipelines work as well. Models that predict
 epsilon take the sampler ddim (recipe ddpo), models that predict a velocity take the others. Text encoders and VAE come on
@@ -16,15 +29,20 @@ replayed, and it is rejected with a reason if the replay gives another velocity.
 
 def run(args: list[str]) -> None:
     """Print the table."""
-    if args and args[0] not in ("-h", "--help"):
-        raise UsageError(f"models takes no argument, got {args[0]!r} (fluvial --help)")
-    print(f"{'--model':<48} {'makes':<9} {'predicts':<9} network, memory of its weights in bfloat16")
-    print(f"{'handwriting':<48} {'codes':<9} {'velocity':<9} 0.6 million parameters, built in")
-    print(f"{'handwriting-unet':<48} {'codes':<9} {'epsilon':<9} 0.7 million parameters, built in")
-    print(f"{'words':<48} {'words':<9} {'velocity':<9} 1.3 million parameters, built in; needs fluvial[words]")
-    for known in KNOWN:
-        size = f"{known.billions:g} billion parameters, {known.gibibytes:.0f} GiB ({known.pipeline})"
-        print(f"{known.example:<48} {known.makes:<9} {known.prediction:<9} {size}")
-    print(FOOT, end="")
+    args, as_json = without(args, JSON)
+    if args and args[0] in ("-h", "--help"):
+        print(paragraphs(USAGE), end="")
+        return
+    if args:
+        raise UsageError(f"models takes no argument, got {args[0]!r} (fluvial models --help)")
+    if as_json:
+        networks = [{**known._asdict(), "gibibytes": known.gibibytes} for known in KNOWN]
+        names = ("example", "makes", "prediction", "network")
+        print(json.dumps([*(dict(zip(names, row, strict=True)) for row in BUILT_IN), *networks], indent=1))
+        return
+    sizes = [f"{known.billions:g} billion parameters, {known.gibibytes:.0f} GiB ({known.pipeline})" for known in KNOWN]
+    rows = [(known.example, known.makes, known.prediction, size) for known, size in zip(KNOWN, sizes, strict=True)]
+    print("\n".join(table(("--model", "makes", "predicts", "network, in bfloat16"), [*BUILT_IN, *rows])))
+    print("", paragraphs(FOOT), sep="\n", end="")
     for name, source in installed("models").items():
         print(f"\nAn installed package has an adapter for {name}: {source}")

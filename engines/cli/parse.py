@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tyro._errors import ParseErrorEvent
 
+    from fluvial.engines.cli.brief import Brief
+
 Config = TypeVar("Config")
 # Words for flags: most runs have one reward, `lora` is a group of fields, and `async` is a word of Python's.
 ALIASES = {
@@ -36,7 +38,9 @@ class HelpPrintedError(Exception):
     """Ends a command whose help was asked for and has been printed."""
 
 
-def parsed(base: Config, program: str, args: Sequence[str], *, about: str | None = None) -> Config:
+def parsed(
+    base: Config, program: str, args: Sequence[str], *, about: str | None = None, brief: "Brief | None" = None
+) -> Config:
     """Return the configuration that the arguments ask for.
 
     Args:
@@ -44,11 +48,18 @@ def parsed(base: Config, program: str, args: Sequence[str], *, about: str | None
         program: what was typed before the flags, e.g. "fluvial train grpo".
         args: the flags and their values.
         about: first paragraph of the help; by default the docstring of the dataclass.
+        brief: what --help prints; by default every flag, as --help-all does.
 
     Raises:
         UsageError: a flag or a value is wrong.
         HelpPrintedError: help was asked for and has been printed.
     """
+    from fluvial.engines.cli import brief as helps
+
+    if brief is not None and set(helps.HELP) & set(args):
+        print("\n".join(helps.lines(brief, base, program, _summary(about or type(base).__doc__ or ""))))
+        raise HelpPrintedError
+    args = ["--help" if word == helps.HELP_ALL else word for word in args]
     import tyro
     from tyro._errors import on_parse_error
 

@@ -1,5 +1,6 @@
 """`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer."""
 
+from fluvial.engines.cli.brief import asks
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
 
 SECONDS = ("--rollout-seconds", "--update-seconds")
@@ -10,6 +11,10 @@ def run(args: list[str]) -> None:
 
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
     """
+    if asks(args):
+        from fluvial.engines.plan.plan import PlanConfig
+
+        parsed(PlanConfig(), "fluvial plan MODEL", ["--help"])
     if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
         from fluvial.engines.plan import simulate
 

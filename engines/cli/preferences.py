@@ -12,6 +12,7 @@ from torch import nn
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
+from fluvial.engines.cli.brief import PREFERENCES, asks
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.order import PromptOrder
@@ -79,10 +80,12 @@ class PreferencesConfig:
 
 def run(args: list[str]) -> None:
     """Write the folder, and print the command that trains on it."""
+    if asks(args):
+        parsed(PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL", args[:1], brief=PREFERENCES)
     name = named("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
     own, folder = defaults(name), Path("runs") / "preferences"
     base = PreferencesConfig(folder, count=own.samples, steps=own.steps, micro_batch=own.micro_batch)
-    config = parsed(base, f"fluvial preferences {name}", args[1:])
+    config = parsed(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         count, asked = write(name, config)
     given = {"weights": config.weights, "lora": config.lora}

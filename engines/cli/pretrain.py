@@ -2,6 +2,7 @@
 
 from pkgutil import resolve_name
 
+from fluvial.engines.cli.brief import asks
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
@@ -9,6 +10,8 @@ from fluvial.engines.named_models import MODELS
 
 def run(args: list[str]) -> None:
     """Pre-train the named model."""
+    if asks(args):
+        args = ["handwriting", "--help"]
     name = named("pretrain", args, tuple(MODELS), "a model")
     from fluvial.engines.train.pretrain import pretrain
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fluvial.engines.cli.tables import paragraphs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.report import page
 from fluvial.engines.report.records import damage
@@ -18,7 +19,7 @@ fluvial train writes it when a run ends.
 def run(args: Sequence[str]) -> None:
     """Write a report and print its path."""
     if args and args[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(paragraphs(USAGE), end="")
         return
     if len(args) != 1:
         raise UsageError(f"report takes the folder of one run, got {len(args)} words (fluvial report --help)")

@@ -1,14 +1,22 @@
 """`fluvial rewards`: list the reward models, or describe one and its options."""
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.cli.listing import installed
+from fluvial.engines.cli.listing import JSON, installed, without
+from fluvial.engines.cli.tables import paragraphs, width, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
 
+USAGE = """usage: fluvial rewards [NAME] [--json]
+
+List the reward models: what they take, their memory, their score, weights and licence. With a NAME, which may also be a
+client of a reward server, describe it and its options. --json prints the same for programs.
+"""
+INDENT = 24  # of a reward's second line
 FOOT = """
 Memory is that of the weights in float32; dtype=bfloat16 halves it. "gradient": differentiable in the images, as the recipe
 alignprop needs it. Weights are downloaded from the Hub at the commit shown, or read from a folder (weights=FOLDER).
@@ -18,8 +26,12 @@ fluvial rewards NAME lists the options of one. Functions of your own are named a
 
 def run(args: list[str]) -> None:
     """Print the table, or one reward."""
-    if not args or args[0] in ("-h", "--help"):
-        _table()
+    args, as_json = without(args, JSON)
+    if args and args[0] in ("-h", "--help"):
+        print(paragraphs(USAGE), end="")
+        return
+    if not args:
+        print(json.dumps([_facts(model) for model in REWARD_MODELS.values()], indent=1)) if as_json else _table()
         return
     name = args[0]
     if len(args) > 1:
@@ -31,7 +43,11 @@ def run(args: list[str]) -> None:
     from fluvial.engines.rewards.clients import table as clients
 
     known = [*REWARD_MODELS, *clients.CLIENTS]
-    if name in REWARD_MODELS:
+    if as_json and name in known:
+        make = REWARD_MODELS[name].make if name in REWARD_MODELS else clients.maker(name)
+        facts = _facts(REWARD_MODELS[name]) if name in REWARD_MODELS else {"name": name}
+        print(json.dumps({**facts, "options": _defaults(make)}, indent=1))
+    elif name in REWARD_MODELS:
         _describe(name)
     elif name in clients.CLIENTS:
         print(f"{name}: client of a reward server\n\n{inspect.getdoc(clients.CLIENTS[name])}\n")
@@ -45,16 +61,22 @@ def _table() -> None:
     print(f"{'--rewards':<23} {'takes':<7} {'memory':<9} {'gradient':<9} score")
     for model in REWARD_MODELS.values():
         memory = f"{model.gibibytes:.1f} GiB" if model.parameters else "-"
-        print(f"{model.name:<23} {model.takes:<7} {memory:<9} {'yes' if model.gradients else 'no':<9} {model.formula}")
+        row = f"{model.name:<23} {model.takes:<7} {memory:<9} {'yes' if model.gradients else 'no':<9} {model.formula}"
+        print(*wrapped_row(row), sep="\n")
         commit = f" @ {model.revision[:8]}" if model.revision else ""
         weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
-        print(f"{'':<23} {weights}{model.source}{_to_install(model)}")
-    print(FOOT, end="")
-    print("Not here, because no class of transformers loads them (run them in a server):")
+        print(*wrapped(f"{weights}{model.source}{_to_install(model)}", indent=INDENT), sep="\n")
+    print("", paragraphs(FOOT), sep="\n", end="")
+    print(paragraphs("Not here, because no class of transformers loads them (run them in a server):"), end="")
     for name, reason in ELSEWHERE.items():
-        print(f"  {name:<21} {reason}")
+        print(*wrapped_row(f"  {name:<21} {reason}"), sep="\n")
     for name, source in installed("rewards").items():
         print(f"An installed package has the reward {name}: {source}")
+
+
+def wrapped_row(row: str) -> list[str]:
+    """Return the lines of a row that is continued under its second column, where the terminal is narrow."""
+    return [row] if len(row) <= width() else wrapped(row, later=INDENT)
 
 
 def _to_install(model: RewardModel) -> str:
@@ -73,11 +95,20 @@ def _describe(name: str) -> None:
     _options(name, model.make)
 
 
+def _defaults(make: Callable[..., Any]) -> dict[str, str]:
+    """Return the default of each option that a reward is made with; VALUE where one has to be given."""
+    options = inspect.signature(make).parameters.values()
+    return {option.name: "VALUE" if option.default is option.empty else str(option.default) for option in options}
+
+
+def _facts(model: RewardModel) -> dict[str, Any]:
+    """Return a reward model for programs."""
+    names = ("name", "takes", "formula", "source", "weights", "revision", "licence", "gradients", "gibibytes")
+    return {name: getattr(model, name) for name in names}
+
+
 def _options(name: str, make: Callable[..., Any]) -> None:
     """Print the options that a reward is made with, and their defaults; VALUE where one has to be given."""
-    options = [
-        f"{option.name}={'VALUE' if option.default is option.empty else option.default}"
-        for option in inspect.signature(make).parameters.values()
-    ]
+    options = [f"{option}={value}" for option, value in _defaults(make).items()]
     if options:
         print(f"Options and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

@@ -1,22 +1,32 @@
 """`fluvial runs [NAME]`: the field's published runs, each side by side with what fluvial runs."""
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
+from fluvial.engines.cli.listing import JSON, without
+from fluvial.engines.cli.tables import paragraphs, table, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.published.runs import PublishedRun, Source, find, published_runs
 
-USAGE = """usage: fluvial runs [NAME]
+USAGE = """usage: fluvial runs [NAME] [--json]
 
 Without a name, list the published runs. With one, print its configuration side by side: each setting as published and as
 fluvial runs it, where it was read, and why the two differ. fluvial train NAME trains it.
+--json prints the same for programs.
 """
-WIDTHS = (28, 36, 24)  # least widths of the columns setting, published and ours
+SHORT = 24  # characters of a value that is printed twice rather than as "the same"
 
 
 def run(args: Sequence[str]) -> None:
     """List the published runs, or print one."""
+    args, as_json = without(args, JSON)
     if args and args[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(paragraphs(USAGE), end="")
+    elif as_json and len(args) < 2:
+        every = published_runs()
+        listed_ones = [{"name": name, **_facts(run)} for name, run in every.items()]
+        print(json.dumps(record(find(args[0])) if args else listed_ones, indent=1))
     elif len(args) > 1:
         raise UsageError(f"runs takes one name, got {len(args)} words (fluvial runs --help)")
     elif args:
@@ -25,16 +35,20 @@ def run(args: Sequence[str]) -> None:
         print(listed())
 
 
+def _facts(found: PublishedRun) -> dict[str, Any]:
+    """Return the facts of a run in a list for programs."""
+    facts = {name: getattr(found, name) for name in ("algorithm", "model", "paper", "gpus", "needs")}
+    return {**facts, "headline": dict(found.headline)}
+
+
 def listed() -> str:
     """Return a line per run: name, algorithm, paper, GPUs and headline."""
     runs = published_runs()
-    width = max(map(len, runs))
-    lines = [f"{'name':<{width}}  {'algorithm':<28} {'paper':<10} GPUs  headline"]
-    for name, found in runs.items():
-        headline = found.headline.get("result", "")
-        lines.append(
-            f"{name:<{width}}  {found.algorithm:<28} {found.paper or '-':<10} {found.gpus or '-':>4}  {headline}".rstrip()
-        )
+    rows = [
+        (name, found.algorithm, found.paper or "-", str(found.gpus or "-"), found.headline.get("result", ""))
+        for name, found in runs.items()
+    ]
+    lines = table(("name", "algorithm", "paper", "GPUs", "headline"), rows)
     lines += ["", f"{len(runs)} runs. fluvial runs NAME prints one, fluvial train NAME trains it."]
     return "\n".join(lines)
 
@@ -52,22 +66,40 @@ def described(found: PublishedRun) -> str:
         *(f"  source {number}  {_place(source)}" for source, number in sources.items()),
         *([f"  fluvial cannot train it: {found.algorithm} needs {found.needs}"] if found.needs else []),
         "",
-        _columns(("setting", "published", "ours"), "source  why"),
     ]
-    for row in side_by_side(found):
-        ours = "the same" if row.ours == row.published and len(row.ours) > WIDTHS[2] else row.ours
-        number = sources.get(row.source, "-") if row.source else "-"
-        lines.append(_columns((row.setting, row.published, ours), f"{number:<7} {row.why}"))
+    lines = [part for line in lines for part in wrapped(line, later=4) or [""]]
+    settings = [
+        (
+            row.setting,
+            row.published,
+            "the same" if row.ours == row.published and len(row.ours) > SHORT else row.ours,
+            str(sources.get(row.source, "-")) if row.source else "-",
+            row.why,
+        )
+        for row in side_by_side(found)
+    ]
+    lines += table(("setting", "published", "ours", "source", "why"), settings)
     if found.unusual:
-        lines += ["", "unusual", *(f"  - {line}" for line in found.unusual)]
+        lines += ["", "unusual", *(part for line in found.unusual for part in wrapped(f"- {line}", indent=2, later=4))]
     return "\n".join(lines)
+
+
+def record(found: PublishedRun) -> dict[str, Any]:
+    """Return a run for programs: its facts, and its settings side by side."""
+    from fluvial.engines.train.published.resolve import side_by_side
+
+    facts = {name: getattr(found, name) for name in ("name", "algorithm", "model", "paper", "gpus", "needs", "unusual")}
+    settings = [
+        {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place_of(row.source)}
+        for row in side_by_side(found)
+    ]
+    return {**facts, "headline": dict(found.headline), "settings": settings}
+
+
+def _place_of(source: Source | None) -> str | None:
+    return None if source is None else _place(source)
 
 
 def _place(source: Source) -> str:
     note = f" ({source.note})" if source.note else ""
     return f"{source.repo} {source.path} at {source.commit}{note}"
-
-
-def _columns(cells: tuple[str, str, str], rest: str) -> str:
-    texts = (f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
-    return f"{'  '.join(texts)}  {rest}".rstrip()

@@ -9,6 +9,7 @@ from torch import nn
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
+from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompts import checked
@@ -64,10 +65,12 @@ class SampleConfig:
 
 def run(args: list[str]) -> None:
     """Draw, and print where the image is."""
+    if asks(args):
+        parsed(SampleConfig(), "fluvial sample MODEL", args[:1], brief=SAMPLE)
     name = named("sample", args, tuple(MODELS), "a model", fits=may_be_model)
     own = defaults(name)
     base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
-    config = parsed(base, f"fluvial sample {name}", args[1:])
+    config = parsed(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
     with flags_in_errors(config):
         out = sample(name, config)
     print(f"image: {out}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fluvial.engines.cli import listing
+from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, taken, typed
 from fluvial.engines.errors import LostProcessError, UsageError
 
@@ -25,6 +26,8 @@ def run(args: list[str]) -> None:
     if args and args[0] in ("-h", "--help"):
         print(recipes_help(), end="")
         return
+    if args and args[0] == HELP_ALL:
+        args = ["grpo", HELP_ALL]
     if DRY_RUN in args:
         _dry_run(args)
         return
@@ -76,14 +79,14 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or typed(flags, "--resume-from")
-    shows_help = bool({"-h", "--help"} & set(flags))
+    shows_help = bool({*HELP, HELP_ALL} & set(flags))
     asked = default
     if resumes and not shows_help:
         default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
         _check_same_objective(name, asked, default)
     elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
         raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
-    config = parsed(default, f"fluvial {command} {name}", flags, about=about)
+    config = parsed(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
     for line in _notes(name, asked, config, flags, resumes=bool(resumes)):
         print(f"fluvial: {line}", file=sys.stderr)
     return config

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -57,7 +58,7 @@ def test_the_help_of_every_flag_is_a_sentence(command: str) -> None:
 
 @pytest.mark.parametrize("command", [command for command in CONFIGS if "/" not in command])
 def test_the_help_of_a_command_shows_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*command.split(), "--help"]) == 0
+    assert cli.run([*command.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
     missing = [name for name in field_names(CONFIGS[command]) if not re.search(rf"--(no-)?{re.escape(flag(name))}\b", shown)]
     assert not missing
@@ -102,3 +103,52 @@ def test_the_help_of_a_recipe_does_not_wait_for_model_libraries() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", [*(f"train {name}" for name in RECIPES), "eval", "sample", "preferences", "export", "plan"]
+)
+def test_a_help_is_short_and_fits_the_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under 60 lines of 80 columns, with three examples whose flags exist; plan has no short one."""
+    from fluvial.engines.cli import brief
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"usage: fluvial {command}")
+    if command == "plan":
+        return
+    assert len(shown) < 60
+    assert max(map(len, shown)) <= 80
+    assert "--help-all" in " ".join(shown)
+    short = getattr(brief, command.split()[0].upper())
+    assert len(short.examples) == 3
+    flags = [line.split()[0] for line in shown if line.startswith("  --")]
+    if command == "train grpo":
+        assert len(flags) == len(short.fields) == 20
+    assert not {line for line in shown if re.fullmatch(r"  --\S+ *", line)}, "a flag without a text"
+
+
+@pytest.mark.parametrize("command", ["runs", "runs flow_grpo/sd3.5-medium/ocr", "rewards", "models"])
+def test_a_table_fits_the_terminal_and_programs_read_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No row is lost on the way: a narrow table holds the words of a wide one."""
+    assert cli.run(command.split()) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "72")
+    assert cli.run(command.split()) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 72
+    names = {line.split()[0] for line in wide.splitlines()[1:] if line[:1].isalnum() and not line.startswith("setting ")}
+    assert names <= set(narrow.split())
+    assert cli.run([*command.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["report", "rewards", "models", "config", "runs"])
+def test_a_command_without_flags_has_a_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: fluvial {command}")

@@ -1,0 +1,140 @@
+"""Short helps: the flags of a command that people set, and examples. --help-all lists every flag."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fluvial.engines.cli.tables import width, wrapped
+
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+LONGEST = 190  # characters of a flag's first sentence that is printed whole
+WIDEST = 110  # columns of running text
+
+
+class Brief(NamedTuple):
+    """The short help of a command."""
+
+    fields: tuple[str, ...]  # dotted names; those that a configuration lacks are left out
+    examples: tuple[str, ...]  # what is typed after "fluvial "
+
+
+TRAIN = Brief(
+    (
+        *(
+            "model",
+            "rewards",
+            "prompts",
+            "out",
+            "resume",
+            "updates",
+            "seed",
+            "train",
+            "lora.rank",
+            "optimizer.lr",
+            "kl.coef",
+        ),
+        *("rollout.prompts", "rollout.group", "rollout.steps", "rollout.guidance.scale", "pipeline.height"),
+        *("pipeline.width", "engine.fit", "eval_every", "tracker"),
+    ),
+    (
+        "train grpo --rewards characters --updates 40",
+        "train grpo --model MODEL --rewards pickscore --prompts prompts.txt --processes auto",
+        "train grpo --resume --out runs/grpo",
+    ),
+)
+DRAWING = ("weights", "lora", "steps", "seed", "guidance.scale", "micro_batch", "pipeline.height", "pipeline.width")
+SAMPLE = Brief(
+    ("prompts", "out", "each", *DRAWING),
+    (
+        "sample handwriting --prompts 0427 1999",
+        "sample handwriting --weights runs/grpo/weights",
+        "sample FOLDER --prompts 'a red fox' --lora runs/grpo/lora --out fox.png",
+    ),
+)
+PREFERENCES = Brief(
+    ("prompts", "rewards", "out", "count", "group", *DRAWING),
+    (
+        "preferences handwriting --count 200",
+        "preferences handwriting --weights runs/grpo/weights --rewards characters",
+        "preferences FOLDER --prompts prompts.txt --rewards pickscore --out pairs",
+    ),
+)
+EVAL = Brief(
+    (
+        *("prompts", "rewards", "base", "weights", "lora", "out", "seeds", "samples", "steps", "guidance", "solver"),
+        *("micro_batch", "pipeline.height", "pipeline.width"),
+    ),
+    (
+        "eval handwriting",
+        "eval runs/grpo --base start --out comparison",
+        "eval runs/grpo/checkpoints/000040 --seeds 4",
+    ),
+)
+EXPORT = Brief(
+    ("format", "ema", "dtype", "merge", "out"),
+    (
+        "export runs/grpo",
+        "export runs/grpo --as comfyui --dtype bfloat16",
+        "export runs/grpo/checkpoints/000040 --as merged --out network",
+    ),
+)
+NAMES = {"format": "as"}  # flags with another name than their field
+
+
+def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
+    """Return the short help of a command.
+
+    Args:
+        values: its configuration with the defaults.
+        program: what is typed before the flags.
+        about: text above the flags.
+    """
+    columns = min(width(), WIDEST)
+    fields = [(name, *found) for name in brief.fields if (found := _described(values, name)) is not None]
+    names = ["--" + NAMES.get(name, name).replace("_", "-") for name, *_ in fields]
+    indent = max(map(len, names)) + 4
+    shown = []
+    for name, (_, value, text) in zip(names, fields, strict=True):
+        default = "" if value in (None, (), "") else f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
+        first, *more = textwrap.wrap(text + default, columns - indent, break_on_hyphens=False)
+        shown += [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in more)]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n")]
+    return [
+        f"usage: {program} [--flag value ...]",
+        *(line for paragraph in paragraphs for line in ["", *wrapped(paragraph, columns)]),
+        "",
+        *shown,
+        "",
+        "Examples",
+        *(line for example in brief.examples for line in wrapped(f"fluvial {example}", columns, indent=2, later=6)),
+        *wrapped(f"Every other flag, by group: {program} {HELP_ALL}", columns),
+    ]
+
+
+def _described(values: Any, field: str) -> tuple[Any, str] | None:
+    """Return the value of a field and the beginning of its help; None if there is no such field."""
+    import docstring_parser
+
+    *parents, name = field.split(".")
+    for parent in parents:
+        values = getattr(values, parent, None)
+    if not hasattr(values, name):
+        return None
+    written = {each.arg_name: each.description or "" for each in docstring_parser.parse(type(values).__doc__ or "").params}
+    text = written.get(name, "")
+    return getattr(values, name), _clause(" ".join(text.split()))
+
+
+def _clause(text: str) -> str:
+    """Return the first sentence of a help up to its first explanation."""
+    for marks in ((", e.g.", ", each with", ". ", "; "), (": ", " (")):
+        ends = [place for mark in marks if (place := text.find(mark)) > 0]
+        text = text[: min(ends, default=len(text))]
+        if len(text) <= LONGEST:
+            break
+    return text.removesuffix(".").replace("`", "")
+
+
+def asks(args: Sequence[str]) -> bool:
+    """Return whether a command's own help is asked for, in place of a name."""
+    return bool(args) and args[0] in (*HELP, HELP_ALL)
