@@ -3,8 +3,7 @@
 import json
 
 from fluvial.engines.cli import train
-from fluvial.engines.cli.listing import JSON, without
-from fluvial.engines.cli.tables import paragraphs
+from fluvial.engines.cli.listing import JSON, paragraphs, without
 from fluvial.engines.train.record import as_record
 
 USAGE = """usage: fluvial config RECIPE [--field value ...] [--json]

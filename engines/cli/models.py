@@ -2,8 +2,7 @@
 
 import json
 
-from fluvial.engines.cli.listing import JSON, installed, without
-from fluvial.engines.cli.tables import paragraphs, table
+from fluvial.engines.cli.listing import JSON, installed, paragraphs, table, without
 from fluvial.engines.errors import UsageError
 from fluvial.models.catalogue import KNOWN
 

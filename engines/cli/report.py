@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.tables import paragraphs
+from fluvial.engines.cli.listing import paragraphs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.report import page
 from fluvial.engines.report.records import damage

@@ -5,8 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, installed, without
-from fluvial.engines.cli.tables import paragraphs, width, wrapped
+from fluvial.engines.cli.listing import JSON, installed, paragraphs, width, without, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel

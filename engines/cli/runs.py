@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, without
-from fluvial.engines.cli.tables import paragraphs, table, wrapped
+from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.published.runs import PublishedRun, Source, find, published_runs
 
