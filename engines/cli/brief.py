@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fluvial.engines.cli.listing import width, wrapped
+
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 LONGEST = 190  # characters of a flag's first sentence that is printed whole
 WIDEST = 110  # columns of running text
