@@ -47,7 +47,7 @@ SAMPLE = Brief(
     ("prompts", "out", "each", *DRAWING),
     (
         "sample handwriting --prompts 0427 1999",
-        "sample handwriting --weights runs/grpo/weights",
+        "sample runs/grpo",
         "sample FOLDER --prompts 'a red fox' --lora runs/grpo/lora --out fox.png",
     ),
 )
@@ -55,7 +55,7 @@ PREFERENCES = Brief(
     ("prompts", "rewards", "out", "count", "group", *DRAWING),
     (
         "preferences handwriting --count 200",
-        "preferences handwriting --weights runs/grpo/weights --rewards characters",
+        "preferences runs/grpo/checkpoints/000040 --count 100",
         "preferences FOLDER --prompts prompts.txt --rewards pickscore --out pairs",
     ),
 )

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -15,18 +16,18 @@ from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
 from fluvial.engines.cli.parse import one_size
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rewards.registry import without_weight
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.solvers import SolverChoice
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
-from fluvial.engines.train.exports import policy_of
+from fluvial.engines.train.exports import export_run, policy_of
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
 from fluvial.engines.train.jobs.pipeline import read_prompts_of
@@ -137,6 +138,50 @@ def source_of(name: str) -> Source | None:
     if not (run / RECORD).is_file():
         raise UsageError(f"{name} is a checkpoint, and {run} holds no run: evaluate it where its run is")
     return Source(configuration(run), run, name)
+
+
+class Drawn(NamedTuple):
+    """A model that samples are drawn with."""
+
+    model: str
+    weights: Path | None  # in place of the model's own
+
+
+@contextmanager
+def drawn_with(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[Drawn]:
+    """Open the model of a name, with the exported weights of a run or those of a checkpoint.
+
+    A checkpoint, and the newest one of a run that has exported nothing, is exported to a temporary folder.
+
+    Raises:
+        UsageError: the run has neither, or `weights` or `lora` are given beside it.
+    """
+    source = source_of(name)
+    if source is None:
+        yield Drawn(name, weights)
+        return
+    for flag, value in (("weights", weights), ("lora", lora)):
+        if value is not None:
+            raise no_effect(flag, f"with {name}, a run with its own")
+    if source.checkpoint is None:
+        yield Drawn(source.config.model, source.folder / WEIGHTS)
+        return
+    average = source.config.evaluation.average and source.config.optimizer.ema_decay > 0
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / WEIGHTS
+        with init_world() as world:
+            export_run(source.checkpoint, "merged", out=out, average=average, dtype="float32", world=world)
+        yield Drawn(source.config.model, out)
+
+
+def drawing_settings(run: TrainConfig) -> dict[str, Any]:
+    """Return the settings with which a run evaluates, for drawing samples with its weights."""
+    size = run.pipeline.size
+    return {
+        "steps": run.evaluation_steps,
+        "guidance": replace(run.evaluation_guidance, update="guided"),
+        "pipeline": replace(run.pipeline, sizes=(), height=size.height, width=size.width),
+    }
 
 
 def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:

@@ -42,7 +42,7 @@ USAGE = f"""usage: fluvial COMMAND NAME [--field value ...]
 
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwriting-unet (a UNet that predicts epsilon) or
 words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
-eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, eval also a run or a checkpoint.
+eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, a run, or one of its checkpoints.
 plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image and wan2.1-14b. fluvial COMMAND NAME --help lists the fields.
 train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
+from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.order import PromptOrder
@@ -40,6 +41,8 @@ MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want
 @dataclass(frozen=True)
 class PreferencesConfig:
     """Draw samples with a model, and write the best and the worst sample of each prompt, by a reward, to a folder.
+
+    MODEL is what `fluvial sample` takes. A run and a checkpoint bring their prompts, rewards, steps, guidance and size.
 
     Args:
         out: Folder for preferences.jsonl and its images.
@@ -81,10 +84,16 @@ class PreferencesConfig:
 def run(args: list[str]) -> None:
     """Write the folder, and print the command that trains on it."""
     if asks(args):
-        parsed(PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL", args[:1], brief=PREFERENCES)
+        parsed(
+            PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL_OR_RUN", args[:1], brief=PREFERENCES
+        )
     name = named("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
-    own, folder = defaults(name), Path("runs") / "preferences"
+    source, folder = source_of(name), Path("runs") / "preferences"
+    own = defaults(name if source is None else source.config.model)
     base = PreferencesConfig(folder, count=own.samples, steps=own.steps, micro_batch=own.micro_batch)
+    if source is not None:
+        run = source.config
+        base = replace(base, prompts=run.prompts, rewards=run.rewards, **drawing_settings(run))
     config = parsed(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         count, asked = write(name, config)
@@ -97,12 +106,18 @@ def run(args: list[str]) -> None:
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
     one_size(config.pipeline)
+    with drawn_with(name, weights=config.weights, lora=config.lora) as drawn:
+        return _drawn_and_written(drawn, config)
+
+
+def _drawn_and_written(drawn: Drawn, config: PreferencesConfig) -> tuple[int, int]:
+    """Draw and write the preferences of a model that is open."""
     job = jobs.to_train(
-        name,
+        drawn.model,
         config.pipeline,
         steps=config.steps,
         guidance=config.guidance,
-        weights=config.weights,
+        weights=drawn.weights,
         prompts=config.prompts,
     )
     module = jobs.build(job)

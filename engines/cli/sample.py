@@ -1,7 +1,7 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
+from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompts import checked
@@ -30,6 +31,9 @@ from fluvial.models.device import default_device
 @dataclass(frozen=True)
 class SampleConfig:
     """Draw images of prompts with a model, and with an adapter once more from the same noise.
+
+    MODEL is a built-in model, a pipeline of diffusers (folder or id), `module:name`, the folder of a run or one of its
+    checkpoints. A run and a checkpoint bring their steps, guidance and size.
 
     Args:
         prompts: Prompts to draw.
@@ -66,10 +70,13 @@ class SampleConfig:
 def run(args: list[str]) -> None:
     """Draw, and print where the image is."""
     if asks(args):
-        parsed(SampleConfig(), "fluvial sample MODEL", args[:1], brief=SAMPLE)
+        parsed(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
     name = named("sample", args, tuple(MODELS), "a model", fits=may_be_model)
-    own = defaults(name)
+    source = source_of(name)
+    own = defaults(name if source is None else source.config.model)
     base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
+    if source is not None:
+        base = replace(base, **drawing_settings(source.config))
     config = parsed(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
     with flags_in_errors(config):
         out = sample(name, config)
@@ -81,7 +88,13 @@ def sample(name: str, config: SampleConfig) -> Path:
     if config.out.suffix.lower() not in images.Image.registered_extensions():
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)
-    job = jobs.to_sample(name, config.pipeline, steps=config.steps, guidance=config.guidance, weights=config.weights)
+    with drawn_with(name, weights=config.weights, lora=config.lora) as drawn:
+        return _sample(name, drawn, config)
+
+
+def _sample(name: str, drawn: Drawn, config: SampleConfig) -> Path:
+    """Draw with a model that is open, and return the path of the image."""
+    job = jobs.to_sample(drawn.model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=drawn.weights)
     checked((("`prompts`", prompt) for prompt in as_prompts(config.prompts)), check=job.model.check_prompt, heldout=())
     module = jobs.build(job).to(default_device()).eval()
     sheets = [_sheet(job, module, config, name)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -30,7 +31,7 @@ from fluvial.engines.train.jobs.pipeline import (
     read_prompts_of,
     read_training,
 )
-from fluvial.engines.train.jobs.weights import from_run, with_base
+from fluvial.engines.train.jobs.weights import OtherWeights, from_run, with_base
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 
@@ -176,7 +177,7 @@ def to_sample(
 
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute)
     model: Any = job.model
-    load = None if is_adapter(name) else model.with_weights
+    load = partial(OtherWeights, model) if is_adapter(name) else model.with_weights
     return with_base(replace(job, rewards={"jpeg": jpeg_compressibility}, load=load), weights)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.loading import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
@@ -72,6 +73,33 @@ def from_run(config: TrainConfig) -> TrainConfig:
         advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
         raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
     return replace(config, model=base_model(config.model), weights=weights)
+
+
+class OtherWeights:
+    """A user-defined model with the network of a folder of weights, such as the `weights` of a run.
+
+    Args:
+        model: the model.
+        folder: weights with the names of its network's parameters; `build` reads them all.
+    """
+
+    weights = None  # no folder that an empty network is filled from
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self._model, self._folder = model, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the network with the weights of the folder; with `empty`, with parameters on the meta device."""
+        module: nn.Module = self._model.build(empty=empty)
+        if not empty:
+            try:
+                module.load_state_dict(dict(stored(self._folder)))
+            except RuntimeError as error:
+                raise UsageError(f"{self._folder} holds another network: {' '.join(str(error).split())}") from error
+        return module
 
 
 def with_base(job: Job, weights: Path | None) -> Job:

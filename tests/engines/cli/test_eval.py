@@ -13,6 +13,7 @@ import launch
 import pytest
 import tiny_pipelines
 import torch
+from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
@@ -237,3 +238,44 @@ def test_two_ranks_find_the_same(folder: Path, tmp_path: Path, capfd: pytest.Cap
     assert images[0] == images[1]
     assert len(images[0]) == 5
     assert torch.get_num_threads() == 1
+
+
+def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint draws what the export of its weights draws; so does a run that has exported nothing yet."""
+    run, prompts = tmp_path / "run", ["--prompts", "0427", "--each", "2"]
+    flags = [*launch.SMALL, "--minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
+    assert cli.run(["train", "grpo", "--out", str(run), *flags]) == 0
+    drawn = {}
+    for name, typed in {
+        "run": [str(run)],
+        "checkpoint": [str(run / "checkpoints" / "000002")],
+        "weights": ["handwriting", "--weights", str(run / "weights"), "--steps", "4"],
+        "base": ["handwriting", "--steps", "4"],
+    }.items():
+        assert cli.run(["sample", *typed, *prompts, "--out", str(tmp_path / f"{name}.png")]) == 0, capfd.readouterr().err
+        with Image.open(tmp_path / f"{name}.png") as image:
+            drawn[name] = image.convert("L").crop((0, 40, image.width, image.height)).tobytes()
+    assert drawn["run"] == drawn["checkpoint"] == drawn["weights"]
+    assert drawn["run"] != drawn["base"]
+    shutil.rmtree(run / "weights")
+    assert cli.run(["preferences", str(run), "--count", "2", "--group", "4", "--out", str(tmp_path / "pairs")]) == 0
+    assert (tmp_path / "pairs" / "preferences.jsonl").is_file()
+    capfd.readouterr()
+    assert cli.run(["sample", str(run), "--lora", "x", *prompts]) == 2
+    assert "--lora has no effect with" in launch.one_line(capfd.readouterr().err)
+
+
+def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With its exported weights, beside the model that it started from."""
+    (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
+    run = tmp_path / "run"
+    own = ["--model", "toy_doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
+    assert cli.run(["train", "toy_doors:recipe", "--out", str(run), *own]) == 0
+    capfd.readouterr()
+    assert cli.run(["eval", str(run), "--base", "start", "--out", str(tmp_path / "scores")]) == 0, capfd.readouterr().err
+    table = json.loads((tmp_path / "scores" / "table.json").read_text())
+    assert "toy_doors:bold" in json.dumps(table)
+    images = [*(tmp_path / "scores" / "base").glob("*.png"), *(tmp_path / "scores" / "images").glob("*.png")]
+    assert len({image.read_bytes() for image in images}) > len(images) // 2
