@@ -35,7 +35,7 @@ def check_format(kind: Format, model: DiffusionModel, *, adapted: bool, merge: b
     if kind == "lora" and not adapted:
         raise UsageError("the run trained all weights, so that there is no adapter to export as lora: use merged")
     if merge and (kind != "comfyui" or not adapted):
-        raise UsageError("`merge` is set, which is for comfyui of a run with an adapter: leave it out")
+        raise UsageError("`merge` has no effect except with comfyui of a run with an adapter; remove it")
     if kind == "full" and not isinstance(getattr(model, "folder", None), Path):
         raise UsageError(f"{pipeline} is no pipeline with a folder, so that it cannot be exported as full: use merged")
     if kind == "comfyui" and pipeline not in LAYOUTS:

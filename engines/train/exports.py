@@ -84,7 +84,7 @@ def export_run(
         config, adapter = _settings(manifest, place)
         if average and not tensors:
             raise UsageError(
-                f"`ema` is set, and checkpoint {place} has no moving average, because `optimizer.ema_decay` is 0"
+                f"`ema` has no effect with checkpoint {place}, without an average (`optimizer.ema_decay` is 0); remove it"
             )
         job = _job(config) if job is None else job
         kind = kind or ("merged" if adapter is None else "lora")

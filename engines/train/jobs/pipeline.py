@@ -153,7 +153,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     if config.shift is not None:
         raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
     if config.sizes:
-        raise UsageError("`pipeline.sizes` is set, and the pipeline has no adapter, so that it has one size: use height")
+        raise no_effect("pipeline.sizes", "without an adapter, because the pipeline then has one size (height and width)")
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
     return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)

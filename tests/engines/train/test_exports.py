@@ -226,7 +226,7 @@ def test_what_cannot_be_exported_is_one_line(
         (2, [str(empty)], "is a run without a checkpoint"),
         (1, [str(tmp_path / "checkpoints" / "000002")], "is damaged ("),
         (1, [str(tmp_path / "checkpoints" / ".partial-000003")], "is damaged (manifest.json is missing)"),
-        (2, [str(run), "--merge"], "--merge is set, which is for comfyui"),
+        (2, [str(run), "--merge"], "--merge has no effect except with comfyui"),
         (2, [str(run), "--as", "onnx"], "--as"),
     ):
         assert cli.run(["export", *typed, *(["--out", str(tmp_path / "out")] if typed else [])]) == code
@@ -292,8 +292,8 @@ def test_a_run_of_all_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     capfd.readouterr()
     for typed, says in (
         (["--as", "lora"], "there is no adapter to export as lora: use merged"),
-        (["--ema"], "--ema is set, and checkpoint"),
-        (["--as", "comfyui", "--merge"], "--merge is set, which is for comfyui of a run with an adapter"),
+        (["--ema"], "--ema has no effect with checkpoint"),
+        (["--as", "comfyui", "--merge"], "--merge has no effect except with comfyui of a run with an adapter"),
     ):
         assert cli.run(["export", str(run), *typed, "--out", str(tmp_path / "out")]) == 2
         assert says in launch.one_line(capfd.readouterr().err)

@@ -182,4 +182,4 @@ def test_a_pipeline_without_an_adapter_has_one_size(tmp_path: Path, capfd: pytes
     capfd.readouterr()
     given = ["--prompts", str(tmp_path / "prompts.txt"), "--pipeline.sizes", "16x16"]
     assert run(tmp_path, "aura-flow", "grpo", tmp_path / "run", *given) == 2
-    assert "has no adapter, so that it has one size" in launch.one_line(capfd.readouterr().err)
+    assert "--pipeline.sizes has no effect without an adapter" in launch.one_line(capfd.readouterr().err)
