@@ -20,6 +20,7 @@ REPORTS = "keep_checkpoints checkpoint_every checkpoint_async eval_every eval_sa
 EXPORTS = "export_dtype export_every export_as"
 PRIVATE = {*MACHINE.split(), *REPORTS.split(), *EXPORTS.split()}
 PATHS = {"pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights"}
+FORMS = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
 
@@ -124,7 +125,7 @@ def _licence(folder: Path | None) -> list[str]:
 
 
 def _introduction(card: Card) -> str:
-    what = "LoRA adapter of" if card.is_adapter else "weights of"
+    what = f"{FORMS[card.settings['lora']['form']['kind']]} adapter of" if card.is_adapter else "weights of"
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
     lines = [f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}."]
     if card.average:
@@ -151,6 +152,13 @@ def _loading(card: Card) -> str:
             for part in card.parts or [""]
         ]
         return f"## Use\n\nCopy {' and '.join(files)} to `ComfyUI/models/{target}`."
+    elif card.kind == "lora" and card.pipeline and card.settings["lora"]["form"]["kind"] == "lokr":  # pipelines refuse it
+        names = card.parts or ("unet" if "UNet" in str(card.network) else "transformer",)
+        code = [imports, "", start]
+        code += [
+            f'pipeline.{name}.load_lora_adapter("{folder}", prefix="{name.removesuffix("_2")}")'
+            for name, folder in zip(names, folders, strict=True)
+        ]
     elif card.kind == "lora" and card.pipeline:
         first, *second = folders
         code = [imports, "", start, f'pipeline.load_lora_weights("{first}")']

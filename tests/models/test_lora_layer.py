@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models import lora_layer as light
+from fluvial.models.lora import LowRank
 
 
 def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Product = "factors") -> tuple[Any, Any]:
@@ -18,7 +19,7 @@ def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Pro
     for lightened in (False, True):
         torch.manual_seed(0)
         module = nn.ModuleDict({"to_q": nn.Linear(6, 5, bias=bias)})
-        add_lora(module, LoraConfig(rank=rank, alpha=rank * scale, product=product), ["to_q"])
+        add_lora(module, LoraConfig(rank=rank, alpha=rank * scale, form=LowRank(product=product)), ["to_q"])
         layer: Any = module["to_q"]
         nn.init.normal_(layer.lora_B["default"].weight)
         if not lightened:
@@ -72,7 +73,7 @@ def test_the_merged_product_is_that_of_peft(shape: tuple[int, ...], rank: int, b
 def counted(product: light.Product, shape: tuple[int, ...], out: int, *, backward: bool) -> int:
     """Return the FLOPs of the passes of an adapted layer."""
     module = nn.ModuleDict({"to_q": nn.Linear(shape[-1], out)})
-    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    add_lora(module, LoraConfig(rank=2, form=LowRank(product=product)), ["to_q"])
     with FlopCounterMode(display=False) as counter:
         result = module["to_q"](torch.randn(shape, requires_grad=True))
         if backward:
@@ -110,7 +111,7 @@ def test_a_compiler_sees_the_merged_product_of_narrow_layers(product: light.Prod
     """As one linear layer with the sum as its weight; wide layers and the factors are PEFT's three."""
     torch.manual_seed(0)
     module = nn.ModuleDict({"to_q": nn.Linear(width, width)})
-    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    add_lora(module, LoraConfig(rank=2, form=LowRank(product=product)), ["to_q"])
     layer: Any = module["to_q"]
     nn.init.normal_(layer.lora_B["default"].weight)
     linear = list[Any]()
@@ -160,7 +161,7 @@ def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(light, "merged_linear", spy)
     for product, expected in (("factors", []), ("merged", [torch.float32])):
-        layer = layers(2.0, product=product)[1]  # type: ignore[arg-type]
+        layer = layers(2.0, form=LowRank(product=product))[1]  # type: ignore[arg-type]
         x = torch.randn(3, 6)
         single = layer(x)
         torch.testing.assert_close(layer.to(torch.bfloat16)(x.bfloat16()).float(), single, rtol=5e-2, atol=5e-2)
@@ -217,7 +218,7 @@ def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytes
 @pytest.mark.parametrize("product", ["factors", "merged"])
 def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
     """The first layer's input, and a frozen factor."""
-    _, ours = layers(2.0, product=product)
+    _, ours = layers(2.0, form=LowRank(product=product))
     ours.lora_A["default"].weight.requires_grad_(False)
     ours(torch.randn(3, 6)).sum().backward()
     assert ours.lora_A["default"].weight.grad is None
@@ -229,7 +230,7 @@ def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
 @pytest.mark.parametrize("product", ["factors", "merged"])
 def test_an_adapter_of_zeros_has_the_bits_of_the_layer_without_it(product: light.Product, dtype: torch.dtype) -> None:
     """A policy begins exactly as its reference, for an input that is part of a larger tensor, too."""
-    layer = layers(2.0, product=product)[1].to(dtype)
+    layer = layers(2.0, form=LowRank(product=product))[1].to(dtype)
     nn.init.zeros_(layer.lora_B["default"].weight)
     layer.base_layer.requires_grad_(False)
     for x in (torch.randn(3, 9, 6), torch.randn(3, 9, 6)[:, 2:7], torch.randn(9, 6)):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import jvp
 
 from fluvial.engines.plan.memory import LiveStorages
-from fluvial.models.lora import LoraConfig, add_lora, merge_lora
+from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
 from fluvial.models.quantised import (
     FORMATS,
     NF4,
@@ -202,7 +202,7 @@ def test_a_merged_product_dequantises(disabled: bool) -> None:
     found = []
     x = torch.randn(3, 64)
     for module in modules:
-        add_lora(module, LoraConfig(rank=4, product="merged"), ("0",), seed=1)
+        add_lora(module, LoraConfig(rank=4, form=LowRank(product="merged")), ("0",), seed=1)
         torch.nn.init.ones_(module[0].lora_B["default"].weight)
         if module is modules[0]:
             quantise_linear(module, "int4", torch.float32)
