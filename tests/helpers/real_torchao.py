@@ -1,4 +1,4 @@
-"""The real torchao of one version, outside of the environment: PEFT would import it wherever it finds it, and print warnings."""
+"""The real torchao of one version, outside of the environment, where PEFT would import it in every process."""
 
 import sys
 from functools import cache
