@@ -20,6 +20,7 @@ from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.lora import (
     Dora,
@@ -271,7 +272,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     held = adapter_parameters(network, "default")
     for name, parameter in adapter_parameters(again, "default").items():
         torch.testing.assert_close(parameter, held[name], rtol=1e-6, atol=1e-6)
-    plain.load_lora_adapter(str(tmp_path), prefix="transformer")
+    plain.load_lora_adapter(str(tmp_path), weight_name=LORA, prefix="transformer")
     x = {
         "hidden_states": torch.randn(1, plain.config.in_channels, 8, 8),
         "encoder_hidden_states": torch.randn(1, 4, plain.config.joint_attention_dim),
@@ -320,7 +321,7 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
 
 
 @each
-@pytest.mark.parametrize("name", ["sd3", "qwen-image", "wan", "z-image", "sdxl"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen-image", "wan", "z-image", "sdxl"])
 def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
     """From the file of the export, for layers that the original joins, too."""
     made = tiny_pipelines.ROWS[name].make()
