@@ -161,7 +161,7 @@ def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(light, "merged_linear", spy)
     for product, expected in (("factors", []), ("merged", [torch.float32])):
-        layer = layers(2.0, form=LowRank(product=product))[1]  # type: ignore[arg-type]
+        layer = layers(2.0, product=product)[1]  # type: ignore[arg-type]
         x = torch.randn(3, 6)
         single = layer(x)
         torch.testing.assert_close(layer.to(torch.bfloat16)(x.bfloat16()).float(), single, rtol=5e-2, atol=5e-2)
@@ -218,7 +218,7 @@ def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytes
 @pytest.mark.parametrize("product", ["factors", "merged"])
 def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
     """The first layer's input, and a frozen factor."""
-    _, ours = layers(2.0, form=LowRank(product=product))
+    _, ours = layers(2.0, product=product)
     ours.lora_A["default"].weight.requires_grad_(False)
     ours(torch.randn(3, 6)).sum().backward()
     assert ours.lora_A["default"].weight.grad is None
@@ -230,7 +230,7 @@ def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
 @pytest.mark.parametrize("product", ["factors", "merged"])
 def test_an_adapter_of_zeros_has_the_bits_of_the_layer_without_it(product: light.Product, dtype: torch.dtype) -> None:
     """A policy begins exactly as its reference, for an input that is part of a larger tensor, too."""
-    layer = layers(2.0, form=LowRank(product=product))[1].to(dtype)
+    layer = layers(2.0, product=product)[1].to(dtype)
     nn.init.zeros_(layer.lora_B["default"].weight)
     layer.base_layer.requires_grad_(False)
     for x in (torch.randn(3, 9, 6), torch.randn(3, 9, 6)[:, 2:7], torch.randn(9, 6)):
