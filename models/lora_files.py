@@ -91,6 +91,10 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
     if len({*ranks.values()}) > 1 or len({*scales.values()}) > 1 or not all(MAGNITUDE in parts for parts in found.values()):
         raise ValueError(f"{file} has layers of different ranks, scales or forms, expected those of one DoRA")
     lengths = {f"{name}.{MAGNITUDE}.weight": parts[MAGNITUDE].flatten() for name, parts in found.items()}
+    for name, parts in found.items():
+        held, wanted = parts[MAGNITUDE].numel(), len(parts["B"])
+        if held != wanted:
+            raise ValueError(f"{file} is of another architecture: {name} has {held} lengths of rows, expected {wanted}")
     factors = _equal(found, ranks, scales)
     return factors._replace(tensors={**factors.tensors, **lengths}, form=Dora())
 
@@ -207,15 +211,19 @@ def _kronecker(
 
     ranks = {len(parts["lokr_w2_b"]) for parts in found.values() if "lokr_w2_b" in parts}
     firsts = [tuple(parts["lokr_w1"].shape) for parts in found.values() if "lokr_w1" in parts]
-    rank = int(settings.get("r") or max(ranks, default=max(max(parts["lokr_w2"].shape) for parts in found.values())))
+    whole = [max(parts["lokr_w2"].shape) for parts in found.values() if "lokr_w2" in parts]
+    rank = int(settings.get("r") or max([*ranks] or whole or [1]))
     known = settings.get("decompose_factor")
     for factor in [int(known)] if known is not None else [-1, *sorted({rows for rows, _ in firsts})]:
         expected = {}
         for name in found:
             layer: Any = linear[name]
             (rows, long), (columns, wide) = (factorization(n, factor) for n in (layer.out_features, layer.in_features))
-            whole = rank >= max(long, wide) / 2
-            second = {"lokr_w2": (long, wide)} if whole else {"lokr_w2_a": (long, rank), "lokr_w2_b": (rank, wide)}
+            second = (
+                {"lokr_w2": (long, wide)}
+                if rank >= max(long, wide) / 2
+                else {"lokr_w2_a": (long, rank), "lokr_w2_b": (rank, wide)}
+            )
             expected[name] = {"lokr_w1": (rows, columns), **second}
         if expected == {name: {part: tuple(t.shape) for part, t in parts.items()} for name, parts in found.items()}:
             tensors = {f"{name}.{part}": tensor for name, parts in found.items() for part, tensor in parts.items()}

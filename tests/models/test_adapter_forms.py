@@ -13,7 +13,7 @@ import tiny_pipelines
 import torch
 from diffusers.loaders import lora_conversion_utils as theirs
 from lora_model import MODEL, inputs, loss_of, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluvial.engines.export.formats import COMFY_LORA, write
@@ -272,6 +272,10 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     held = adapter_parameters(network, "default")
     for name, parameter in adapter_parameters(again, "default").items():
         torch.testing.assert_close(parameter, held[name], rtol=1e-6, atol=1e-6)
+    if isinstance(form, Lokr):  # rank and factor follow from the shapes, too
+        save_file(load_file(tmp_path / LORA), tmp_path / "bare.safetensors")
+        bare = read_lora(tmp_path / "bare.safetensors", tiny)
+        assert (bare.rank, bare.form, bare.layers) == (RANK, form, found.layers)
     plain.load_lora_adapter(str(tmp_path), weight_name=LORA, prefix="transformer")
     x = {
         "hidden_states": torch.randn(1, plain.config.in_channels, 8, 8),
