@@ -275,7 +275,9 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     if isinstance(form, Lokr):  # by the shapes alone, with a scale of 1
         save_file(load_file(tmp_path / LORA), tmp_path / "bare.safetensors")
         bare = read_lora(tmp_path / "bare.safetensors", tiny)
-        assert (bare.alpha, bare.form, bare.layers) == (bare.rank, form, found.layers)
+        assert (bare.alpha, bare.layers) == (bare.rank, found.layers)
+        # Another factor may give these layers the same shapes.
+        assert all(torch.equal(bare.tensors[name], held[name]) for name in held)
     plain.load_lora_adapter(str(tmp_path), weight_name=LORA, prefix="transformer")
     x = {
         "hidden_states": torch.randn(1, plain.config.in_channels, 8, 8),
