@@ -45,7 +45,7 @@ def updates(world: World) -> dict[str, Any]:
 
 
 def passes(world: World) -> list[int]:
-    """Return the rows of each pass of an update that is told the size of a micro-batch alone; rank 0 has one item, others 7."""
+    """Return the rows of each pass of an update that gets the micro-batch alone; rank 0 has one item, others 7."""
     net, rows = Net(), list[int]()
     engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1)
     loss = squared(engine.module)
