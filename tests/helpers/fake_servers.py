@@ -112,7 +112,7 @@ class YesNo:
 def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
     """Start a real server on loopback whose requests a function answers, and yield its address.
 
-    Errors of the function are raised in the end, except those of connections: a client reads no more than that one was closed.
+    Errors of the function are raised in the end, except those of connections; clients only see that one was closed.
     """
     faults: list[BaseException] = []
 
