@@ -90,11 +90,11 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         return _equal(found, ranks, scales)
     if len({*ranks.values()}) > 1 or len({*scales.values()}) > 1 or not all(MAGNITUDE in parts for parts in found.values()):
         raise ValueError(f"{file} has layers of different ranks, scales or forms, expected those of one DoRA")
-    lengths = {f"{name}.{MAGNITUDE}.weight": parts[MAGNITUDE].flatten() for name, parts in found.items()}
-    for name, parts in found.items():
-        held, wanted = parts[MAGNITUDE].numel(), len(parts["B"])
-        if held != wanted:
-            raise ValueError(f"{file} is of another architecture: {name} has {held} lengths of rows, expected {wanted}")
+    lengths = {f"{name}.{MAGNITUDE}.weight": held[MAGNITUDE].flatten() for name, held in found.items()}
+    for name, held in found.items():
+        count, wanted = held[MAGNITUDE].numel(), len(held["B"])
+        if count != wanted:
+            raise ValueError(f"{file} is of another architecture: {name} has {count} lengths of rows, expected {wanted}")
     factors = _equal(found, ranks, scales)
     return factors._replace(tensors={**factors.tensors, **lengths}, form=Dora())
 

@@ -42,7 +42,7 @@ def lighten(layer: Any, *, product: Product = "auto") -> None:
     if type(layer) is lora.Linear:
         layer.__class__ = _light(lora.Linear, product)  # type: ignore[arg-type]  # peft has no types: mypy sees no class
     elif type(layer) is lokr.Linear:
-        layer.__class__ = _light_lokr(lokr.Linear)
+        layer.__class__ = _light_lokr(lokr.Linear)  # type: ignore[arg-type]
 
 
 @cache

@@ -87,10 +87,10 @@ def of_peft(form: Form, module: nn.Module) -> nn.Module:
     """Return the two layers with PEFT's own adapter of the same values."""
     plain: nn.Module = layers()
     given: dict[str, Any] = {"r": RANK, "target_modules": ["0", "1"]}
-    if isinstance(form, Dora):
-        settings: Any = peft.LoraConfig(lora_alpha=ALPHA, use_dora=True, **given)
+    if isinstance(form, Lokr):
+        settings: Any = peft.LoKrConfig(alpha=ALPHA, decompose_factor=form.factor or -1, **given)
     else:
-        settings = peft.LoKrConfig(alpha=ALPHA, decompose_factor=form.factor or -1, **given)
+        settings = peft.LoraConfig(lora_alpha=ALPHA, use_dora=True, **given)
     peft.inject_adapter_in_model(settings, plain)
     tensors = dict(export.weights(module, adapter="default"))
     peft.set_peft_model_state_dict(plain, tensors)
@@ -155,9 +155,9 @@ def test_small_lengths_keep_their_digits_in_bfloat16() -> None:
 
 def test_a_row_of_zeros_stays_finite() -> None:
     """PEFT would divide 0 by 0."""
-    module = layers()
+    module: nn.Module = layers()
     with torch.no_grad():
-        module[0].weight[3] = 0
+        module.get_submodule("0").weight[3] = 0  # type: ignore[operator]
     add_lora(module, config(Dora()), ["0"])
     module(torch.randn(2, 24)).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in adapter_parameters(module, "default").values() if p.grad is not None)
