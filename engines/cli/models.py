@@ -6,10 +6,16 @@ from fluvial.engines.cli.listing import JSON, installed, paragraphs, table, with
 from fluvial.engines.errors import UsageError
 from fluvial.models.catalogue import KNOWN
 
+MEASURED = "--measured"
 USAGE = """usage: fluvial models [--json]
+       fluvial models --measured [CLASS ...] [--json]
 
 List the models that can be trained: by which name (--model), what they make and predict, and the memory of their weights.
 --json prints the same for programs.
+
+--measured tries every pipeline of the installed diffusers that has a transformer, or the named ones, as a tiny random one:
+it is trained for one update, and its adapter is opened. It prints which train, and why the others are refused. It takes
+minutes.
 """
 BUILT_IN = (
     ("handwriting", "codes", "velocity", "0.6 million parameters, built in"),
@@ -32,8 +38,11 @@ def run(args: list[str]) -> None:
     if args and args[0] in ("-h", "--help"):
         print(paragraphs(USAGE), end="")
         return
+    if args and args[0] == MEASURED:
+        _measured(args[1:], as_json=as_json)
+        return
     if args:
-        raise UsageError(f"models takes no argument, got {args[0]!r} (fluvial models --help)")
+        raise UsageError(f"models takes --measured only, got {args[0]!r} (fluvial models --help)")
     if as_json:
         networks = [{**known._asdict(), "gibibytes": known.gibibytes} for known in KNOWN]
         names = ("example", "makes", "prediction", "network")
@@ -45,3 +54,13 @@ def run(args: list[str]) -> None:
     print("", paragraphs(FOOT), sep="\n", end="")
     for name, source in installed("models").items():
         print(f"\nAn installed package has an adapter for {name}: {source}")
+
+
+def _measured(names: list[str], *, as_json: bool) -> None:
+    """Print the measured table."""
+    from fluvial.engines.cli import measured
+    from fluvial.models.tiny.pipelines import flow_pipelines
+
+    if unknown := sorted({*names} - {*flow_pipelines()}):
+        raise UsageError(f"models --measured: the installed diffusers has no {unknown[0]}, or it has no transformer")
+    measured.run(names, as_json=as_json)
