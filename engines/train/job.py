@@ -255,7 +255,10 @@ def to_train(
         error = model.check(module, model_inputs((train * 2)[:2]))
         given = media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
-        return f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, velocities and images within {error:.1g}"
+        return (
+            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
+            f"velocities and images within {error:.1g}"
+        )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
     return with_base(job, weights)

@@ -69,7 +69,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "ErnieImagePipeline": {"use_pe": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "Lumina2Pipeline": {"system_prompt": ""},
-    **dict.fromkeys(("QwenImageEditPipeline", "QwenImageEditPlusPipeline"), {"max_sequence_length": 128}),
+    "QwenImageEditPipeline": {"max_sequence_length": 128},
+    "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
+    "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
 LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios")
 
@@ -81,7 +83,7 @@ def flow_pipelines() -> list[str]:
     found = []
     for name in sorted(dir(diffusers)):
         kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
-        if inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters:  # type: ignore[misc]
+        if inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters:
             found.append(name)
     return found
 
@@ -131,7 +133,7 @@ def build(name: str) -> Any:
             continue
         parts[part] = _part(part, hints[part], name, hints)
     both = parts.get("processor", parts.get("text_processor"))
-    encoder = parts.get("text_encoder")
+    encoder: Any = parts.get("text_encoder")
     if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
         if "tokenizer" in parts:
             parts["tokenizer"] = both.tokenizer
