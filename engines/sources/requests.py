@@ -4,6 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class PromptOrder(NamedTuple):
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
-    media: Mapping[str, Source]  # image of each argument of the pipeline's call
+    media: Mapping[str, Source] = MappingProxyType({})  # image of each argument of the pipeline's call
 
     def boundaries(self, last: set[int]) -> tuple[int, ...]:
         """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
