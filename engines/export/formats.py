@@ -150,8 +150,8 @@ def _lengths(
 ) -> dict[str, Tensor]:
     """Return what ComfyUI scales the rows of a DoRA by, on the main rank, see `adapter_to_original`.
 
-    Every rank must take part. Layers that are joined with adapted ones are among them, with the norms of their rows, which
-    leave them as they are.
+    Every rank must take part. Layers that are joined with adapted ones are among them, with the norms of their rows, so
+    that they do not change.
     """
     parts, linear, found = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:

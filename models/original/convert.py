@@ -80,8 +80,8 @@ def adapter_to_original(
 def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor]], *, scale: float) -> dict[str, Tensor]:
     """Return a LoKr by keys that ComfyUI reads, its scale multiplied into w1.
 
-    A Kronecker product for a part of a joined layer, such as queries, is none for the whole. ComfyUI knows the parts by
-    diffusers' names after `lycoris_` (comfy/lora.py, `model_lora_keys_unet`).
+    Several Kronecker products, such as those of queries, keys and values, are not one of the layer that joins them. ComfyUI
+    knows the parts by diffusers' names after `lycoris_` (comfy/lora.py, `model_lora_keys_unet`).
 
     Args:
         original: names of the network.
