@@ -91,6 +91,8 @@ REWARD_MODELS: dict[str, RewardModel] = {
             "xswu/HPSv2",
             "697403c78157020a1ae59d23f111aa58ced35b0a",
             986.1,
+            "fluvial[rewards]",
+            ("ftfy",),
             gradients=True,
         ),
         RewardModel(
