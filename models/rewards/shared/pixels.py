@@ -153,6 +153,12 @@ def resize(images: Tensor, size: tuple[int, int], resample: str = "bicubic") -> 
     return images
 
 
+def resize_as_tensor(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return images `[N, C, H, W]` of integers from 0 to 255, resized as torchvision does with tensors of bytes: bicubic."""
+    scaled = functional.interpolate(images, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+    return _with_value(scaled, torch.round(scaled.detach()))
+
+
 def pad_to_square(images: Tensor, side: int) -> Tensor:
     """Return images `[N, C, H, W]` whose longer edge is resized to `side`, centred on black, in float64.
 
