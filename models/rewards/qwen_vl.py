@@ -250,6 +250,7 @@ class VideoReward(QwenVl):
     Args:
         weights: folder with `checkpoint-11352/model.pth` and `model_config.json`, or id on the Hub.
         fps: frames per second of the videos; two frames per second are scored, and at least four.
+        score: "Overall", the sum, or "VQ", "MQ" or "TA", one of the three.
     """
 
     facts = REWARD_MODELS["videoreward"]
@@ -257,6 +258,7 @@ class VideoReward(QwenVl):
     _: KW_ONLY
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
     fps: float = 16.0
+    score: str = "Overall"
 
     file, kind, medium = "checkpoint-11352/model.pth", "Qwen2VLModel", "video"
     tokens = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
@@ -264,6 +266,7 @@ class VideoReward(QwenVl):
 
     def read(self, file: Path, commit: str | None) -> dict[str, Tensor]:
         """Return the weights with the adapter merged into them, and keep the settings beside them."""
+        loading.check_choice("score", self.score, ("Overall", *self.parts))
         if not self.fps > 0:
             raise LoadingError(f"fps is {self.fps:g}, expected a number above 0")
         if Path(self.weights).is_file():
@@ -280,7 +283,7 @@ class VideoReward(QwenVl):
         return merged(loading.read_tensors(file), scale)
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return `score`, and its parts `VQ`, `MQ` and `TA`, `[B]` each in float32, differentiable in the videos.
+        """Return `score`, and the parts `VQ`, `MQ` and `TA`, `[B]` each in float32, differentiable in the videos.
 
         Args:
             videos: videos `[B, C, F, H, W]` in [0, 1], of at least two frames.
@@ -298,7 +301,8 @@ class VideoReward(QwenVl):
         scores = {
             part: (found[:, i] - mean) / std for i, (part, (mean, std)) in enumerate(zip(self.parts, self.norm, strict=True))
         }
-        return {"score": torch.stack(list(scores.values())).sum(0), **scores}
+        overall = torch.stack(list(scores.values())).sum(0)
+        return {"score": scores.get(self.score, overall), **scores}
 
 
 def request(name: str, prompt: str) -> str:

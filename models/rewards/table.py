@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 VIT_L = "openai/clip-vit-large-patch14", "32bd64288804d66eefd0ccbe215aa642df71cc41"  # CLIP, and its commit
+DINOV2 = "facebook/dinov2-base", "f9e44c814b77203eaa57a6bdbbd535f21ede1415"
 READ = "1 - min(lev(t, w), |w|) / |w|"  # of the text t that is read and the text w that is asked for
 
 
@@ -171,6 +172,26 @@ REWARD_MODELS: dict[str, RewardModel] = {
             "MIT (CLIP), Apache-2.0 (head)",
             *VIT_L,
             428.5,
+            gradients=True,
+        ),
+        RewardModel(
+            "dino",
+            "identity:Dino",
+            "cos(f(x), f(y)), y the image of the prompt's record",
+            "arXiv 2208.12242, 2304.07193",
+            "Apache-2.0",
+            *DINOV2,
+            86.6,
+            gradients=True,
+        ),
+        RewardModel(
+            "perceptual",
+            "identity:Perceptual",
+            "-sum_l mean_i |u_li(x) - u_li(y)|^2, y as of dino",
+            "arXiv 1801.03924, 2304.07193",
+            "Apache-2.0",
+            *DINOV2,
+            86.6,
             gradients=True,
         ),
         RewardModel(

@@ -176,7 +176,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.tsv", "prompt\na fox"), "a.tsv ends in .tsv, expected .txt, .jsonl, .json, .csv, .parquet"),
     (text("a.json", '{"prompt": "a fox"}\n{"prompt": "a dog"}'), "(a file with a record per line ends in .jsonl)"),
     (text("a.json", '{"prompt": "a fox"}'), "a.json holds a dict, expected an array of objects"),
-    (text("a.json", '[{"prompt": "a fox"}, "a dog"]'), "a.json, record 2 is text, expected an object of columns"),
+    (text("a.json", '[{"prompt": "a fox"}, "a dog"]'), "a.json, record 2 is a str, expected an object of columns"),
     (text("a.json", '[{"prompt": "a fox"}, {"prompt": 3}]'), "a.json, record 2, column prompt is an int, expected text"),
     (text("empty.jsonl", "\n"), "empty.jsonl is empty"),
     (text("a.jsonl", '\n{"prompt": \n'), "a.jsonl, line 2 is not JSON: "),

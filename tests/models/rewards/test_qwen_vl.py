@@ -273,6 +273,8 @@ def test_videoreward_is_its_formula(folders: dict[str, Path]) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["score"], found["VQ"] + found["MQ"] + found["TA"])
     assert abs(float(found["score"][0] - found["score"][1])) > 1e-4
+    only = made("videoreward", folders, score="VQ")(video, PROMPTS[:1])
+    torch.testing.assert_close(only["score"], only["VQ"])
     with pytest.raises(ValueError, match=r"videoreward scores videos of 2 frames or more, got samples \[3, 60, 90\]"):
         reward(video[:, :, 0], PROMPTS[:1])
 
@@ -350,6 +352,7 @@ def test_what_is_wrong_is_one_line(folders: dict[str, Path], tmp_path: Path) -> 
     assert "is of the architecture 'qwen2_5_vl', expected 'qwen2_vl'" in message(Hpsv3, hpsv3, base=edit)
     assert "hpsv3: the folder" in message(Hpsv3, edit, base=hpsv3)
     assert "fps is 0, expected a number above 0" in message(VideoReward, video, base=video, fps=0)
+    assert "score is 'vq', expected one of Overall, VQ, MQ, TA" in message(VideoReward, video, base=video, score="vq")
     file = folders["videoreward"] / "checkpoint-11352" / "model.pth"
     assert "expected the folder that has model_config.json" in message(VideoReward, file, base=video)
     state = tiny.published(tiny.backbone("Qwen2VL", extra=1))
