@@ -238,6 +238,6 @@ REWARD_MODELS: dict[str, RewardModel] = {
 ELSEWHERE: dict[str, str] = {
     "geneval": "its detector needs mmdet and Python 3.10; models.rewards.geneval has its rules for any detector",
     "deqa": "needs mPLUG-Owl2, which is code in its repository",
-    "unifiedreward": "a vision-language model of 7 billion parameters: serve it with vLLM or sglang",
+    "unifiedreward": "has 7 billion parameters and writes: serve it, and use unified_reward, unified_reward_2 or win_rate",
     "imagebind": "no class of transformers; its package needs torchvision and torchaudio",
 }

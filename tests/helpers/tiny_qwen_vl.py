@@ -47,7 +47,13 @@ def config(kind: str) -> Any:
         "eos_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
     }
-    vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     if kind == "Qwen2VL":
         vision |= {"embed_dim": 8, "hidden_size": WIDTH, "mlp_ratio": 2}
     else:

@@ -55,7 +55,7 @@ NAMES: dict[str, Any] = {
 }
 
 
-class Nowhere(io.TextIOBase):
+class Nowhere(io.StringIO):
     """File that keeps nothing."""
 
     def write(self, text: str) -> int:

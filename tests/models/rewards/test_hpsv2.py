@@ -1,6 +1,7 @@
 """HPSv2.1: weights of open_clip, converted, against open_clip's own mathematics in numpy."""
 
 import html
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import ftfy
 import numpy as np
 import numpy_towers as nt
 import pytest
-import regex
 import tiny_rewards
 import torch
 import wheels
@@ -153,7 +153,7 @@ def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
 def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> None:
     """By the functions of its own wheel; tokens are those of the cleaned prompt, and differ from the raw one's."""
     file = wheels.install("hpsv2", "1.2.0") / "hpsv2" / "src" / "open_clip" / "tokenizer.py"
-    package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=regex)
+    package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=import_module("regex"))
     wanted = package["whitespace_clean"](package["basic_clean"](prompt))
     assert cleaned(prompt) == wanted
     reward = Hpsv2(folder, heads=(HEADS, HEADS))

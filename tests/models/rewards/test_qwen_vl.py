@@ -301,7 +301,7 @@ def test_adapters_are_merged_as_peft_merges_them() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.other(self.q_proj(x))
 
-    model = get_peft_model(Net(), LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    model = get_peft_model(Net(), LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"]))
     tiny_rewards.randomise(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     wanted = model.merge_and_unload().state_dict()
