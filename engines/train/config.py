@@ -297,6 +297,11 @@ class TrainConfig:
         return self.makes_samples or self.objective.traits.groups != "prompt"
 
     @property
+    def evaluation_pass(self) -> int:
+        """Number of samples per forward pass of evaluations; ValueError while `micro_batch` is auto and they have no own."""
+        return self.evaluation.micro_batch or self.largest_pass
+
+    @property
     def evaluation_steps(self) -> int:
         """Number of steps of the schedule in evaluations."""
         return self.evaluation.steps or self.rollout.steps
