@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_encoders import qwen_tokenizer
 from tiny_rewards import randomise
 from torch import Tensor
 
 from fluvial.core.random import key, normal
+from fluvial.models.tiny.encoders import qwen_tokenizer
 
 WIDTH = 16
 # Renders a conversation as Qwen2-VL's template does.
