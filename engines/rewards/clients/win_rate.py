@@ -1,6 +1,6 @@
 """How often each sample wins against the others of its group, by a VLM judge behind a chat server.
 
-Source: Pref-GRPO, arXiv 2508.20751, and its repository's `fastvideo/rewards`; the judge there is UnifiedReward-Think.
+Source: Pref-GRPO, arXiv 2508.20751, and its repository's `fastvideo/rewards`; the VLM judge there is UnifiedReward-Think.
 """
 
 import math
@@ -19,7 +19,7 @@ from fluvial.engines.rewards.clients.vlm import FRAMES, PLACE, Chat, question_of
 from fluvial.engines.wire.client import HttpClient
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-# Kind of sample by the name of its built-in question, as the judge names it.
+# Kind of sample by the name of its built-in question, as the VLM judge names it.
 KINDS = {"pairwise": "Image", "pairwise_video": "Video", "pairwise_edit": "Edited image"}
 
 
@@ -27,7 +27,7 @@ class WinRate:
     """Wins of a sample over the number of its comparisons, in [0, 1]; a tie, or a reply without a verdict, is half a win.
 
     Each two samples of a group are compared once, so that a group of G takes G (G - 1) / 2 requests. Videos are shown as
-    frames. Where every prompt has an image, edits of it are compared, and the judge sees it first.
+    frames. Where every prompt has an image, edits of it are compared, and the VLM judge sees it first.
 
     Args:
         server, model: as of `YesNo`.

@@ -41,7 +41,7 @@ def shown(request: Any) -> list[int]:
 
 
 def prefers_red(kind: str, first: int = 0) -> Any:
-    """Return a judge that finds the redder image better, equal ones alike; `first` images come before the two."""
+    """Return a VLM judge that finds the redder image better, equal ones alike; `first` images come before the two."""
 
     def answer(request: Any) -> Any:
         values = shown(request)[first:]
@@ -68,7 +68,7 @@ def test_each_sample_has_the_share_of_its_comparisons_that_it_wins() -> None:
 
 @given(said=st.lists(st.sampled_from(["Image 1 is better", "Image 2 is better", "alike", None]), min_size=3, max_size=3))
 def test_win_rates_are_those_of_pref_grpo(said: list[str | None]) -> None:
-    """Its counts: a win is 1, a reply that names neither, or has no answer, is half for both, divided by comparisons.
+    """Its counts: a win is 1, a reply that names neither, or lacks an answer, is half for both, divided by comparisons.
 
     Source: `fastvideo/rewards/unifiedreward_think.py`, `_pairwise_win_rate`.
     """
