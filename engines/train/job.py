@@ -256,7 +256,8 @@ def to_train(
         given = media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
         return (
-            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, its velocities within {error:.1g}"
+            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
+            f"velocities and images within {error:.1g}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)

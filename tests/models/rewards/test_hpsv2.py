@@ -9,11 +9,11 @@ import pytest
 import tiny_rewards
 import torch
 from numpy_towers import Array
-from tiny_encoders import clip_tokenizer
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards.hpsv2 import FILE, Hpsv2
 from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
+from fluvial.models.tiny.encoders import clip_tokenizer
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 WIDTH, TEXT, OUT, LAYERS, HEADS, PATCH, SIDE, LENGTH = 16, 20, 12, 2, 2, 10, 30, 24
