@@ -63,7 +63,8 @@ def every_flag() -> set[str]:
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--version", "--processes", "--reward", "--as", "--async.ahead")
+        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--async.ahead"),
+        "--objective.temperature",  # of the objective that a page shows
     }
 
 
