@@ -220,7 +220,7 @@ def to_train(
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
-            ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
             "captions"
         )
 
