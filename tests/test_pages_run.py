@@ -6,7 +6,6 @@ added: updates, samples, steps, pixels. Files that a page speaks of are there, a
 
 import json
 import shlex
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def is_here(words: Sequence[str]) -> bool:
 
 def sized(words: Sequence[str]) -> list[str]:
     """Return a command with its sizes replaced by small ones."""
-    command, *rest = words[1:]
+    command, *rest = (word.replace("checkpoints/000040", "checkpoints/000001") for word in words[1:])
     if "--resume" in rest or command in ("export", "report"):
         return [command, *rest]
     is_pipeline = any(name in rest for name in (*MODELS, "runs/sft")) or "/" in rest[0]
@@ -141,7 +140,6 @@ def supply(words: Sequence[str], home: Path, capfd: pytest.CaptureFixture[str]) 
             "0.9",
         ]
         assert cli.run(sized(command)) == 0, capfd.readouterr().err
-        shutil.copytree(run / "checkpoints" / "000001", run / "checkpoints" / "000040")
 
 
 @pytest.mark.long
