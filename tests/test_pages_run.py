@@ -54,7 +54,7 @@ ELSEWHERE = (
         "models",
         "runs",
     ),
-    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "--suite", "train/README.md"),
+    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "--suite"),
 )
 STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in ("train", "data", "rewards", "export", "checkpoint"))]
 STORY += [f"engines/{topic}/README.md" for topic in ("evaluation", "objectives", "cli")]
