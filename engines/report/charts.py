@@ -116,12 +116,14 @@ def _figure() -> "tuple[Figure, Axes]":
 
 def _draw(axes: "Axes", chart: LineChart, lines: Mapping[str, Points]) -> None:
     """Draw lines; few points are marked, so that a single evaluation is seen."""
+    from matplotlib.ticker import MaxNLocator
+
     for label, points in lines.items():
         marker = "o" if len(points) < 30 else None
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker, markersize=4)
     _finish(axes, chart.xlabel, chart.y)
     if all(float(x).is_integer() for line in lines.values() for x, _ in line):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _finish(axes: "Axes", xlabel: str, y: str) -> None:

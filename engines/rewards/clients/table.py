@@ -7,6 +7,7 @@ from typing import Any
 
 from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
+from fluvial.engines.rewards.clients.votes import Votes
 from fluvial.engines.wire.client import HttpClient
 
 CLIENTS: dict[str, type] = {
@@ -17,6 +18,7 @@ CLIENTS: dict[str, type] = {
     "vlm_rating": Rating,
     "vlm_questions": Questions,
     "unified_reward": UnifiedReward,
+    "votes": Votes,
 }
 HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
 
