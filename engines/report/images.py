@@ -17,13 +17,14 @@ def sheet_of(
     prompts: Sequence[str],
     scores: Tensor | None = None,
     *,
+    base: Sequence[float] | None = None,
     title: str = "",
     columns: int = 4,
     width: int = 256,
 ) -> Image.Image:
     """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `captioned`."""
     drawn = [as_image(image, width=width) for image in images]
-    return captioned(drawn, prompts, scores, title=title, columns=columns).image
+    return captioned(drawn, prompts, scores, base=base, title=title, columns=columns).image
 
 
 class Sheet(NamedTuple):

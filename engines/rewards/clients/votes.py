@@ -25,7 +25,7 @@ from fluvial.engines.rewards.clients.images import as_text, png
 from fluvial.engines.wire.client import HttpClient
 
 EVERY = 1.0  # seconds between two questions for votes
-LINE_EVERY = 60.0  # seconds between two lines about the progress
+LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first line about the progress, and between two
 
 
 class Asked(NamedTuple):
@@ -106,7 +106,8 @@ class Votes:
 
     def _ask(self) -> None:
         """Ask for votes until no group waits."""
-        known, since, printed = -1, self.clock.monotonic(), float("-inf")
+        known, since = -1, self.clock.monotonic()
+        printed = since + LINE_AFTER - LINE_EVERY
         while True:
             with self._lock:
                 waiting = dict(self._waiting)

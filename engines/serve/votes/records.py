@@ -62,7 +62,7 @@ class VoteFolder:
         self.votes = [_vote(line) for line in self.lines]
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Free the folder for another process."""
         os.close(self._lock)
 
     def keep_images(self, group: str, images: Sequence[bytes]) -> None:

@@ -294,7 +294,7 @@ def _images(texts: list[str]) -> list[bytes]:
             with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 sizes.add(image.size)
                 image.verify()
-        except Exception as error:  # whatever a damaged file does to its reader
+        except Exception as error:  # a damaged file raises many kinds
             raise RequestError(400, f"an image is not a PNG file as base64: {error}") from None
         found.append(data)
     if len(sizes) > 1:

@@ -53,6 +53,7 @@ class People:
     def reward(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Votes:
         """Return a reward that asks the server every few milliseconds."""
         monkeypatch.setattr(votes, "EVERY", 0.005)
+        monkeypatch.setattr(votes, "LINE_AFTER", 0.0)
         monkeypatch.setenv("VOTES_KEY", KEY)
 
         class Route(asgi.Transport):

@@ -32,7 +32,7 @@ BRIGHTNESS = """['left-image', 'right-image'].map(name => {
 })"""
 RUN = (
     *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--eval-samples", "8", "--final-samples", "8"),
-    *("--eval-every", "0", "--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4"),
+    *("--eval-every", "0", "--rollout.prompts", "2", "--rollout.group", "4"),
 )
 
 

@@ -38,7 +38,7 @@ def test_votes_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_votes_are_preferences(tmp_path: Path) -> None:
-    """As `train dpo` reads them; a tie is none."""
+    """As `train dpo` reads them, without ties."""
     voted(tmp_path).close()
     pairs = read_preferences(tmp_path, encode=lambda images: images, shape=(1, 4, 4), check=lambda text: None)
     levels = [[round(float(sample.mean()), 1) for sample in (pair.win, pair.lose)] for pair in pairs]
