@@ -2,15 +2,10 @@
 
 import inspect
 import json
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import JSON, installed, paragraphs, width, without, wrapped
-from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, parsed
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
@@ -32,35 +27,12 @@ votes (fluvial rewards vote --help).
 """
 
 
-@dataclass(frozen=True)
-class VoteConfig:
-    """Serve a page on which people compare two images of a group at a time, for runs that use the reward votes.
-
-    The page and the runs need a key, which is printed; FLUVIAL_SERVE_KEY sets one. Votes are appended to
-    OUT/preferences.jsonl and count again after a restart. fluvial train dpo --objective.preferences OUT trains on them.
-
-    Args:
-        out: Folder for the votes and their images; one with votes is continued.
-        rounds: Number of times that each image of a group is compared with two others.
-        host: Address to listen on; voters on other machines reach the page only if it says so.
-        port: Port to listen on; 0 takes a free one, which is printed.
-    """
-
-    out: Path = Path("votes")
-    rounds: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8700
-
-    def __post_init__(self) -> None:
-        check_fields(self, "", rounds=(1, 1000), port=(0, 65535))
-
-
 def run(args: list[str]) -> None:
     """Print the table or one reward, or serve the page of votes."""
     if args[:1] == [VOTE]:
-        config = parsed(VoteConfig(), "fluvial rewards vote", args[1:])
-        with flags_in_errors(config):
-            serve_votes(config)
+        from fluvial.engines.cli.serve_rewards import run_vote  # whose imports take a second
+
+        run_vote(args[1:])
         return
     args, as_json = without(args, JSON)
     if args and args[0] in ("-h", "--help"):
@@ -90,28 +62,6 @@ def run(args: list[str]) -> None:
         _options(name, clients.maker(name))
     else:
         raise UsageError(f"unknown reward {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}")
-
-
-def serve_votes(config: VoteConfig) -> None:
-    """Serve the page of votes until SIGINT or SIGTERM."""
-    check_server_packages("rewards vote")
-    from fluvial.engines.serve.asgi import KEY_ENV, check_address, key_of, serve
-    from fluvial.engines.serve.votes.records import VoteFolder
-    from fluvial.engines.serve.votes.service import VoteService, application
-
-    key = key_of(config.host) or secrets.token_urlsafe(16)
-    check_address(config.host, config.port)
-    folder = VoteFolder(config.out)
-
-    def ready(address: str) -> None:
-        print(f"{len(folder.votes)} votes in {config.out}; the page for voters is {address}/#key={key}")
-        print(
-            f"train on them with {KEY_ENV}={key} fluvial train ... --rewards votes:url={address},key_env={KEY_ENV}",
-            flush=True,
-        )
-
-    serve(application(VoteService(folder, rounds=config.rounds), key=key), host=config.host, port=config.port, ready=ready)
-    print(f"{len(folder.votes)} votes in {config.out}")
 
 
 def _table() -> None:
