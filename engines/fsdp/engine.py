@@ -163,15 +163,16 @@ class Engine:
         )
         held = check_items(items, weight, sizes=sizes, pad_to=pad_to)
         if self.world.size > 1 and (count is None or pad_to is None):
-            sizes = self.world.gather_data(torch.tensor([held])).tolist()
-            count, pad_to = sum(sizes) if count is None else count, max(sizes) if pad_to is None else pad_to
+            of_ranks = self.world.gather_data(torch.tensor([held])).tolist()
+            count, pad_to = sum(of_ranks) if count is None else count, max(of_ranks) if pad_to is None else pad_to
         count, pad_to = held if count is None else count, held if pad_to is None else pad_to
-        passes = split(pad_to, sizes or [pad_to])
+        sizes = sizes or (pad_to,)
+        passes = split(pad_to, sizes)
         weight = torch.ones(held, device=device) if weight is None else weight
         of_row, flops = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs))), 0
         real = torch.zeros(sum(passes), device=device)
         real[:held] = 1
-        batches = micro_batches((items, weight), micro_batch=sizes or pad_to, pad_to=pad_to, device=device)
+        batches = micro_batches((items, weight), micro_batch=sizes, pad_to=pad_to, device=device)
         self._begin(len(passes))
         start, last = 0, len(passes) - 1
         loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)

@@ -17,7 +17,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.loading import fingerprint
+from fluvial.engines.fsdp.files import fingerprint
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of
@@ -50,7 +50,7 @@ from fluvial.engines.train.saving import runs_on
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
-from fluvial.models.lora import add_lora
+from fluvial.models.lora import LowRank, add_lora
 from fluvial.models.lora_files import load_lora
 
 
@@ -367,7 +367,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
         settings, targets = config.lora, job.model.lora_targets
         if found is not None:
-            settings = replace(settings, rank=found.rank, alpha=found.alpha, weights=None)
+            form = settings.form if settings.form.kind == found.form.kind else found.form
+            if settings.form not in (form, LowRank()):
+                raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
+            settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
             adapters, targets = (*adapters, START), found.layers
         try:
             add_lora(module, settings, targets, adapters=adapters, seed=config.seed)
@@ -375,7 +378,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
             raise UsageError(str(error)) from error
         if found is not None:
             for name in adapters:
-                load_lora(module, found.tensors, name)
+                try:
+                    load_lora(module, found.tensors, name)
+                except ValueError as error:
+                    raise UsageError(f"`lora.weights`: {error}") from error
     return module, "" if found is None else f" {digest(found)}"
 
 

@@ -42,3 +42,17 @@ def updates(world: World) -> dict[str, Any]:
             "shard": sum(tensor.numel() for tensor in engine._local().values()),
         }
     return result
+
+
+def passes(world: World) -> list[int]:
+    """Return the rows of each pass of an update that gets the micro-batch alone; rank 0 has one item, others 7."""
+    net, rows = Net(), list[int]()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), world, updates=1)
+    loss = squared(engine.module)
+
+    def counted(items: dict[str, Any]) -> Any:
+        rows.append(len(items["x"]))
+        return loss(items)
+
+    engine.update(data(7 if world.rank else 1)[0], counted, micro_batch=3)
+    return rows

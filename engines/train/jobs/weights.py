@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.loading import stored
+from fluvial.engines.fsdp.files import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
@@ -137,7 +137,7 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
         UsageError: it cannot be read, or does not fit the network.
     """
     found = read_adapter(path, job, module, field)
-    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers)
+    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
     load_lora(module, found.tensors, "default")
 
 

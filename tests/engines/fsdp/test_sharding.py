@@ -133,3 +133,8 @@ def test_numbers_per_sample_keep_their_digits(one: World) -> None:
     assert engine.module(torch.zeros(2, 3), timestep=torch.tensor([987.5, 3.25])).dtype == torch.bfloat16
     assert seen == {"x": torch.bfloat16, "timestep": torch.float32}
     assert all(parameter.dtype == torch.float32 for parameter in engine.trainable.values())
+
+
+def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
+    """The number of items of other ranks, which is asked for where it is not given, is no size of a pass."""
+    assert launch.on_ranks(2, "ranks:passes") == [[3, 3, 3]] * 2
