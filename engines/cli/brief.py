@@ -38,7 +38,7 @@ TRAIN = Brief(
     ),
     (
         "train grpo --rewards characters --updates 40",
-        "train grpo --model MODEL --rewards pickscore --prompts prompts.txt --processes auto",
+        "train grpo --model MODEL --rewards pickscore --prompts @drawbench-like --preset 1gpu",
         "train grpo --resume --out runs/grpo",
     ),
 )

@@ -18,7 +18,7 @@ from fluvial.engines.errors import LostProcessError, UsageError
 if TYPE_CHECKING:
     from fluvial.engines.train.config import TrainConfig
 
-DRY_RUN = "--dry-run"
+DRY_RUN, PRESET = "--dry-run", "--preset"
 
 
 def run(args: list[str]) -> None:
@@ -76,6 +76,7 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
         name = named(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
+    default, flags = _preset(default, flags)
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or typed(flags, "--resume-from")
@@ -90,6 +91,22 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
     for line in _notes(name, asked, config, flags, resumes=bool(resumes)):
         print(f"fluvial: {line}", file=sys.stderr)
     return config
+
+
+def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
+    """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
+    own, others = taken(flags, {PRESET})
+    if not own:
+        return config, others
+    from fluvial.engines.train.presets import on_gpus
+
+    if "--resume" in others or typed(others, "--resume-from"):
+        raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
+    with flags_in_errors(config):
+        found, said = on_gpus(config, (typed(flags, PRESET) or [""])[-1])
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fluvial: {said}", file=sys.stderr)
+    return found, others
 
 
 def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
@@ -113,6 +130,7 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
             kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
             yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
         return
+    yield from _published_elsewhere(name, config)
     lora = config.lora
     if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
@@ -124,6 +142,21 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
                 f"{' and '.join(untuned)} of the recipe {name} were chosen for large published models, not for "
                 f"{config.model}: set them for your own"
             )
+
+
+def _published_elsewhere(name: str, config: "TrainConfig") -> Iterator[str]:
+    """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
+    from fluvial.engines.train.published.runs import published_runs
+    from fluvial.engines.train.published.takes import accumulated
+
+    run, gpus = published_runs().get(name), int(os.environ.get("WORLD_SIZE", "1"))
+    if run is None:
+        return
+    if run.gpus not in (0, gpus) and config.makes_samples:
+        yield accumulated(config, published=run.gpus, gpus=gpus)
+    stated = run.published.get("prompts")
+    if stated and list(config.prompts) == run.overlay().get("prompts"):
+        yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
 def _from_file(path: Path) -> "TrainConfig":
@@ -148,11 +181,15 @@ def recipes_help() -> str:
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
         "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
+        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, and makes fewer groups per rollout.",
+        "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
         "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",
         "lists all fields. With --dry-run --as-gpus 64 it says what the run would do on 64 GPUs, without one: whether it",
         "fits, what holds the memory, bytes on the wire, host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
+    lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
+    lines += [f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.installed("prompts")}.items()]
     return "\n".join(lines) + "\n"
 
 
