@@ -179,8 +179,8 @@ def test_a_command_of_a_readme_parses(name: str, line: str, stubbed: list[str], 
         code = cli.run(arguments)
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    # runs, config and rewards do their work at once.
-    assert stubbed or arguments[0] in ("runs", "config", "rewards") or shown.out.startswith(("usage:", "--model"))
+    # runs, config, rewards and models print at once.
+    assert stubbed or arguments[0] in ("runs", "config", "rewards", "models") or shown.out.startswith("usage:")
 
 
 def record_a_run(arguments: Sequence[str]) -> None:

@@ -1,15 +1,21 @@
-"""Names of the files and folders that hold weights, and how a file reaches the disk."""
+"""Files and folders of weights: their names, reading of their tensors, and how a file reaches the disk."""
 
+import hashlib
 import json
 import os
 import stat
 import tempfile
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.models.protocol import Weights
 
 MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
 LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for the weights of an adapter
@@ -34,6 +40,55 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
     return [folder / name for name in names]
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a model folder's safetensors, from the headers alone.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    return found
+
+
+def stored(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    held: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
+    for name in sorted(held):
+        with _opened(held[name]) as tensors:
+            yield name, tensors.get_tensor(name)
+
+
+def fingerprint(folder: Weights) -> str:
+    """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
+
+    Training moves every tensor, so first rows tell two sets of weights apart without reading a large model.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    if isinstance(folder, Mapping):
+        prints = {name: fingerprint(each) for name, each in folder.items()}
+        return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
+    rows = {}
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                shape = tensors.get_slice(name).get_shape()
+                row = tensors.get_slice(name)[:1] if shape else tensors.get_tensor(name)
+                rows[name] = [shape, row.double().flatten().tolist()]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -72,3 +127,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; what fails within is a UsageError."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error

@@ -1,22 +1,18 @@
 """Loading of weights into a sharded module: each rank reads its own shards, so none holds the whole model."""
 
-import hashlib
-import json
 import warnings
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.files import weight_files
+from fluvial.engines.fsdp.files import shapes, stored, weight_files
 from fluvial.engines.fsdp.world import World
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import quantised_layers
@@ -65,68 +61,9 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
         dcp.load({**wanted}, storage_reader=reader)
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a model folder's safetensors, from the headers alone.
-
-    Raises:
-        UsageError: there are no weight files, or one cannot be read.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        with _opened(file) as tensors:
-            found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
-    return found
-
-
-def stored(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
-
-    Raises:
-        UsageError: there are no weight files, or one cannot be read.
-    """
-    held: dict[str, Path] = {}
-    for file in weight_files(folder):
-        with _opened(file) as tensors:
-            held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
-    for name in sorted(held):
-        with _opened(held[name]) as tensors:
-            yield name, tensors.get_tensor(name)
-
-
-def fingerprint(folder: Weights) -> str:
-    """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
-
-    Training moves every tensor, so first rows tell two sets of weights apart without reading a large model.
-
-    Raises:
-        UsageError: there are no weight files, or one cannot be read.
-    """
-    if isinstance(folder, Mapping):
-        prints = {name: fingerprint(each) for name, each in folder.items()}
-        return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
-    rows = {}
-    for file in weight_files(folder):
-        with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                shape = tensors.get_slice(name).get_shape()
-                row = tensors.get_slice(name)[:1] if shape else tensors.get_tensor(name)
-                rows[name] = [shape, row.double().flatten().tolist()]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def plain_name(name: str) -> str:
     """Return a tensor's name in the model without adapters; PEFT puts `base_layer` between a layer and its weight."""
     return name.replace(".base_layer.", ".")
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; what fails within is a UsageError."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
 
 
 class _Only(FileSystem):

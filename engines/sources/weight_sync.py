@@ -28,8 +28,7 @@ from torch import nn
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.fsdp import export
-from fluvial.engines.fsdp.files import LORA
-from fluvial.engines.fsdp.loading import stored
+from fluvial.engines.fsdp.files import LORA, stored
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.sources.protocol import Holder
 from fluvial.engines.sources.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in

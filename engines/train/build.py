@@ -17,7 +17,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.loading import fingerprint
+from fluvial.engines.fsdp.files import fingerprint
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of

@@ -18,7 +18,7 @@ from fluvial.engines.export.formats import Format, check_format, write
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import writing
-from fluvial.engines.fsdp.loading import fingerprint
+from fluvial.engines.fsdp.files import fingerprint
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.train import job as jobs

@@ -110,11 +110,20 @@ class YesNo:
 
 @contextmanager
 def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """Start a real server on loopback whose requests a function answers, and yield its address."""
+    """Start a real server on loopback whose requests a function answers, and yield its address.
+
+    Errors of the function are raised in the end, except those of connections; clients only see that one was closed.
+    """
+    faults: list[BaseException] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            answer(self)
+            try:
+                answer(self)
+            except OSError:
+                pass
+            except Exception as error:
+                faults.append(error)
 
         do_GET = do_POST
 
@@ -132,6 +141,8 @@ def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+        if faults:
+            raise faults[0]
 
 
 def lightness(images: Tensor, prompts: Sequence[str]) -> Tensor:

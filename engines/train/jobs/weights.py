@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.loading import stored
+from fluvial.engines.fsdp.files import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.files import MODEL
-from fluvial.engines.fsdp.loading import fingerprint, load_weights
+from fluvial.engines.fsdp.files import MODEL, fingerprint
+from fluvial.engines.fsdp.loading import load_weights
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.handwriting import BASE, Handwriting

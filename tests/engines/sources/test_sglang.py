@@ -17,6 +17,7 @@ from fake_rollouts import MICRO_BATCH, respond
 from fake_servers import loopback
 
 from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo
@@ -90,8 +91,7 @@ class Sglang:
             batch=batch, image_kwargs={}, pos_cond_kwargs={}, neg_cond_kwargs={}, guidance=None
         )
         guidance = Guidance(asked["guidance_scale"], asked.get("negative_prompt", ""))
-        sampled = SimpleNamespace(text=asked["prompt"], negative=None)
-        cond = guidance.encode(self.model, cast(Any, [sampled] * count), None)
+        cond = guidance.encode(self.model, [Prompt(asked["prompt"])] * count, None)
         for number, timestep in enumerate(scheduler.timesteps):
             x, level = self.layout.to_event(latents, tiny.SHAPE), schedule.levels[number].expand(count)
             v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
@@ -135,6 +135,7 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
     plan = planned(one, asked, **others)
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
+    sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         source = Remote(
             replace(asked, source=url, servers=ServersConfig(timeout=60, patience=1)),
@@ -143,7 +144,7 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
             adapter=lambda version: "default",
             world=one,
             sizes={},
-            sync=cast(Any, SimpleNamespace(push=lambda *args, **kwargs: {}, close=lambda: None)),
+            sync=cast(Any, sync),
         )
         try:
             source.push(cast(Engine, SimpleNamespace(world=one)), 0)
