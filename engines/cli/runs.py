@@ -45,11 +45,21 @@ def listed() -> str:
     """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
     runs = published_runs()
     rows = [
-        (name, found.algorithm, found.paper or "-", str(found.gpus or "-"), ", ".join(to_bring(found)) or "-", found.headline.get("result", ""))
+        (
+            name,
+            found.algorithm,
+            found.paper or "-",
+            str(found.gpus or "-"),
+            ", ".join(to_bring(found)) or "-",
+            found.headline.get("result", ""),
+        )
         for name, found in runs.items()
     ]
     lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
-    lines += ["", f"{len(runs)} runs. fluvial runs NAME prints one, fluvial plan NAME says what it takes, fluvial train NAME trains it."]
+    lines += [
+        "",
+        f"{len(runs)} runs. fluvial runs NAME prints one, fluvial plan NAME what it takes, fluvial train NAME trains it.",
+    ]
     return "\n".join(lines)
 
 

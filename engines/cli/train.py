@@ -102,8 +102,10 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
 
     if "--resume" in others or typed(others, "--resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
-    with flags_in_errors(config):
+    try:
         found, said = on_gpus(config, (typed(flags, PRESET) or [""])[-1])
+    except UsageError as error:
+        raise UsageError(error.worded(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
         print(f"fluvial: {said}", file=sys.stderr)
     return found, others
@@ -146,16 +148,19 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
 
 def _published_elsewhere(name: str, config: "TrainConfig") -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
+    from fluvial.engines.train.published.resolve import resolve
     from fluvial.engines.train.published.runs import published_runs
     from fluvial.engines.train.published.takes import accumulated
 
     run, gpus = published_runs().get(name), int(os.environ.get("WORLD_SIZE", "1"))
     if run is None:
         return
-    if run.gpus not in (0, gpus) and config.makes_samples:
+    asked = resolve(run)
+    same = (config.rollout.batch, config.minibatches) == (asked.rollout.batch, asked.minibatches)
+    if run.gpus not in (0, gpus) and config.makes_samples and same:
         yield accumulated(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
-    if stated and list(config.prompts) == run.overlay().get("prompts"):
+    if stated and config.prompts and config.prompts == asked.prompts:
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
@@ -181,7 +186,7 @@ def recipes_help() -> str:
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
         "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
-        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, and makes fewer groups per rollout.",
+        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
         "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
         "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",

@@ -1,4 +1,4 @@
-"""Prompt sets that come with fluvial, by name as `@ocr`: generated from templates, with a part to train on and a held-out part.
+"""Prompt sets that come with fluvial, named as `@ocr`: generated from templates, with a training and a held-out part.
 
 They are not the published files, which `--prompts FILE` takes. A set of your own is a function from the part to its records,
 named as `@module:name` or declared as an entry point of `fluvial.prompts`.
@@ -36,8 +36,11 @@ COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown"
 POSITIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
-SIGN_KINDS = "Fresh Daily Grand Little Golden Quiet Midnight Royal Silver Happy Old Wild".split()
-SIGN_PLACES = "Coffee Bakery Books Garden Market Harbor Cinema Garage Museum Library Pizza Tailor".split()
+SIGN_KINDS = ("Fresh", "Daily", "Grand", "Little", "Golden", "Quiet", "Midnight", "Royal", "Silver", "Happy", "Old", "Wild")
+SIGN_PLACES = (
+    *("Coffee", "Bakery", "Books", "Garden", "Market", "Harbor", "Cinema", "Garage", "Museum", "Library", "Pizza"),
+    "Tailor",
+)
 NOTICES = (
     *("Mind the Step", "Open Late", "Keep Left", "No Entry", "Wet Paint", "Push to Open", "Back in Ten", "Sold Out"),
     *("Last Chance", "Free Parking", "Do Not Feed", "Ring the Bell", "Staff Only", "Slow Down", "Quiet Please", "Lost Dog"),
@@ -85,7 +88,17 @@ THINGS = (
     *("pocket watch", "mountain hut", "steam train", "umbrella", "desk lamp", "suitcase", "windmill", "cactus", "robot"),
     *("market stall", "greenhouse", "telescope", "snail shell", "hot air balloon"),
 )
-MATERIALS = ("glass", "folded paper", "knitted wool", "polished bronze", "ice", "wicker", "moss", "stained wood", "porcelain")
+MATERIALS = (
+    "glass",
+    "folded paper",
+    "knitted wool",
+    "polished bronze",
+    "ice",
+    "wicker",
+    "moss",
+    "stained wood",
+    "porcelain",
+)
 STYLES = (
     *("as a watercolour", "as a woodcut", "as a charcoal sketch", "as a low-poly render", "in the style of a travel poster"),
     *("as an oil painting", "as a pixel-art sprite", "as a blueprint", "as a mosaic", "as a long-exposure photograph"),
@@ -98,7 +111,7 @@ SIZES = ("smaller than", "twice as tall as", "leaning against", "standing on top
 
 
 def ocr(part: Part) -> Iterator[Record]:
-    """Text to draw, in double quotes, as the reward `ocr` reads it; the held-out texts are drawn by no training prompt."""
+    """Text in double quotes, which the reward ocr reads; no training prompt has a held-out text."""
     texts = [
         *(("name", f"{kind} {place}") for kind, place in product(SIGN_KINDS, SIGN_PLACES)),
         *(("notice", text) for text in NOTICES),
@@ -110,12 +123,10 @@ def ocr(part: Part) -> Iterator[Record]:
 
 
 def geneval(part: Part) -> Iterator[Record]:
-    """Objects, counts, colours and positions, with the metadata that GenEval's rules need, in its six tags."""
+    """Objects, counts, colours and positions in GenEval's six tags, with its metadata."""
     coloured = [name for name in CLASSES if name != "person"]
     pairs = list(permutations(CLASSES, 2))
-    yield from (
-        _asked("single_object", f"a photo of {_a(name)}", _one(name)) for name in _part(part, CLASSES, heldout=16)
-    )
+    yield from (_asked("single_object", f"a photo of {_a(name)}", _one(name)) for name in _part(part, CLASSES, heldout=16))
     for one, other in _part(part, list(combinations(CLASSES, 2)), heldout=50, most=400):
         yield _asked("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
     for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
@@ -132,7 +143,7 @@ def geneval(part: Part) -> Iterator[Record]:
 
 
 def animals(part: Part) -> Iterator[Record]:
-    """Animals, alone and doing what animals do not; the held-out animals are in no training prompt."""
+    """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
     chosen = _part(part, ANIMALS, heldout=10)
     yield from ({"prompt": _a(animal), "tag": "alone"} for animal in chosen)
     for animal, activity in _mixed(product(chosen, ACTIVITIES)):
@@ -140,7 +151,7 @@ def animals(part: Part) -> Iterator[Record]:
 
 
 def counting(part: Part) -> Iterator[Record]:
-    """Numbers of objects from two to six in several settings, with GenEval's metadata."""
+    """Two to six objects in several settings, with GenEval's metadata."""
     chosen = _part(part, list(product(_countable(), NUMBERS)), heldout=40)
     places = ("on a white background", "in a bright studio", "seen from above", "in an oil painting", "in a pencil drawing")
     for (name, number), place in _mixed(product(chosen, places)):
@@ -148,7 +159,7 @@ def counting(part: Part) -> Iterator[Record]:
 
 
 def drawbench_like(part: Part) -> Iterator[Record]:
-    """General prompts in eight categories, as DrawBench has eleven, for rewards that predict preferences."""
+    """General prompts in eight categories, for rewards that predict preferences."""
     things = [_a(thing) for thing in THINGS]
     kinds: dict[str, Iterable[str]] = {
         "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(COLOURS, THINGS, SETTINGS)),
@@ -214,7 +225,7 @@ def _mixed(items: Iterable[T]) -> list[T]:
 
 
 def _part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = None) -> list[T]:
-    """Return a part of different items: in the order of their SHA-256 the first are held out, and up to `most` others train."""
+    """Return a part of items: in the order of their SHA-256 the first are held out, and up to `most` others train."""
     ordered = _mixed(dict.fromkeys(items))
     return ordered[:heldout] if part == "heldout" else ordered[heldout:][:most]
 

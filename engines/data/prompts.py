@@ -1,4 +1,4 @@
-"""Prompts from files and prompt sets, one or several with weights, and their split into prompts to train on and to evaluate on."""
+"""Prompts from files and prompt sets, with weights, and their split into prompts to train on and to evaluate on."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,8 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
     if repeated := [path for path, number in paths.items() if number > 1]:
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
     return tuple(
-        Source(path.stem if stems[path.stem] == 1 and not is_set(path) else str(path), path, weight) for path, weight in found
+        Source(path.stem if stems[path.stem] == 1 and not is_set(path) else str(path), path, weight)
+        for path, weight in found
     )
 
 

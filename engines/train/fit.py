@@ -96,7 +96,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
     """
     if config.pipeline.frames > FRAMES:
         raise UsageError(
-            f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for up to {FRAMES} frames: leave engine.fit out"
+            f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for {FRAMES} at most: remove engine.fit"
         )
     size = config.pipeline.size
     side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE

@@ -14,7 +14,7 @@ PARTS: tuple[tuple[Part, str], ...] = (("train", "to train on"), ("heldout", "he
 
 
 def to_bring(run: PublishedRun) -> list[str]:
-    """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts with no further argument."""
+    """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts as it is."""
     if run.needs:
         return ["an objective that fluvial lacks"]
     settings = {name: found.value for name, found in run.settings.items()}
@@ -36,7 +36,8 @@ def accumulated(config: TrainConfig, *, published: int, gpus: int) -> str:
         gpus: number of GPUs here.
     """
     per_update = config.rollout.batch // config.minibatches
-    said = f"published on {published} GPUs, here {gpus}: an update keeps its {per_update} samples, {per_update / gpus:g} per GPU"
+    each = f"{per_update / gpus:g} per GPU"
+    said = f"published on {published} GPUs, here {gpus}: an update keeps its {per_update} samples, {each}"
     if isinstance(config.micro_batch, int):
         passes = math.ceil(per_update / gpus / config.micro_batch)
         said += f", whose gradients are accumulated over {passes} micro-batches of up to {config.micro_batch}"
@@ -74,6 +75,6 @@ def _reward(text: str) -> str:
     model = REWARD_MODELS.get(text.partition(":")[0])
     if model is None:
         return "of your own"
-    facts = [f"{model.gibibytes:.1f} GiB from {model.weights}"] if model.parameters else ["nothing to download"]
+    facts = [f"{model.gibibytes:.2g} GiB, {model.weights}"] if model.parameters else ["nothing to download"]
     missing = model.missing()
     return "; ".join([*facts, *([f"needs pip install '{model.install}'"] if missing else [])])

