@@ -32,7 +32,7 @@ class Row:
     name: str  # of the source or the tag
     samples: int
     mean: float
-    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts
+    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts; None of one prompt
     mean_high: float | None = None
     std: float | None = None  # of the scores of the samples
     exact: float | None = None  # fraction of samples with the score 1
@@ -115,11 +115,11 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[R
     for part, label, numbers in parts:
         values = scores.values[torch.tensor(numbers)]
         texts_of = [prompts[number].text for number in numbers]
-        interval = statistics.bootstrap_interval(values[:, place], texts_of)
+        interval = statistics.bootstrap_interval(values[:, place], texts_of) if len({*texts_of}) > 1 else None
         row: dict[str, Any] = {
             "mean": values.mean(0)[place].item(),
-            "mean_low": interval.low,
-            "mean_high": interval.high,
+            "mean_low": None if interval is None else interval.low,
+            "mean_high": None if interval is None else interval.high,
             "std": values[:, place].double().std(correction=0).item(),
             "exact": (values[:, place] == 1).double().mean().item(),
         }
