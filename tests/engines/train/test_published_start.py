@@ -3,9 +3,11 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_pipelines
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS
@@ -169,6 +171,36 @@ def test_a_plan_names_what_to_bring_and_what_cannot_be_computed(capsys: pytest.C
     shown = capsys.readouterr().out
     assert "with --rewards of your own" in shown
     assert "memory   the memory of " in shown
+
+
+TINY = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
+TINY += (
+    " --minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2 --optimizer.ema-interval 1"
+)
+
+
+@pytest.mark.long
+def test_a_published_run_trains_by_its_name_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without prompts of one's own: on the training part of the prompt set; held out is its other part, and so is a suite's."""
+    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
+    out, size = tmp_path / "run", ["--pipeline.height", "16", "--pipeline.width", "16"]
+    model = ["--model", str(tmp_path / "sd3"), "--rewards", "jpeg", *size]
+    assert cli.run(["train", OCR, *model, *TINY.split(), "--out", str(out)]) == 0
+    assert "stand in for flow_grpo dataset/ocr" in capfd.readouterr().err
+    assert json.loads((out / "config.json").read_text())["prompts"] == ["@ocr"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert {row["name"] for row in summary["evaluation"] if row["part"] == "source"} <= {"@ocr"}
+    typed = ["--suite", "compression", "--seeds", "1", "--samples", "3", "--steps", "1", "--json"]
+    assert cli.run(["eval", str(out), *typed]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert (shown["settings"]["suite"], shown["settings"]["base"], shown["settings"]["guidance"]) == (
+        "compression",
+        "start",
+        4.5,
+    )
+    row = next(row for row in shown["rows"] if row["part"] == "all")
+    assert (row["evaluator"], row["samples"]) == ("jpeg", 3)
+    assert {"base_mean", "difference", "low", "high", "mean_low", "mean_high"} <= set(row)
 
 
 def test_the_list_says_what_to_bring(capsys: pytest.CaptureFixture[str]) -> None:
