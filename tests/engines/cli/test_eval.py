@@ -209,9 +209,9 @@ def test_a_suite_of_ones_own_is_one_command(folder: Path, tmp_path: Path, capfd:
 
     typed = ["--seeds", "1", "--rewards", "evaluators:brightness", "--steps", "2", "--out", str(tmp_path / "out")]
     assert cli.run([*suite, *typed]) == 0
-    printed = capfd.readouterr().out
-    assert "2 samples" in printed
-    assert "2 steps, guidance 4.5" in " ".join(printed.split())
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "mine.toml, 2 samples of" in printed
+    assert "2 steps, guidance 4.5" in printed
     assert {key[0] for key in table(tmp_path / "out")} == {"evaluators:brightness"}
     assert table(tmp_path / "out")["evaluators:brightness", "all", ""]["samples"] == 2
 

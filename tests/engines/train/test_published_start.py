@@ -181,7 +181,7 @@ TINY += (
 
 @pytest.mark.long
 def test_a_published_run_trains_by_its_name_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without prompts of one's own: on the training part of the prompt set; held out is its other part, and so is a suite's."""
+    """On the training part of a prompt set; the other part is held out, and is a suite's."""
     tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     out, size = tmp_path / "run", ["--pipeline.height", "16", "--pipeline.width", "16"]
     model = ["--model", str(tmp_path / "sd3"), "--rewards", "jpeg", *size]
