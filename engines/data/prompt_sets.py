@@ -151,7 +151,7 @@ def animals(part: Part) -> Iterator[Record]:
 
 
 def counting(part: Part) -> Iterator[Record]:
-    """Two to six objects in several settings, with GenEval's metadata."""
+    """Objects in numbers from two to six and in several settings, with GenEval's metadata."""
     chosen = _part(part, list(product(_countable(), NUMBERS)), heldout=40)
     places = ("on a white background", "in a bright studio", "seen from above", "in an oil painting", "in a pencil drawing")
     for (name, number), place in _mixed(product(chosen, places)):

@@ -64,8 +64,8 @@ def read_prompts(
 ) -> tuple[Prompt, ...]:
     """Return the prompts of a file, or of a part of a prompt set.
 
-    A text file has one prompt per line; blank lines are skipped. A .jsonl, .csv or .parquet file, or a folder that datasets
-    saved to disk, has one record per prompt, see `records.prompt_of`.
+    A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
+    folder that datasets saved to disk, has one record per prompt, see `records.prompt_of`.
 
     Args:
         path: the file, or `@name` of a prompt set, see `prompt_sets`.

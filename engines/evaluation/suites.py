@@ -1,5 +1,6 @@
 """Suites: evaluations by name, each a prompt set, evaluators and how samples are drawn; a suite of one's own is one file."""
 
+import json
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -22,19 +23,19 @@ SUITES = {
         ("@drawbench-like",), ("pickscore", "hpsv2", "imagereward", "clipscore"), seeds=2, steps=40
     ),
 }
-ENDING = ".toml"
+FORMATS = {".toml": tomllib.loads, ".json": json.loads}
 
 
 def find(name: str) -> EvaluationConfig:
-    """Return the suite of a name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml file.
+    """Return the suite of a name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml or .json file.
 
     A file has the fields of `EvaluationConfig`: `prompts` and `rewards`, and any others. Its prompts are files beside it and
-    prompt sets, or a table `[[prompts]]` per prompt with a column `prompt` and any others.
+    prompt sets, or a table `[[prompts]]` (an object in JSON) per prompt with a column `prompt` and any others.
 
     Raises:
         UsageError: there is no such suite, or it is not one; in one line.
     """
-    if name.endswith(ENDING):
+    if Path(name).suffix in FORMATS:
         return _from_file(Path(name))
 
     def check(found: Any) -> str | None:
@@ -52,9 +53,11 @@ def _from_file(path: Path) -> EvaluationConfig:
     """Return the suite in a file."""
     label = f"suite {path}"
     try:
-        record = tomllib.loads(read_text(path, label))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{label} is not TOML: {error}") from error
+        record = FORMATS[path.suffix](read_text(path, label))
+    except ValueError as error:
+        raise UsageError(f"{label} is not {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"{label} holds {type_of(record)}, expected an object of fields")
     known = [each.name for each in fields(EvaluationConfig)]
     if unknown := [name for name in record if name not in known]:
         raise UsageError(f"{label} has the unknown field {unknown[0]!r}, expected {', '.join(known)}")

@@ -170,6 +170,11 @@ def _programs(config: "TrainConfig") -> Iterator[UsageError]:
         yield UsageError("engine.offload", "phases", "none or always", hint)
 
 
+def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
+    """Return whether a model is given no levels but those of its schedule; see `check_model`."""
+    return prediction == "epsilon" or recorded
+
+
 def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool = False) -> None:
     """Raise UsageError if a run does not fit its model.
 
@@ -179,7 +184,7 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
     """
     rollout, sampler, model = config.rollout, config.rollout.sampler, config.model
     own_levels = f"{model} predicts epsilon or has no adapter, and knows only the levels of its schedule"
-    on_schedule = prediction == "epsilon" or recorded
+    on_schedule = knows_its_schedule_only(prediction, recorded=recorded)
     if sampler.rule.prediction not in (prediction, None):
         fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
         raise UsageError("rollout.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")
@@ -196,8 +201,11 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
         raise UsageError("rollout.window.tail", rollout.window.tail.solver, "its default", own_levels)
     if recorded and config.kl.guidance is not None:
         raise UsageError("kl.guidance", config.kl.guidance, "None", f"{model} has no adapter, and its pipeline's guidance")
-    if on_schedule and config.noising.levels.kind not in ("schedule", "stratified"):
-        raise UsageError("noising.levels", config.noising.levels.kind, "schedule or stratified", own_levels)
+    noising = config.noising.chosen(on_schedule=on_schedule)
+    if noising != config.noising:
+        noising.check_steps(rollout.steps)
+    if on_schedule and noising.levels.kind not in ("schedule", "stratified"):
+        raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
 
 
 def fixed_micro_batch(config: "TrainConfig") -> str | None:

@@ -33,7 +33,7 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
 
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
-        validate_repo_id(str(name_or_path))  # before the network is asked
+        validate_repo_id(str(name_or_path))  # the Hub is not asked for a path
         with reachable_or_cached() as reachable, nullcontext() if reachable else quietly():
             return Path(DiffusionPipeline.download(str(name_or_path), **options))
     except (OSError, ValueError) as error:
@@ -49,7 +49,7 @@ def check_known(name: str) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(name)  # before the network is asked
+        validate_repo_id(name)
         with reachable_or_cached():
             hf_hub_download(name, INDEX)
     except (OSError, ValueError) as error:

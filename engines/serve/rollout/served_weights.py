@@ -83,7 +83,7 @@ class ServedWeights:
                     raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
                 return path
         shown = ", ".join(map(str, self.roots)) or "there are none"
-        raise RequestError(400, f"{name!r} is outside the folders that weights are read from ({shown}): see --weights-root")
+        raise RequestError(400, f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
 
     def _regular(self, path: Path, most_bytes: int) -> Path:
         """Return the real path of a safetensors file of at most `most_bytes` within the roots."""

@@ -1,4 +1,4 @@
-"""What a published run takes: GPUs, weights, rewards and prompts; and what a person has to bring for it to start."""
+"""Requirements of a published run: GPUs, weights, rewards and prompts, and what does not come with fluvial."""
 
 import math
 from collections.abc import Iterator

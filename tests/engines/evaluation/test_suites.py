@@ -1,6 +1,9 @@
 """Suites: the built-in ones hold together, one's own is a file or an object, and wrong ones are one line."""
 
+import json
 import re
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,22 @@ def test_a_file_is_a_whole_suite(tmp_path: Path) -> None:
     cats, fox = read_heldout(suite.prompts, (), check=anything)
     assert (cats.text, cats.tag, cats.metadata["include"]) == ("three cats", "counting", [{"class": "cat", "count": 3}])
     assert (fox.text, fox.tag) == ("a red fox", None)
+
+
+def test_a_file_may_be_json(tmp_path: Path) -> None:
+    record = tomllib.loads(FILE)
+    (tmp_path / "mine.json").write_text(json.dumps(record))
+    (tmp_path / "mine.toml").write_text(FILE)
+    suite, other = find(str(tmp_path / "mine.json")), find(str(tmp_path / "mine.toml"))
+    assert replace(suite, prompts=()) == replace(other, prompts=())
+    found, expected = (read_heldout(each.prompts, (), check=anything) for each in (suite, other))
+    assert [(prompt.text, prompt.tag, prompt.metadata) for prompt in found] == [
+        (prompt.text, prompt.tag, prompt.metadata) for prompt in expected
+    ]
+    for text, says in {"[1]": "holds a list, expected an object of fields", "{": "is not JSON"}.items():
+        (tmp_path / "mine.json").write_text(text)
+        with pytest.raises(UsageError, match=re.escape(says)):
+            find(str(tmp_path / "mine.json"))
 
 
 def test_a_file_names_files_beside_it_and_prompt_sets(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Published runs: each resolves to a configuration, says where its settings were read, and leaves nothing unsaid."""
 
+import inspect
 import json
 import math
 import re
@@ -34,6 +35,7 @@ from fluvial.engines.train.record import as_record, recorded
 from fluvial.models import LoraConfig
 from fluvial.models.lora import add_lora, lora_layers
 from fluvial.models.pipelines.sd3 import SD3
+from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
 
 RUNS = published_runs()
@@ -66,10 +68,17 @@ def test_every_run_says_where_it_was_read() -> None:
 
 
 def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
-    """A reward on a server is a client with options. Only that it may read pickles is left to the person who runs it."""
+    """A reward on a server is a client with options. Only that it may read pickles is left to the person who runs it.
+
+    Options of reward models are those that the models have.
+    """
     with_options = {text for name in TRAINED for text in config_of(name).rewards if ":" in text}
-    assert with_options
-    for text in with_options:
+    models = {text for text in with_options if text.partition(":")[0] in REWARD_MODELS}
+    assert models < with_options
+    for text in models:
+        name, options, _ = parse(text, REWARD_MODELS, field="rewards")
+        assert {*options} <= {*inspect.signature(REWARD_MODELS[name].make).parameters}
+    for text in with_options - models:
         with pytest.raises(UsageError, match="trust_pickle is False"):
             select({}, (text,))
         assert callable(select({}, (f"{text},trust_pickle=true",))[text.partition(":")[0]][0])
