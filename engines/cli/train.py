@@ -49,17 +49,18 @@ def _dry_run(args: list[str]) -> None:
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
     own, others = taken(args, flags)
     asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
-    config = configured("train", [word for word in others if word != DRY_RUN])
+    config = configured("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
         command.run(asked, config, console=console())
 
 
-def configured(command: str, args: list[str]) -> "TrainConfig":
+def configured(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
     """Return the run that a recipe, or a file, and the typed fields describe.
 
     Args:
         command: word that was typed before the arguments, for messages.
         args: name of the recipe, or --config and a file; then flags.
+        gpus: number of GPUs, for what is said of it; by default one per process.
     """
     files = typed(args, "--config")
     if files or "--config" in args:
@@ -88,7 +89,8 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
     elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
         raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
     config = parsed(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
-    for line in _notes(name, asked, config, flags, resumes=bool(resumes)):
+    gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
+    for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
     return config
 
@@ -123,7 +125,9 @@ def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig")
         )
 
 
-def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool) -> Iterator[str]:
+def _notes(
+    name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
+) -> Iterator[str]:
     """Yield what a person may not expect of the settings that she did not type; rank 0 says it."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -132,7 +136,7 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
             kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
             yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
         return
-    yield from _published_elsewhere(name, config)
+    yield from _published_elsewhere(name, config, gpus)
     lora = config.lora
     if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
@@ -146,13 +150,13 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
             )
 
 
-def _published_elsewhere(name: str, config: "TrainConfig") -> Iterator[str]:
+def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
     from fluvial.engines.train.published.resolve import resolve
     from fluvial.engines.train.published.runs import published_runs
     from fluvial.engines.train.published.takes import accumulated
 
-    run, gpus = published_runs().get(name), int(os.environ.get("WORLD_SIZE", "1"))
+    run = published_runs().get(name)
     if run is None:
         return
     asked = resolve(run)

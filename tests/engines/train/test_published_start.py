@@ -132,6 +132,7 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["config", OCR, "--preset"], "--preset is"),
         (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with an objective"),
         (["train", OCR, "--preset", "1gpu", "--resume"], "--preset has no effect with --resume"),
+        (["sample", "handwriting", "--prompts", "@ocr"], "--prompts holds the prompt set @ocr, expected texts"),
         (["plan", "flow_grpo/sd3-medium/ocr"], f"did you mean {OCR}?"),
         (["plan", OCR, "--check"], "--check makes an update of the built-in model"),
         (["plan", OCR, "--gpus", "0"], "--gpus is 0"),
