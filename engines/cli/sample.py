@@ -66,7 +66,7 @@ class SampleConfig:
         check_fields(self, "", each=some, steps=some, micro_batch=some, seed=(0, 2**63 - 1))
         if sets := [prompt for prompt in self.prompts if is_set(prompt)]:
             raise UsageError(
-                f"`prompts` holds the prompt set {sets[0]}, expected texts: fluvial eval --prompts {sets[0]} draws its prompts"
+                f"`prompts` holds the prompt set {sets[0]}, expected texts: see fluvial eval --prompts {sets[0]}"
             )
         if not self.prompts:
             raise UsageError("`prompts` is empty, expected at least one, such as 'a red fox' 'two cats'")
