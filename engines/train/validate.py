@@ -162,6 +162,10 @@ def _programs(config: "TrainConfig") -> Iterator[UsageError]:
     if engine.base != "auto" and config.rollout.is_served:
         hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
         yield UsageError("engine.base", engine.base, "auto", hint)
+    form = config.lora.form.kind
+    if config.train == "lora" and form != "lora" and config.rollout.is_served and config.rollout.servers.weights == "auto":
+        hint = f"servers take no adapters of `lora.form` {form}, and merged weights do"
+        yield UsageError("rollout.servers.weights", "auto", "disk or shared_memory", hint)
     if ahead and config.takes_ratios and config.correction.mode == "none":
         hint = f"with `asynchronous.ahead` {ahead}, older weights make the rollouts, and ratios need a correction"
         yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
