@@ -212,7 +212,8 @@ def to_train(
         UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
     """
     if name in MODELS or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
-        _check_unset(name, settings)
+        if name in MODELS:
+            _check_unset(name, settings)
         return named(name, weights=weights, prompts=prompts, data=data)
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
