@@ -42,7 +42,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import export, preferences, rewards, sample, serve, serve_rewards
+    from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import field_names
     from fluvial.engines.dryrun.command import DryRunConfig
     from fluvial.engines.plan.plan import PlanConfig
@@ -58,7 +58,7 @@ def every_flag() -> set[str]:
         AheadConfig(),
     ]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig()]
-    configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), rewards.VoteConfig()]
+    configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
@@ -145,7 +145,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench.objectives import report as objectives
     from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import preferences, processes, rewards, sample, serve, serve_rewards
+    from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
     from fluvial.engines.plan import check, fit, plan, simulate, trace
     from fluvial.engines.train import exports, pretrain
@@ -166,7 +166,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (preferences, "write", (3, 3)),
         (serve_rewards, "serve_rewards", None),
         (serve, "serve_model", None),
-        (rewards, "serve_votes", None),
+        (serve_rewards, "serve_votes", None),
         (sample, "sample", "x.png"),
         (plan, "show", None),
         (fit, "show_fit", None),
