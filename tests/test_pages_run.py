@@ -54,7 +54,7 @@ ELSEWHERE = (
         "models",
         "runs",
     ),
-    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "--suite"),
+    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "preference"),
 )
 STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in ("train", "data", "rewards", "export", "checkpoint"))]
 STORY += [f"engines/{topic}/README.md" for topic in ("evaluation", "objectives", "cli")]
@@ -105,6 +105,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / REWARD).mkdir(parents=True)
     tiny_rewards.save_clip(tmp_path / REWARD)
     (tmp_path / "mine.py").write_text(pages.mine())
+    (tmp_path / "mine.toml").write_text(pages.suite())
     records = [json.dumps({"prompt": caption, "tag": "counting"}) for caption in CAPTIONS]
     for name in ("prompts.jsonl", "counting.jsonl", "geneval.jsonl"):
         (tmp_path / name).write_text("\n".join(records))

@@ -184,6 +184,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
     monkeypatch.setitem(sys.modules, "mine", mine := types.ModuleType("mine"))
     exec(pages.mine(), mine.__dict__)
+    (tmp_path / "mine.toml").write_text(pages.suite())
     monkeypatch.chdir(tmp_path)
     return reached
 
