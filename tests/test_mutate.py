@@ -15,7 +15,7 @@ def test_a_known_fault_can_be_applied(fault: Any) -> None:
     """Its text occurs once in its file, and the test that catches it is there."""
     assert (ROOT / fault.file).read_text().count(fault.old) == 1
     file, _, name = fault.test.partition("::")
-    assert f"def {name}(" in (ROOT / file).read_text()
+    assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()  # a test may be one case of a table
 
 
 def test_the_readme_lists_every_fault() -> None:

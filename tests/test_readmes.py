@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
+from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 
 from fluvial.engines.cli import main as cli
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "engines").rglob("README.md"))
-READMES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS if folder != "engines"), *PAGES, "bench/NOTEBOOK.md"]
 # Folders whose page tells how to use them.
 TOPICS = (
     *("train", "train/published", "data", "rewards", "rollout", "objectives", "sources", "serve", "export", "evaluation"),
@@ -27,25 +25,7 @@ TOPICS = (
 # Most lines of a page, and most words of a paragraph, of the pages that people open first.
 MOST_LINES = {"README.md": 150, "engines/README.md": 120, "bench/README.md": 150}
 MOST_WORDS = 80
-SHORT = ["README.md", *PAGES, "bench/README.md"]
-
-
-def blocks(name: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def commands(name: str) -> list[list[str]]:
-    """Return the command lines of fluvial and of its benchmarks in a README's shell blocks, as words without comments."""
-    text = "\n".join(blocks(name, "sh")).replace("\\\n", " ")
-    lines = [part for line in text.splitlines() for part in re.split(r"\s&&\s", line)]
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [words for words in found if words and is_fluvials(words)]
-
-
-def is_fluvials(words: Sequence[str]) -> bool:
-    """Return whether a command line starts fluvial or one of its benchmarks."""
-    return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
+SHORT = ["README.md", *PAGES, "bench/README.md", "core/README.md", "kernels/README.md"]
 
 
 def inline(name: str, start: str) -> list[str]:
@@ -83,7 +63,8 @@ def every_flag() -> set[str]:
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--version", "--processes", "--reward", "--as", "--async.ahead")
+        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--async.ahead"),
+        "--objective.temperature",  # of the objective that a page shows
     }
 
 
@@ -162,13 +143,12 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench import __main__ as bench
     from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives import report as objectives
-    from fluvial.core import transitions
     from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
     from fluvial.engines.plan import check, fit, plan, simulate, trace
-    from fluvial.engines.train import exports, pretrain, recipes
+    from fluvial.engines.train import exports, pretrain
 
     reached: list[str] = []
 
@@ -201,10 +181,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
-    mine: Any = types.ModuleType("mine")
-    mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))
-    mine.walk = transitions.dance_sde
-    monkeypatch.setitem(sys.modules, "mine", mine)
+    monkeypatch.setitem(sys.modules, "mine", mine := types.ModuleType("mine"))
+    exec(pages.mine(), mine.__dict__)
     monkeypatch.chdir(tmp_path)
     return reached
 

@@ -262,7 +262,7 @@ class AnyPipeline(Pipeline):
             prompts: prompts of the run.
 
         Returns:
-            The largest relative error of the velocities.
+            The largest relative error of the velocities and of the images.
 
         Raises:
             ValueError: something differs by more than rounding; the message names the pipeline and what differs.
@@ -271,19 +271,20 @@ class AnyPipeline(Pipeline):
         self._check_effects(conditioned[:1])
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
         batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
+        runs, errors = [self._run(module, batch, number) for number, batch in enumerate(batches)], list[float]()
         for run in runs:
             if not torch.equal(run.schedule.levels, self.known.schedule.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
             check_steps(self.pipeline, run.taken, self.steps)
             check_initial_noise(self.pipeline, run.initial)
             decoded = self.decode(run.trajectory.final)
-            check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype])
+            errors.append(check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype]))
         final = torch.cat([run.trajectory.final for run in runs])
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
         ours = dataclasses.replace(runs[0], trajectory=trajectory, model=self.known.model, cond=cond)
-        return check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
+        error = check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
+        return max(error, *errors)
 
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""

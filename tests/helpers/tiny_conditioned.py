@@ -66,8 +66,9 @@ def control() -> Any:
 
 def processor() -> Any:
     """Build the processor of Qwen2.5-VL without torchvision's image processor."""
-    from tiny_encoders import qwen_tokenizer
     from transformers import Qwen2VLImageProcessorPil
+
+    from fluvial.models.tiny.encoders import qwen_tokenizer
 
     tokenizer = qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})

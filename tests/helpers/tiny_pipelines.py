@@ -12,16 +12,6 @@ import stored
 import torch
 from einops import rearrange
 from marks import long
-from tiny_encoders import (
-    clip_encoder,
-    clip_tokenizer,
-    qwen3_encoder,
-    qwen_tokenizer,
-    qwen_vl_encoder,
-    t5_encoder,
-    t5_tokenizer,
-    vae,
-)
 from torch import Tensor, nn
 
 from fluvial.core import transitions
@@ -39,6 +29,17 @@ from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.pipelines.wan import Wan
 from fluvial.models.pipelines.z_image import ZImage
+from fluvial.models.tiny.encoders import (
+    clip_encoder,
+    clip_tokenizer,
+    qwen3_encoder,
+    qwen_tokenizer,
+    qwen_vl_encoder,
+    t5_encoder,
+    t5_tokenizer,
+    umt5_encoder,
+    vae,
+)
 
 STEPS = 3
 TEXT = 40  # tokens per prompt, padding included
@@ -213,7 +214,6 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
 def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
     """Build a tiny Wan 2.1, or 2.2 with two experts or one timestep per token; the VAE halves sides and later frames."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-    from transformers import UMT5Config, UMT5EncoderModel
 
     settings = {
         "patch_size": (1, 2, 2),
@@ -241,20 +241,10 @@ def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
         scale_factor_temporal=2,
         scale_factor_spatial=2,
     )
-    text = UMT5Config(
-        vocab_size=len(t5_tokenizer()),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
     return WanPipeline(
         **networks,
         vae=videos,
-        text_encoder=UMT5EncoderModel(text),
+        text_encoder=umt5_encoder(),
         tokenizer=t5_tokenizer(),
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     )

@@ -1,6 +1,5 @@
 """Tiny random pipelines of diffusers that are replayed without an adapter: one row per architecture."""
 
-import string
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any, NamedTuple
 import stored
 import torch
 from einops import rearrange
-from tiny_encoders import qwen_tokenizer, t5_tokenizer, vae
-from tiny_encoders import settings as qwen_settings
 from tiny_pipelines import flux, sd3
 from torch import Tensor
+
+from fluvial.models.tiny.encoders import gemma_encoder, gemma_tokenizer, qwen_tokenizer, t5_tokenizer, umt5_encoder, vae
+from fluvial.models.tiny.encoders import settings as qwen_settings
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
 
@@ -25,34 +25,6 @@ class Row(NamedTuple):
     targets: tuple[str, ...]
     latents: Callable[[Tensor], Tensor] = torch.clone  # initial noise in the pipeline's layout, given that of its scheduler
     returns_samples: bool = True  # whether the pipeline returns latents in its scheduler's layout
-
-
-def gemma_tokenizer() -> Any:
-    """Build a Gemma tokenizer of single characters."""
-    from transformers import GemmaTokenizer
-
-    characters = [*string.ascii_letters, *string.digits, *".,!<>-"]
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *characters]
-    return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
-
-
-def gemma() -> Any:
-    """Build a Gemma text encoder of three layers."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    config = Gemma2Config(
-        vocab_size=len(gemma_tokenizer()),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        head_dim=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
-    return Gemma2Model(config)
 
 
 def sana() -> Any:
@@ -84,7 +56,7 @@ def sana() -> Any:
     autoencoder = AutoencoderDC(latent_channels=4, attention_head_dim=2, scaling_factor=0.5, **blocks)
     return SanaPipeline(
         tokenizer=gemma_tokenizer(),
-        text_encoder=gemma(),
+        text_encoder=gemma_encoder(),
         vae=autoencoder,
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -113,7 +85,7 @@ def lumina2() -> Any:
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=vae(),
-        text_encoder=gemma(),
+        text_encoder=gemma_encoder(),
         tokenizer=gemma_tokenizer(),
     )
 
@@ -121,7 +93,6 @@ def lumina2() -> Any:
 def aura_flow() -> Any:
     """Build AuraFlow: one call for both halves of guidance, and time between 0 and 1."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
-    from transformers import UMT5Config, UMT5EncoderModel
 
     transformer = AuraFlowTransformer2DModel(
         sample_size=8,
@@ -136,10 +107,9 @@ def aura_flow() -> Any:
         caption_projection_dim=16,
         pos_embed_max_size=64,
     )
-    config = UMT5Config(vocab_size=len(t5_tokenizer()), d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return AuraFlowPipeline(
         tokenizer=t5_tokenizer(),
-        text_encoder=UMT5EncoderModel(config),
+        text_encoder=umt5_encoder(),
         vae=vae(),
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_encoders import clip_tokenizer
 
 from fluvial.core.random import key, normal, uniform
+from fluvial.models.tiny.encoders import clip_tokenizer
 
 
 def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> torch.Tensor:

@@ -32,6 +32,7 @@ from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.engines.train.probe_passes import RunPasses, fixed_pairs
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models import LoraConfig
+from fluvial.models.lora import LowRank
 
 FASTEST = micro_batch.fastest
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
@@ -144,7 +145,7 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
     rollout = RolloutConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
     if model != "handwriting":
         rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
-    lora = LoraConfig(rank=4, product="merged")
+    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
     config = TrainConfig(
         tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, rollout=rollout,
         optimizer=OptimizerConfig(lr=1e-2),

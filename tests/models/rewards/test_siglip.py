@@ -10,10 +10,10 @@ import tiny_rewards
 import torch
 from numpy_towers import Array
 from scipy.special import expit
-from tiny_encoders import t5_tokenizer
 
 from fluvial.models.rewards.clip import Siglip
 from fluvial.models.rewards.shared.pixels import Preprocess
+from fluvial.models.tiny.encoders import t5_tokenizer
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 HALF = (0.5, 0.5, 0.5)

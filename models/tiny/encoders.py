@@ -148,3 +148,94 @@ def vae(channels: int = 4) -> Any:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+
+
+def gemma_tokenizer() -> Any:
+    """Build a Gemma tokenizer of single characters."""
+    from transformers import GemmaTokenizer
+
+    characters = [*string.ascii_letters, *string.digits, *".,!<>-"]
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *characters]
+    return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+
+
+def gemma_encoder() -> Any:
+    """Build a Gemma 2 of three layers."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=len(gemma_tokenizer()),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    return Gemma2Model(config)
+
+
+def umt5_encoder() -> Any:
+    """Build a UMT5 encoder of two layers."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=len(t5_tokenizer()),
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    return UMT5EncoderModel(config)
+
+
+def byt5_encoder() -> Any:
+    """Build a T5 encoder with the vocabulary of bytes of ByT5."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
+
+
+def language_model(kind: type) -> Any:
+    """Build a language model of transformers of two layers, with one layer of vision where it sees images.
+
+    Raises:
+        ValueError: the settings of the class have other names than most.
+    """
+    config: Any = kind.config_class  # type: ignore[attr-defined]
+    text = {**settings(16), "head_dim": 8}
+    if "text_config" not in config.sub_configs:
+        made = config(**text)
+    else:
+        turns = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        sees = {"depth": 1, "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        sees |= {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+        }
+        made = config(text_config={**text, "rope_parameters": turns}, vision_config=sees)
+    if (most := getattr(made, "text_config", made).hidden_size) != 16:
+        raise ValueError(f"the settings of {kind.__name__} give {most} features, expected 16")
+    return kind(made)
+
+
+def vision_settings(width: int = 16) -> dict[str, Any]:
+    """Return the settings of a vision transformer of two layers for images of 32 x 32."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+        "projection_dim": width,
+    }

@@ -1,0 +1,1 @@
+"""Tiny random pipelines of diffusers, built without a download: what `fluvial models --measured` tries."""

@@ -1,0 +1,309 @@
+"""Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fluvial.models.replay.media import IMAGES
+from fluvial.models.replay.processors import processor_without_video
+from fluvial.models.tiny import encoders
+from fluvial.models.tiny.networks import LATENT, PACKED, VAES, transformer_settings
+
+CONDITIONED = ("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner")
+UNTRIED = ("ip_adapter_image", "last_image", "reference_image", "image_reference")
+
+
+class UnknownPart(ValueError):
+    """No tiny part of a class is known."""
+
+
+class Asked(NamedTuple):
+    """How a tiny pipeline is called."""
+
+    media: tuple[str, ...]  # arguments that are images
+    call: dict[str, Any]
+    scale: float
+    size: int  # height and width of the images, in pixels
+    frames: int
+
+
+# Settings of the transformer where a pipeline gives it more channels than the sample's.
+WIDER: dict[str, dict[str, Any]] = {
+    "FluxFillPipeline": {"in_channels": 3 * PACKED, "out_channels": PACKED},
+    "FluxControlPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
+    "FluxControlImg2ImgPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
+    "FluxControlInpaintPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
+    "CogView4ControlPipeline": {"in_channels": 2 * LATENT},
+    "WanImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
+    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
+    "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2},
+    "LucyEditPipeline": {"in_channels": 2 * LATENT},
+    "Cosmos2TextToImagePipeline": {"in_channels": LATENT + 1},
+    "Cosmos2VideoToWorldPipeline": {"in_channels": LATENT + 1 + 1},
+    "HunyuanVideoImageToVideoPipeline": {"image_condition_type": "token_replace"},
+    "HunyuanSkyreelsImageToVideoPipeline": {"in_channels": 2 * LATENT},
+    "Kandinsky5I2VPipeline": {"visual_cond": True},
+    "Kandinsky5I2IPipeline": {"visual_cond": True},
+    "HunyuanVideo15Pipeline": {"task_type": "t2v"},
+    "PRXPixelPipeline": {"in_channels": 3},
+    "WanVACEPipeline": {"vace_layers": [0], "vace_in_channels": 2 * LATENT + 4},
+    "SanaImageToVideoPipeline": {},
+}
+
+# Arguments of the call, by pipeline.
+CALLS: dict[str, dict[str, Any]] = {
+    "FluxKontextPipeline": {"max_area": 256, "_auto_resize": False},
+    "FluxKontextInpaintPipeline": {"max_area": 256, "_auto_resize": False},
+    "Flux2KleinPipeline": {"text_encoder_out_layers": [0, 1, 2]},
+    "Flux2KleinInpaintPipeline": {"text_encoder_out_layers": [0, 1, 2]},
+    "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
+    "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
+    "ErnieImagePipeline": {"use_pe": False},
+    "LongCatImagePipeline": {"enable_prompt_rewrite": False},
+    "Lumina2Pipeline": {"system_prompt": ""},
+    "QwenImageEditPipeline": {"max_sequence_length": 128},
+    "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
+    "QwenImageLayeredPipeline": {"max_sequence_length": 128},
+}
+LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios")
+
+
+def flow_pipelines() -> list[str]:
+    """Return the classes of diffusers' pipelines with a transformer, by name."""
+    import diffusers
+
+    found = []
+    for name in sorted(dir(diffusers)):
+        kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
+        if inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters:
+            found.append(name)
+    return found
+
+
+def asked_of(name: str) -> Asked:
+    """Return how the tiny pipeline of a class is called."""
+    import diffusers
+
+    takes = inspect.signature(getattr(diffusers, name).__call__).parameters
+    conditioned = any(word in name for word in CONDITIONED)
+    media = tuple(one for one in IMAGES if one in takes and one not in UNTRIED) if conditioned else ()
+    call = {
+        key: value
+        for key, value in {
+            "max_sequence_length": 32,
+            "use_resolution_binning": False,
+            "complex_human_instruction": None,
+            "strength": 1.0,
+        }.items()
+        if key in takes
+    }
+    frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
+    size = 32 if any(name.startswith(word) for word in LARGE) else 16
+    return Asked(media, {**call, **CALLS.get(name, {})}, 3.0, size, frames)
+
+
+def build(name: str) -> Any:
+    """Return a tiny random pipeline of a class of diffusers.
+
+    Raises:
+        UnknownPart: no tiny part of one of its classes is known.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    parameters = inspect.signature(kind.__init__).parameters
+    try:
+        hints = typing.get_type_hints(kind.__init__)
+    except (NameError, TypeError):
+        hints = {key: entry.annotation for key, entry in parameters.items()}
+    parts: dict[str, Any] = {}
+    for part, entry in list(parameters.items())[1:]:
+        missing = entry.default is inspect.Parameter.empty
+        if part != "transformer" and (not missing or part in kind._optional_components):
+            if missing:
+                parts[part] = None
+            continue
+        parts[part] = _part(part, hints[part], name, hints)
+    both = parts.get("processor", parts.get("text_processor"))
+    encoder: Any = parts.get("text_encoder")
+    if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
+        if "tokenizer" in parts:
+            parts["tokenizer"] = both.tokenizer
+        encoder.resize_token_embeddings(len(both.tokenizer))
+        encoder.config.image_token_id = both.image_token_id
+    return kind(**parts)
+
+
+@contextmanager
+def unscaled_images(name: str, size: int) -> Iterator[None]:
+    """Make a pipeline that scales images to about a megapixel scale them to size x size instead."""
+    import diffusers
+
+    module = sys.modules[getattr(diffusers, name).__module__]
+    own = getattr(module, "calculate_dimensions", None)
+    if own is None:
+        yield
+        return
+    rest = own(1024 * 1024, 1.0)[2:]
+    module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.calculate_dimensions = own  # type: ignore[attr-defined]
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save a tiny random pipeline of a class of diffusers, and return the folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = build(name)
+        # Weights that start at zero or one would hide errors.
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module) and type(part).__module__.startswith("diffusers"):
+                for parameter in part.parameters():
+                    parameter.data += 0.2 * torch.randn_like(parameter)
+    pipeline.save_pretrained(folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
+    return folder
+
+
+def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
+    """Return a tiny part of a pipeline, given the type of its parameter."""
+    import diffusers
+
+    names = [one.__name__ for one in _classes(hint)]
+    if part == "scheduler":
+        return _scheduler(names)
+    if part == "transformer":
+        kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
+        return kind(**transformer_settings(kind, WIDER.get(pipeline, {})))
+    if part.startswith("tokenizer"):
+        # A tokenizer is that of the text encoder beside it.
+        beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
+        named = [*names, *(one.__name__ for one in _classes(beside))]
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+    if part == "controlnet":
+        return _controlnet(names[0], pipeline)
+    if part == "unconditional_transformer":
+        return _part("transformer", hints["transformer"], pipeline, hints)
+    if "SanaVideo" in pipeline or pipeline == "SanaImageToVideoPipeline":
+        names = [name for name in names if name != "AutoencoderDC"]
+    for name in names:
+        if name in VAES:
+            return getattr(diffusers, name, None)(**VAES[name])  # type: ignore[misc]
+        if name in PARTS:
+            return PARTS[name]()
+    for kind in _classes(hint):
+        if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
+            return encoders.language_model(kind)
+        if part == "guider":
+            return kind() if not inspect.isabstract(kind) else diffusers.ClassifierFreeGuidance()
+    raise UnknownPart(f"no tiny {part} ({' or '.join(names) or hint}) is known")
+
+
+def _controlnet(name: str, pipeline: str) -> Any:
+    """Return a control network of a class beside a pipeline's transformer."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    further: dict[str, Any] = {"extra_conditioning_channels": 0} if "SD3" in name or "QwenImage" in name else {}
+    known = inspect.signature(kind.__init__).parameters
+    settings = transformer_settings(kind, {key: value for key, value in further.items() if key in known})
+    return kind(**settings)
+
+
+def _classes(hint: Any) -> list[type]:
+    """Return the classes of a type hint."""
+    if inspect.isclass(hint):
+        return [hint]
+    return [one for inner in typing.get_args(hint) for one in _classes(inner) if one is not type(None)]
+
+
+def _scheduler(names: list[str]) -> Any:
+    """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
+    import diffusers
+
+    own = "FlowMatchEulerDiscreteScheduler"
+    name = own if own in names or not names else names[0]
+    kind = getattr(diffusers, name, None) or diffusers.FlowMatchEulerDiscreteScheduler
+    if name in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler"):
+        return kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    if name == own:
+        return kind(shift=3.0)
+    return (
+        kind() if inspect.isclass(kind) and hasattr(kind, "step") else diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    )
+
+
+def _qwen_processor() -> Any:
+    """Return the processor of Qwen2.5-VL without torchvision's image processor."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    tokenizer = encoders.qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
+    return processor_without_video(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
+
+
+def _vision(config: str, model: str) -> Any:
+    """Return a vision transformer of transformers."""
+    import transformers
+
+    return getattr(transformers, model)(getattr(transformers, config)(**encoders.vision_settings()))
+
+
+def _images(name: str) -> Any:
+    """Return an image processor of transformers for images of 32 x 32."""
+    import transformers
+
+    size = {"crop_size": 32} if "CLIP" in name else {}
+    return getattr(transformers, name)(size={"height": 32, "width": 32} if not size else 32, **size)
+
+
+def _qwen_vl_text() -> Any:
+    return encoders.qwen_vl_encoder().model.language_model
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "CLIPTokenizer": partial(encoders.clip_tokenizer, 77),
+    "T5EncoderModel": encoders.t5_tokenizer,
+    "T5Tokenizer": encoders.t5_tokenizer,
+    "UMT5EncoderModel": encoders.t5_tokenizer,
+    "GemmaTokenizer": encoders.gemma_tokenizer,
+    "ByT5Tokenizer": lambda: _byt5(),
+    "Qwen2VLProcessor": _qwen_processor,
+}
+
+
+def _byt5() -> Any:
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "AutoencoderKL": encoders.vae,
+    "CLIPTextModel": partial(encoders.clip_encoder, False, width=16),
+    "CLIPTextModelWithProjection": partial(encoders.clip_encoder, width=16),
+    "T5EncoderModel": encoders.t5_encoder,
+    "UMT5EncoderModel": encoders.umt5_encoder,
+    "Gemma2PreTrainedModel": encoders.gemma_encoder,
+    "PreTrainedModel": encoders.qwen3_encoder,
+    "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
+    "Qwen2_5_VLTextModel": _qwen_vl_text,
+    "CLIPVisionModel": partial(_vision, "CLIPVisionConfig", "CLIPVisionModel"),
+    "CLIPVisionModelWithProjection": partial(_vision, "CLIPVisionConfig", "CLIPVisionModelWithProjection"),
+    "SiglipVisionModel": partial(_vision, "SiglipVisionConfig", "SiglipVisionModel"),
+    "CLIPImageProcessorPil": partial(_images, "CLIPImageProcessorPil"),
+    "SiglipImageProcessorPil": partial(_images, "SiglipImageProcessorPil"),
+    "Qwen2VLProcessor": _qwen_processor,
+    "CLIPProcessor": partial(_images, "CLIPImageProcessorPil"),
+}
