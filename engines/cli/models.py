@@ -132,6 +132,7 @@ def measure(name: str, folder: Path) -> Row:
     ]
     words = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl"), *RUN.split(), *size]
     words += [*(call if len(call) > 1 else []), "--rollout.guidance.scale", f"{asked.scale:g}", "--out", str(folder / "run")]
+    words += ["--rollout.guidance.negative", asked.negative] if asked.negative else []
     recipe = "ddpo" if adapted and built_in()[name].prediction == "epsilon" else "grpo"
     output, errors = io.StringIO(), io.StringIO()
     with tiny.unscaled_images(name, asked.size), redirect_stdout(output), redirect_stderr(errors):

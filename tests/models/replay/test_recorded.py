@@ -318,8 +318,8 @@ def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 def unguided(pipe: Any) -> Any:
-    """Scale the velocity slightly."""
-    return changed(pipe, lambda v, x: v * 0.999)
+    """Bend the velocity, which is no weighted sum of outputs then."""
+    return changed(pipe, lambda v, x: v.sin())
 
 
 def swapped(pipe: Any) -> Any:
@@ -378,6 +378,17 @@ def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[s
         recorded(pipe, "sana", **options)
     assert "\n" not in str(caught.value)
     assert pipe.scheduler is own
+
+
+def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], Any]) -> None:
+    """Of both halves of guidance and the sample, with the weights of the change; its replay gives the recorded velocities."""
+    pipe = changed(load("sana"), lambda v, x: 0.9 * v + 0.25 * x)
+    recording = recorded(pipe, "sana")
+    (recipe,) = recording.model.recipes
+    unconditional, conditional = recipe.combination.weights
+    assert (unconditional, conditional) == pytest.approx((0.9 * (1 - 4.5), 0.9 * 4.5), rel=1e-6)
+    assert recipe.combination.of_sample == pytest.approx(0.25, rel=1e-6)
+    assert check_replay(pipe.transformer, recording, micro_batch=2) < 1e-4
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
