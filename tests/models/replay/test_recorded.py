@@ -381,7 +381,7 @@ def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[s
 
 
 def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], Any]) -> None:
-    """Of both halves of guidance and the sample, with the weights of the change; its replay gives the recorded velocities."""
+    """Of both halves of guidance and the sample, with the weights of the change, and it replays the recorded velocities."""
     pipe = changed(load("sana"), lambda v, x: 0.9 * v + 0.25 * x)
     recording = recorded(pipe, "sana")
     (recipe,) = recording.model.recipes
