@@ -362,7 +362,9 @@ class AnyPipeline(Pipeline):
         pipe.transformer = module
         try:
             with quietly(), torch.no_grad():
-                return record(pipe, texts, key=start, steps=self.steps, sampler="ode", form="unscaled", **asked)
+                return record(
+                    pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
+                )
         finally:
             pipe.transformer = network
 
